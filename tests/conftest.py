@@ -1,0 +1,46 @@
+"""What every test runs under: eight CPU devices, torchax enabled, small and quiet."""
+
+from __future__ import annotations
+
+import os
+
+# Before JAX is imported anywhere: one process plays a host with eight chips.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import torchax
+
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torchax_enabled() -> Iterator[None]:
+    """As in a user's program: torchax is enabled once, globally."""
+    torchax.enable_globally()
+    yield
+    torchax.disable_globally()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    torch.manual_seed(0)
+    torchax.default_env().manual_seed(0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory for one run, which does not exist yet."""
+    return tmp_path / "run"

@@ -1,0 +1,178 @@
+"""What several tests need: exact comparison, small models, training steps, processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torchax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torchax import interop
+
+from torchax_ckpt import torchax_backend as backend
+
+P = PartitionSpec
+
+
+def bits(value: Any) -> tuple[Any, ...]:
+    """Everything about an array but its sharding: kind, dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        if backend.is_device_tensor(value):
+            return ("torchax", *bits(backend.buffer(value))[1:])
+        with backend.native_torch():
+            return ("torch", *bits(backend.to_numpy(value))[1:])
+    if isinstance(value, jax.Array):
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            impl = str(jax.random.key_impl(value))
+            return ("key", impl, *bits(jax.random.key_data(value))[1:])
+        return ("jax", *bits(np.asarray(value))[1:])
+    kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"
+    array = np.asarray(value)
+    return (kind, array.dtype.name, array.shape, array.tobytes())
+
+
+def assert_trees_identical(found: Any, expected: Any, *, shardings: bool = True) -> None:
+    """Asserts the same structure, types, dtypes, shapes, bytes and (optionally) shardings."""
+    _compare(found, expected, shardings, "tree")
+
+
+def _compare(found: Any, expected: Any, shardings: bool, where: str) -> None:
+    if isinstance(expected, (torch.Tensor, jax.Array, np.ndarray, np.generic)):
+        assert bits(found) == bits(expected), f"{where}: {found!r} is not {expected!r}"
+        if shardings and (a := _jax(expected)) is not None:
+            b = _jax(found)
+            assert b is not None
+            assert a.committed == b.committed, f"{where}: committed {b.committed}"
+            assert not a.committed or b.sharding.is_equivalent_to(a.sharding, a.ndim), (
+                f"{where}: {b.sharding} is not {a.sharding}"
+            )
+        return
+    assert type(found) is type(expected), f"{where}: {type(found)} is not {type(expected)}"
+    if isinstance(expected, Mapping):
+        assert list(found.keys()) == list(expected.keys()), f"{where}: keys {list(found)}"
+        for key in expected:
+            _compare(found[key], expected[key], shardings, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{where}: length {len(found)}"
+        for i, (f, e) in enumerate(zip(found, expected, strict=True)):
+            _compare(f, e, shardings, f"{where}[{i}]")
+    elif isinstance(expected, float):
+        assert np.float64(found).tobytes() == np.float64(expected).tobytes(), (
+            f"{where}: {found!r} is not {expected!r}"
+        )
+    else:
+        assert found == expected, f"{where}: {found!r} is not {expected!r}"
+
+
+def _jax(value: Any) -> jax.Array | None:
+    if isinstance(value, jax.Array):
+        return value
+    return backend.buffer(value) if backend.is_device_tensor(value) else None
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of a tree of tensors and plain values, to compare with later."""
+    if isinstance(value, torch.Tensor):
+        if backend.is_device_tensor(value):
+            return backend.wrap(backend.buffer(value))  # arrays do not change
+        with backend.native_torch():
+            return backend.from_numpy(backend.to_numpy(value))
+    if isinstance(value, Mapping):
+        return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(v) for v in value)
+    return np.array(value) if isinstance(value, np.ndarray) else value
+
+
+def training_state(*parts: Any) -> list[Any]:
+    """What must come back: tensors of modules by name, state of optimizers by parameter order."""
+    state: list[Any] = []
+    for part in parts:
+        if isinstance(part, torch.optim.Optimizer):
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in part.param_groups]
+            moments = [dict(part.state[p]) for g in part.param_groups for p in g["params"]]
+            state.append(copied({"groups": groups, "moments": moments}))
+        else:
+            state.append(copied(dict(part.state_dict())))
+    return state
+
+
+def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
+    """A one-axis mesh over the first devices, with the Auto axes that torchax needs."""
+    return Mesh(np.array(jax.devices()[:num_devices]), (axis,))
+
+
+def fsdp_rule(mesh: Mesh) -> Any:
+    """A sharding rule: the first dim that divides, else replicated."""
+    (axis,) = mesh.axis_names
+
+    def rule(name: str, abstract: Any) -> NamedSharding:
+        size = mesh.shape[axis]
+        for dim, length in enumerate(abstract.shape):
+            if length and length % size == 0:
+                return NamedSharding(mesh, P(*[None] * dim, axis))
+        return NamedSharding(mesh, P())
+
+    return rule
+
+
+def mlp(width: int = 16, bias: bool = True) -> torch.nn.Module:
+    """A small classifier on torchax's default device."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, width, bias=bias), torch.nn.Tanh(), torch.nn.Linear(width, 4, bias=bias)
+    ).to("jax")
+
+
+_grads: dict[int, Any] = {}
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+    """One step of jitted value_and_grad and an eager torch.optim step, on data of this seed."""
+
+    def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model, params, (x,))
+        return torch.nn.functional.cross_entropy(out, y)
+
+    if id(model) not in _grads:
+        _grads[id(model)] = (interop.jax_jit(interop.jax_value_and_grad(loss)), model)
+    data = np.random.default_rng(seed)
+    env = torchax.default_env()
+    x = env.to_xla(torch.from_numpy(data.standard_normal((8, 8)).astype(np.float32)))
+    y = env.to_xla(torch.from_numpy(data.integers(0, 4, 8).astype(np.int32)).long())
+    value, grads = _grads[id(model)][0](dict(model.named_parameters()), x, y)
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name]
+    optimizer.step()
+    return value
+
+
+def run_python(
+    source: str, *args: str, devices: int = 8, check: bool = True, env: Mapping[str, str] = {}
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a fresh process; ``tests`` is importable there."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parent),
+        **env,
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source), *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if check and result.returncode != 0:
+        raise AssertionError(f"exit {result.returncode}\n{result.stdout}\n{result.stderr[-4000:]}")
+    return result

@@ -1,0 +1,36 @@
+"""Continuous, asynchronous, sharded checkpoints for PyTorch programs on JAX through torchax."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchax_ckpt import errors
+from torchax_ckpt.options import CheckpointOptions
+
+if TYPE_CHECKING:
+    from torchax_ckpt import policies
+    from torchax_ckpt.checkpointer import TorchaxCheckpointer
+    from torchax_ckpt.restoring import RestoreReport
+
+__all__ = ["CheckpointOptions", "RestoreReport", "TorchaxCheckpointer", "errors", "policies"]
+
+# Loaded when first used: they import torchax, JAX and Orbax.
+_LAZY = {
+    "RestoreReport": "torchax_ckpt.restoring",
+    "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
+    "policies": "torchax_ckpt.policies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    value = module if name == "policies" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,517 @@
+"""Owns ``TorchaxCheckpointer``: what users call. Composes the rooms, and holds no algorithm."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import operator
+import os
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchax_ckpt import snapshot, torchax_backend
+from torchax_ckpt.errors import (
+    AttachError,
+    CheckpointError,
+    ClosedError,
+    MetricsError,
+    PolicyError,
+    StepError,
+    StepNotFoundError,
+    StepTypeError,
+)
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.preemption import Preemption
+from torchax_ckpt.restoring import RestoreReport, load_state, newest_readable, restore_attached
+from torchax_ckpt.saving import Capture, Saver
+from torchax_ckpt.state import metrics as metrics_room
+from torchax_ckpt.state.attached import Attached
+from torchax_ckpt.state.tree import Encoder
+from torchax_ckpt.storage import policies
+from torchax_ckpt.storage.directory import StepDirectory
+
+logger = logging.getLogger(__name__)
+
+_LIBRARIES = ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint")
+
+
+class TorchaxCheckpointer:
+    """Saves and restores the training of a PyTorch program that runs on JAX through torchax.
+
+    Two lines make a training loop survive::
+
+        torchax.enable_globally()
+        with TorchaxCheckpointer("runs/digits") as ckpt:
+            ckpt.attach(model, optimizer, lr_scheduler=scheduler, dataloader=loader)
+            for step in ckpt.steps(total):
+                ...train...
+                ckpt.record(loss=loss)
+
+    Or, with the loop in your own hands::
+
+        with TorchaxCheckpointer("runs/digits") as ckpt:
+            start = ckpt.attach(model, optimizer)
+            for step in range(start + 1, total + 1):
+                ...train...
+                ckpt.save(step, metrics={"loss": loss})
+            ckpt.save(total, force=True)
+
+    Not thread safe: call it from the training thread, whose random key and torch modes torchax
+    keeps. One process may write a directory at a time; any number may read it.
+
+    Args:
+      directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
+      save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
+      preservation_policy: which steps are kept; default: the latest three.
+      options: how steps are written and read.
+
+    Raises:
+      DirectoryError: the directory is a file, or of an unsupported scheme.
+      BackendError: the installed torchax does not look as expected.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save_decision_policy: policies.SaveDecisionPolicy | None = None,
+        preservation_policy: policies.PreservationPolicy | None = None,
+        options: CheckpointOptions | None = None,
+    ) -> None:
+        torchax_backend.check_internals()
+        self._options = options or CheckpointOptions()
+        self._save_policy = save_decision_policy or policies.default_save_decision_policy()
+        self._keep_policy = preservation_policy or policies.default_preservation_policy()
+        for policy, method in (
+            (self._save_policy, "should_save"),
+            (self._keep_policy, "should_preserve"),
+        ):
+            if not callable(getattr(policy, method, None)):
+                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
+        self._directory = StepDirectory(directory)
+        self._saver = Saver(self._directory, self._keep_policy, self._options, _versions())
+        self._preemption = Preemption()
+        self._attached: Attached | None = None
+        self._position: int | None = None
+        self._recorded: dict[str, Any] = {}
+        self._is_closed = False
+
+    @property
+    def directory(self) -> str:
+        """Where the steps are."""
+        return str(self._directory.path)
+
+    # --- attaching and restoring ---------------------------------------------------------------
+
+    def attach(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        shardings: Any = None,
+        init: Callable[..., Any] | None = None,
+        resume: bool = True,
+        rng: bool = True,
+    ) -> int:
+        """Says what to save, and restores the newest checkpoint into it, in place.
+
+        The live shardings decide where restored arrays go, whatever layout they were saved from.
+        A newest step that cannot be read is skipped with a warning; one that does not fit raises.
+
+        Args:
+          model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
+            of them.
+          optimizer: a ``torch.optim.Optimizer``, or a dict of them. A fresh one gets its state
+            from the checkpoint, sharded as its parameters are.
+          lr_scheduler: a scheduler, or a list or dict of them.
+          dataloader: an object with ``state_dict`` and ``load_state_dict``, such as torchdata's
+            ``StatefulDataLoader``, or a dict of them.
+          stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
+          shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
+            tensors, or a ``torchax.mesh_util.Mesh``; default: as they are. The name is torch's
+            (``encoder.0.weight``), after the model's own and ``/`` where there are several.
+          init: ``(name, jax.ShapeDtypeStruct) -> array`` for tensors on ``"meta"`` that no
+            checkpoint supplies: at a first start, and non-persistent buffers. The abstract leaf
+            carries the sharding; None declines.
+          resume: whether to restore. If not, and there are steps, they are abandoned once a new
+            one is durable.
+          rng: whether to save and restore random state: torchax's key, torch, numpy, Python.
+
+        Returns:
+          Completed steps: those of the restored checkpoint, or 0. After functional state was
+          saved, its step; call ``load`` for the state itself.
+
+        Raises:
+          AttachError: called twice, or objects that do not belong together: a model still on the
+            CPU, an optimizer whose parameters are not the model's.
+          MismatchError: the checkpoint does not fit; nothing was changed.
+          UninitializedLeafError: a meta tensor that nothing fills.
+          UnsupportedLeafError: something attached cannot be stored.
+          ForeignCheckpointError: the newest step was not written by this package.
+          CorruptCheckpointError: there are steps, but none can be read.
+        """
+        self._require_open()
+        if self._attached is not None:
+            raise AttachError(
+                "attach was called before on this checkpointer; attach everything in one call, or "
+                "use a second checkpointer with another directory"
+            )
+        attached = Attached(
+            model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
+        )
+        steps = self._directory.steps() if resume else []
+        if steps:
+            report, _ = newest_readable(
+                steps, lambda s: restore_attached(s, attached, True, self._options)
+            )
+            self._position = report.step
+        else:
+            fresh = attached.prepare_fresh()
+            fresh.require_filled()
+            fresh.apply({})
+            self._position = None
+        self._saver.resume_from(self._position)
+        self._attached = attached
+        return self._position or 0
+
+    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport:
+        """Restores a step into what is attached, in place.
+
+        Everything is compared first; nothing live is touched unless everything can be. Newer
+        steps become an abandoned branch: they stay until a new step is durable, are then set
+        aside as ``abandoned-N``, and nothing resumes from them.
+
+        Args:
+          step: completed steps of the checkpoint; None for the newest that can be read.
+          strict: raise on any difference; if not, restore what matches and report the rest.
+
+        Returns:
+          What was done: ``step``, ``missing``, ``unexpected``, ``mismatched``, ``skipped_steps``.
+
+        Raises:
+          StepNotFoundError: there is no such step, or none at all.
+          AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
+          UninitializedLeafError: as for ``attach``.
+        """
+        self._require_open()
+        attached = self._require_attached("restore")
+        self._saver.wait()
+        if step is None:
+            report, skipped = newest_readable(
+                self._require_steps(),
+                lambda s: restore_attached(s, attached, strict, self._options),
+            )
+        else:
+            committed = self._directory.find(_as_step(step))
+            report, skipped = restore_attached(committed, attached, strict, self._options), ()
+        self._position = report.step
+        self._recorded = {}
+        self._saver.resume_from(report.step)
+        return RestoreReport(
+            report.step, report.missing, report.unexpected, report.mismatched, skipped
+        )
+
+    def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
+        """Reads a step and returns its functional state. Changes nothing, here or on disk.
+
+        Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
+        that bare Orbax wrote.
+
+        Args:
+          step: completed steps of the checkpoint; None for the newest that can be read.
+          abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays,
+            torch CPU tensors, numpy arrays and Python values. The result has its structure and
+            its kinds, on its shardings; donated arrays do too. None for everything as it was
+            saved, with device arrays on the default device and other nodes than dicts, lists and
+            tuples as dicts.
+
+        Raises:
+          StepNotFoundError: there is no such step, or none at all.
+          MismatchError: the step does not have what is asked for.
+          CorruptCheckpointError: it cannot be read.
+        """
+        if step is not None:
+            return load_state(self._directory.find(_as_step(step)), abstract_state, self._options)
+        state, _ = newest_readable(
+            self._require_steps(), lambda s: load_state(s, abstract_state, self._options)
+        )
+        return state
+
+    # --- saving --------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps still to do, from the first after the restored one to ``total``.
+
+        After each body the step is saved if the policy says so, with what was recorded in it;
+        the last one is saved in any case. ``break`` and exceptions leave the loop without saving
+        the body they leave. At a preemption the step is saved, waited for, and the loop ends.
+        """
+        self._require_open()
+        self._require_attached("steps")
+        return self._iterate(_as_step(total))
+
+    def _iterate(self, total: int) -> Iterator[int]:
+        step = self._position or 0
+        while step < total:
+            step = (self._position or 0) + 1
+            self._recorded = {}
+            yield step
+            is_preempted = self.reached_preemption(step)
+            self.save(step, force=is_preempted or step == total)
+            self._position = step
+            if is_preempted:
+                logger.warning("step %d: preempted; saved and ending the loop", step)
+                self._saver.wait()
+                return
+
+    def record(self, **metrics: Any) -> None:
+        """Notes metrics of the present step; they are fetched and stored only if it is saved.
+
+        Raises:
+          MetricsError: neither a number nor JSON.
+        """
+        self._recorded.update(metrics_room.check_metrics(metrics))
+
+    def should_save(self, step: int) -> bool:
+        """Whether ``save(step)`` would begin a save: what the save decision policy says."""
+        return self._should_save(_as_step(step))
+
+    def _should_save(self, step: int) -> bool:
+        if self._saver.has(step):
+            return False
+        info = policies.CheckpointInfo(
+            step, self._directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
+        )
+        return self._save_policy.should_save(
+            info,
+            self._saver.history,
+            context=policies.decision_context(
+                is_saving_in_progress=self._saver.is_saving,
+                reached_preemption=self._preemption.reached(step),
+            ),
+        )
+
+    def save(
+        self,
+        step: int,
+        *,
+        state: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves the step if the policy says so, in the background.
+
+        What is saved is fixed when this returns; nothing waits for devices or storage, except
+        for an earlier save still in flight where the policy wants both.
+
+        Args:
+          step: completed optimizer steps.
+          state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
+            numbers and strings, for functional training. It is saved in place of attached
+            modules and optimizers; random state, loaders and stateful objects are saved too.
+          metrics: numbers (device scalars too) and JSON by name; joins what ``record`` noted.
+          force: save whatever the policy says.
+
+        Returns:
+          Whether a save began; False for a step that is there already.
+
+        Raises:
+          StepError: negative, or below the last step saved or restored; StepTypeError: no int.
+          AttachError: nothing is attached and no state is given.
+          UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
+          MetricsError: metrics that cannot be stored, or ranked under a best-N rule.
+          DirectoryError: the first save finds that the directory cannot be written.
+        """
+        self._require_open()
+        step = _as_step(step)
+        if self._position is not None and step < self._position:
+            raise StepError(
+                f"step {step} is below step {self._position}, the last one saved or restored in "
+                "this run; to go back, restore the step to go on from",
+                step=step,
+                path=self._directory.path,
+            )
+        attached = self._attached
+        if state is None and (attached is None or not attached.components):
+            raise AttachError(
+                "save was called before anything was attached; call attach(model, optimizer) or "
+                "give the state: save(step, state=...)",
+                step=step,
+            )
+        pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
+        if self._saver.has(step) or not (force or self._should_save(step)):
+            return False
+        for rule in policies.best_rules(self._keep_policy):
+            metrics_room.require_ranking(pending, rule.metric, step)
+        self._saver.claim()
+        encoder = Encoder()
+        document = (attached or Attached()).capture(encoder, state)
+        self._saver.begin(
+            Capture(
+                step,
+                snapshot.take(encoder.leaves),
+                document,
+                functools.partial(_fetch_metrics, pending, self._keep_policy, step),
+            )
+        )
+        self._position = step
+        self._recorded = {}
+        return True
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether this run was told to end; True from then on. Ask after completing each step."""
+        return self._preemption.reached(_as_step(step))
+
+    # --- the steps there are -------------------------------------------------------------------
+
+    def all_steps(self) -> list[int]:
+        """The steps that can be restored, in order; reads the directory anew."""
+        return [s.step for s in self._directory.steps()]
+
+    def latest_step(self) -> int | None:
+        """The newest step that can be restored, or None."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The best step by the preservation policy's best-N rule; None if none has its metric.
+
+        Raises:
+          PolicyError: there is no best-N rule.
+        """
+        rule = next(policies.best_rules(self._keep_policy), None)
+        if rule is None:
+            raise PolicyError(
+                "best_step needs to know what is best: give preservation_policy="
+                "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
+            )
+        infos = [self._directory.info(s) for s in self._directory.steps()]
+        return next((info.step for info in rule.ranked(infos)), None)
+
+    def metrics(self, step: int) -> dict[str, Any]:
+        """The metrics saved with a step; {} if there are none.
+
+        Raises:
+          StepNotFoundError: there is no such step.
+        """
+        return self._directory.metrics(self._directory.find(_as_step(step)))
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, whatever the preservation policy says.
+
+        Raises:
+          StepNotFoundError: there is no such step.
+        """
+        self._require_open()
+        self._saver.wait()
+        self._directory.delete(self._directory.find(_as_step(step)))
+        self._saver.forget(step)
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def wait_until_finished(self, timeout_secs: float | None = None) -> None:
+        """Waits until no save is in flight, then raises what ``check_for_errors`` would.
+
+        Raises:
+          SaveTimeoutError: still in flight after ``timeout_secs``; the save goes on.
+          SaveError: a save failed.
+        """
+        self._saver.wait(timeout_secs)
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        """Raises the oldest failure of a background save that was not raised yet; once.
+
+        Raises:
+          SaveError: names step and path, with the cause.
+          MetricsError: a device metric turned out to be one that a best-N rule cannot rank.
+        """
+        self._saver.check_for_errors()
+
+    def close(self) -> None:
+        """Finishes the save in flight. May be called twice.
+
+        Raises:
+          SaveError: the newest save failed.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._saver.wait()
+        if self._saver.newest_failure is not None:
+            raise self._saver.newest_failure
+
+    def __enter__(self) -> TorchaxCheckpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            # Logged when it happened; it must not take the place of what ended the loop.
+            if error is None:
+                raise
+
+    # --- small things --------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this checkpointer is closed", path=self._directory.path)
+
+    def _require_attached(self, action: str) -> Attached:
+        if self._attached is None:
+            raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
+        return self._attached
+
+    def _require_steps(self) -> list[Any]:
+        steps = self._directory.steps()
+        if not steps:
+            raise StepNotFoundError(
+                f"{self._directory.path}: there are no checkpoints", path=self._directory.path
+            )
+        return steps
+
+
+def _fetch_metrics(
+    pending: metrics_room.Pending, keep_policy: Any, step: int
+) -> tuple[dict[str, Any], CheckpointError | None]:
+    metrics = metrics_room.fetch(pending)
+    try:
+        for rule in policies.best_rules(keep_policy):
+            metrics_room.require_ranking(metrics, rule.metric, step)
+    except MetricsError as problem:
+        return metrics, problem
+    return metrics, None
+
+
+def _as_step(step: Any) -> int:
+    """The step as an int, numpy's integers too; bools are none."""
+    if type(step).__name__ in ("bool", "bool_"):
+        raise StepTypeError(f"step: expected an int, found {step!r}")
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
+    if number < 0:
+        raise StepError(f"step: expected 0 or more, found {number}", step=number)
+    return number
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            found[library] = "unknown"
+    return found

@@ -1,0 +1,122 @@
+"""Owns where arrays go: the placement of a leaf on the host or on devices, and the user's rule.
+
+Knows neither torch nor storage.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from torchax_ckpt.errors import MismatchError
+
+
+class Local(enum.Enum):
+    """Placements that are not a sharding.
+
+    HOST is a numpy array. DEFAULT_DEVICE is a JAX array that is not committed to its device, as
+    ``.to("jax")`` makes them: JAX moves it to where it is used with committed arrays, whereas a
+    committed one would raise there.
+    """
+
+    HOST = "host"
+    DEFAULT_DEVICE = "default_device"
+
+
+Placement = Sharding | Local
+ShardingRule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | PartitionSpec"]
+"""From a leaf's name, shape and dtype to where it goes; torchax's sharders are such rules."""
+
+
+def placement_of(array: jax.Array | np.ndarray) -> Placement:
+    """Where the array is; also of a deleted (donated) JAX array."""
+    if not isinstance(array, jax.Array):
+        return Local.HOST
+    return array.sharding if array.committed else Local.DEFAULT_DEVICE
+
+
+def replicated_like(placement: Placement) -> Placement:
+    """The same devices, every one holding the whole: for a scalar that belongs to an array."""
+    if isinstance(placement, NamedSharding):
+        return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
+    return placement
+
+
+def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
+    """Moves each array to its placement, in one batched transfer.
+
+    Host arrays are copied, so that the result does not alias memory that the caller may change.
+    """
+    moved = {n: a for n, a in arrays.items() if placements[n] is not Local.HOST}
+    targets = [None if isinstance(p := placements[n], Local) else p for n in moved]
+    on_device = jax.device_put(list(moved.values()), targets, may_alias=False) if moved else []
+    return {**arrays, **dict(zip(moved, on_device, strict=True))}
+
+
+def resolve_rule(
+    rule: ShardingRule | None, mesh: Mesh | None, name: str, abstract: jax.ShapeDtypeStruct
+) -> Sharding | None:
+    """The sharding that the user's rule gives a leaf; None without a rule.
+
+    Raises:
+      MismatchError: the rule answers something else, the dims do not divide, or a PartitionSpec
+        is given where no mesh can be found.
+    """
+    if rule is None:
+        return None
+    answer = rule(name, abstract)
+    if isinstance(answer, PartitionSpec):
+        mesh = mesh or _mesh_for(answer, rule)
+        if mesh is None:
+            raise MismatchError(
+                f"shardings({name!r}, ...) answered {answer}, and no mesh is known for it. Return "
+                "a NamedSharding, or attach inside `with jax.set_mesh(mesh):`, or pass a "
+                "torchax.mesh_util.Mesh as shardings.",
+                mismatched={name: f"no mesh for {answer}"},
+            )
+        answer = NamedSharding(mesh, answer)
+    if not isinstance(answer, Sharding):
+        raise MismatchError(
+            f"shardings({name!r}, ...) must answer a jax Sharding or PartitionSpec, found "
+            f"{answer!r}",
+            mismatched={name: f"expected a sharding, found {answer!r}"},
+        )
+    try:
+        answer.shard_shape(abstract.shape)
+    except ValueError as error:
+        raise MismatchError(
+            f"{name}: shape {tuple(abstract.shape)} cannot be sharded as {answer}: {error} "
+            "Answer a sharding whose mesh axes divide the dims, or PartitionSpec() to replicate.",
+            mismatched={name: str(error)},
+        ) from error
+    return answer
+
+
+def auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with Auto axes; torchax operations fail on the Explicit ones of jax.make_mesh."""
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
+    """The mesh that a bare PartitionSpec means: the ambient one, or all devices on its one axis."""
+    ambient = jax.sharding.get_mesh()
+    if isinstance(ambient, Mesh) and not ambient.empty:
+        return auto_axes(ambient)
+    axes = set(_axes(spec)) or {a for a in [getattr(rule, "axis_name", None)] if a}
+    size = getattr(rule, "axis_size", jax.device_count())
+    if len(axes) <= 1 and size == jax.device_count():
+        return Mesh(np.array(jax.devices()), tuple(axes) or ("replica",))
+    return None
+
+
+def _axes(spec: Iterable[Any]) -> Iterable[str]:
+    for entry in spec:
+        if isinstance(entry, tuple):
+            yield from entry
+        elif isinstance(entry, str):
+            yield entry

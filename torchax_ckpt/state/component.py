@@ -1,0 +1,151 @@
+"""Owns the contract between the parts of a training state and whoever saves or restores them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import jax
+
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import UninitializedLeafError
+from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.sharding import Local, Placement, placement_of
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.tree import Encoder, Spec, decode
+
+Values = Mapping[str, Any]
+"""Name -> array as read: on its placement (a numpy array on the host)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """A leaf to read: its name and spec in the checkpoint, and where it is wanted."""
+
+    name: str
+    spec: Spec
+    placement: Placement
+
+
+@dataclasses.dataclass
+class Write:
+    """One change to live objects, made when everything has been read.
+
+    ``do`` may run user code and fail; then ``undo`` of it and of all writes before it runs.
+    Writes that cannot fail have no undo and come last.
+    """
+
+    do: Callable[[Values], None]
+    undo: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass
+class Restoration:
+    """What restoring takes: leaves to read, then writes in order.
+
+    Attributes:
+      reads: leaf name -> what to read.
+      calls: writes that run user code (``load_state_dict``).
+      writes: in-place writes of buffers and hyperparameters, which cannot fail.
+      unfilled: names of meta tensors that neither the checkpoint nor ``init`` fills.
+    """
+
+    reads: dict[str, Read] = dataclasses.field(default_factory=dict)
+    calls: list[Write] = dataclasses.field(default_factory=list)
+    writes: list[Write] = dataclasses.field(default_factory=list)
+    unfilled: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, node: Mapping[str, Any], placement: Placement) -> None:
+        """Asks for the leaf of an array node."""
+        self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
+
+    def extend(self, others: Iterable[Restoration]) -> None:
+        """Appends what others need, in order."""
+        for other in others:
+            self.reads.update(other.reads)
+            self.calls.extend(other.calls)
+            self.writes.extend(other.writes)
+            self.unfilled.extend(other.unfilled)
+
+    def require_filled(self) -> None:
+        """Raises UninitializedLeafError if a meta tensor would stay empty."""
+        if not self.unfilled:
+            return
+        listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
+        raise UninitializedLeafError(
+            f"{len(self.unfilled)} tensors are on the meta device and nothing fills them: "
+            f"{listed}. Pass init=, a callable from name and abstract leaf to an array.",
+            key_path=self.unfilled[0],
+        )
+
+    def apply(self, values: Values) -> None:
+        """Makes all changes, or none: if a call fails, it and those before it are undone."""
+        done: list[Write] = []
+        try:
+            for call in self.calls:
+                done.append(call)
+                call.do(values)
+        except BaseException:
+            for call in reversed(done):
+                if call.undo is not None:
+                    call.undo()
+            raise
+        for write in self.writes:
+            write.do(values)
+
+
+class Component(Protocol):
+    """A part of the training state: a module, an optimizer, the random state, ..."""
+
+    def capture(self, encoder: Encoder) -> Node:
+        """The part's node; its leaves join the encoder's. Runs on the training thread."""
+        ...
+
+    def prepare(self, node: Node, findings: Findings) -> Restoration:
+        """Compares the node with what is live and says what to do. Changes nothing."""
+        ...
+
+
+def restore_by_call(
+    node: Node,
+    live: Mapping[str, Any],
+    restoration: Restoration,
+    *,
+    do: Callable[[Any], Any],
+    undo: Callable[[], Any],
+) -> Write:
+    """The call that hands a decoded node to user code; asks for the leaves it needs.
+
+    A leaf goes where the live leaf of its name is, or else where arrays of its kind go.
+    """
+    for child in array_nodes(node):
+        spec = Spec.of_node(child)
+        counterpart = live.get(child["array"])
+        if not spec.on_device:
+            placement: Placement = Local.HOST
+        elif isinstance(counterpart, jax.Array) and counterpart.shape == spec.shape:
+            placement = placement_of(counterpart)
+        else:
+            placement = Local.DEFAULT_DEVICE
+        restoration.read(child, placement)
+
+    def call(values: Values) -> None:
+        do(decode(node, lambda n: revive(n, values[n["array"]])))
+
+    return Write(call, undo)
+
+
+def revive(node: Mapping[str, Any], value: Any) -> Any:
+    """The leaf as it was: a torchax or CPU tensor, a JAX or numpy array, a scalar, a random key."""
+    match node["kind"]:
+        case "torchax":
+            return backend.wrap(value)
+        case "torch":
+            return backend.from_numpy(value)
+        case "key":
+            return jax.random.wrap_key_data(value, impl=node["impl"])
+        case "numpy_scalar":
+            return value[()]
+        case _:
+            return value

@@ -1,0 +1,138 @@
+"""Owns functional state: any pytree that a training step takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.sharding import Local, Placement, placement_of
+from torchax_ckpt.state.component import Read, Values, revive
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.tree import Encoder, Spec, decode, describe, key_part, navigate
+
+KEY_PATH = ("state",)
+_ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+
+
+def capture(state: Any, encoder: Encoder) -> Node:
+    """The node of the state.
+
+    Raises:
+      UnsupportedLeafError: a leaf cannot be stored, or was donated and holds no data any more.
+    """
+    node = encoder.encode(state, KEY_PATH)
+    for name, array in encoder.leaves.items():
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise UnsupportedLeafError(
+                f"{name}: its buffer was donated to a jitted step and is gone; save the state "
+                "that the step returned",
+                key_path=name,
+            )
+    return node
+
+
+class Request:
+    """What ``load`` reads for an abstract state, and how it is put together.
+
+    Args:
+      root: the stored node.
+      abstract_state: a pytree of ShapeDtypeStructs, arrays, tensors and Python values, whose
+        structure, kinds and placements the result has; None for everything as it was saved.
+      prefix: the key path of the root, for messages.
+      findings: collects what differs.
+    """
+
+    def __init__(
+        self, root: Node, abstract_state: Any, prefix: tuple[str, ...], findings: Findings
+    ) -> None:
+        self.reads: dict[str, Read] = {}
+        self._root = root
+        self._abstract = abstract_state
+        self._nodes: list[Node] = []
+        if abstract_state is None:
+            for node in array_nodes(root):
+                on_device = Spec.of_node(node).on_device
+                self._read(node, Local.DEFAULT_DEVICE if on_device else Local.HOST)
+            return
+        wanted: set[str] = set()
+        for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
+            parts = [key_part(entry) for entry in path]
+            self._nodes.append(self._match(parts, abstract, prefix, findings))
+            wanted.update(n["array"] for n in array_nodes(self._nodes[-1]))
+        findings.unexpected += [n["array"] for n in array_nodes(root) if n["array"] not in wanted]
+
+    def _match(
+        self, parts: list[str], abstract: Any, prefix: tuple[str, ...], findings: Findings
+    ) -> Node:
+        name = names.join((*prefix, *parts))
+        try:
+            node = navigate(self._root, parts)
+        except KeyError:
+            findings.missing.append(name)
+            return None
+        is_leaf = isinstance(node, dict) and "array" in node
+        if not isinstance(abstract, _ARRAYS):
+            if is_leaf or isinstance(node, list):
+                findings.mismatch(name, f"a {type(abstract).__name__}", _form(node))
+            return node
+        expected = describe(abstract, name)
+        if not is_leaf:
+            findings.mismatch(name, expected.content(), _form(node))
+            return node
+        found = Spec.of_node(node)
+        if (expected.dtype, expected.shape, expected.impl) != (
+            found.dtype,
+            found.shape,
+            found.impl,
+        ):
+            findings.mismatch(name, expected.content(), found.content())
+            return node
+        self._read(node, _placement(abstract, expected))
+        return {**node, "kind": expected.kind}
+
+    def _read(self, node: Mapping[str, Any], placement: Placement) -> None:
+        self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
+
+    def build(self, values: Values) -> Any:
+        """The state, from the arrays that were read."""
+
+        def leaf(node: Mapping[str, Any]) -> Any:
+            return revive(node, values[node["array"]])
+
+        if self._abstract is None:
+            return decode(self._root, leaf)
+        treedef = jax.tree_util.tree_structure(self._abstract)
+        return jax.tree_util.tree_unflatten(treedef, [decode(n, leaf) for n in self._nodes])
+
+
+def as_read(abstract: Any) -> Read | None:
+    """What an abstract leaf asks for; None for a Python value, which is no array."""
+    if not isinstance(abstract, _ARRAYS):
+        return None
+    spec = describe(abstract, "")
+    return Read("", spec, _placement(abstract, spec))
+
+
+def _placement(abstract: Any, spec: Spec) -> Placement:
+    if not spec.on_device:
+        return Local.HOST
+    if isinstance(abstract, jax.ShapeDtypeStruct):
+        return abstract.sharding or Local.DEFAULT_DEVICE
+    array = backend.buffer(abstract) if spec.kind == "torchax" else abstract
+    if spec.kind == "key" and not isinstance(array, jax.core.Tracer) and not array.is_deleted():
+        array = jax.random.key_data(array)
+    return placement_of(array)
+
+
+def _form(node: Node) -> str:
+    if isinstance(node, dict) and "array" in node:
+        return Spec.of_node(node).content()
+    return "a list" if isinstance(node, list) else f"{node!r:.60}"

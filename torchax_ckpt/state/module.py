@@ -1,0 +1,379 @@
+"""Owns modules: their parameters, persistent buffers, ties and extra state, by torch's names.
+
+The node of a module is ``{"dict": [[fqn, leaf], ...], "ties": [[alias, fqn], ...],
+"extra_state": [[path of the submodule, node], ...]}``: a tensor known by several names is stored
+once, under the first of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Sharding
+
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import AttachError, UninitializedLeafError, UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.sharding import Local, Placement, placement_of, put
+from torchax_ckpt.state.component import Restoration, Values, Write, restore_by_call
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.tree import Encoder, Spec, describe
+
+Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
+"""From a tensor's name and abstract value to its sharding; None leaves it where it is."""
+Init = Callable[[str, jax.ShapeDtypeStruct], Any]
+"""From a tensor's name and abstract value (with its sharding) to its first content."""
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in a module that holds one tensor.
+
+    Attributes:
+      fqn: the first name torch gives it.
+      aliases: its other names, when it is tied.
+      tensors: the live objects that hold its value; more than one only in a JittableModule,
+        whose ``params`` may have been replaced by a training step. The first is the newest.
+      persistent: whether it belongs to the state dict.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    persistent: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The live tensor."""
+        return self.tensors[0]
+
+
+def slots(module: torch.nn.Module) -> dict[str, Slot]:
+    """Every tensor of the module by its first name, parameters before buffers."""
+    root, overrides = backend.unwrap_jittable(module)
+    by_id: dict[int, list[str]] = {}
+    found: dict[int, tuple[torch.Tensor, bool]] = {}
+    for fqn, tensor, persistent in _named_tensors(root):
+        by_id.setdefault(id(tensor), []).append(fqn)
+        found.setdefault(id(tensor), (tensor, persistent))
+    result = {}
+    for key, (fqn, *aliases) in by_id.items():
+        tensor, persistent = found[key]
+        live = next((overrides[n] for n in (fqn, *aliases) if n in overrides), tensor)
+        tensors = (tensor,) if live is tensor else (live, tensor)
+        result[fqn] = Slot(fqn, tuple(aliases), tensors, persistent)
+    return result
+
+
+def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for fqn, parameter in root.named_parameters(remove_duplicate=False):
+        yield fqn, parameter, True
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, value in module._buffers.items():
+            if value is not None:
+                fqn = f"{prefix}.{key}" if prefix else key
+                yield fqn, value, key not in module._non_persistent_buffers_set
+
+
+def _extra_state_modules(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {
+        path: module
+        for path, module in root.named_modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+
+
+class ModuleComponent:
+    """One attached module.
+
+    Args:
+      module: the module, or a JittableModule around it.
+      key_path: where its leaves stand: ``("model",)``, or with the model's name for several.
+      rule: gives shardings; None keeps what is live.
+      init: fills meta tensors that no checkpoint supplies.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        key_path: tuple[str, ...],
+        rule: Rule | None = None,
+        init: Init | None = None,
+    ) -> None:
+        self.module = module
+        self.key_path = key_path
+        self._rule = rule
+        self._init = init
+        self._check()
+
+    def _check(self) -> None:
+        root, _ = backend.unwrap_jittable(self.module)
+        live = slots(self.module)
+        for slot in live.values():
+            if why := backend.why_unsupported(slot.tensor):
+                name = self.name(slot.fqn)
+                raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
+        parameters = [s.tensor for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
+        if parameters and all(_on_cpu(p) for p in parameters):
+            raise AttachError(
+                f"{names.join(self.key_path)}: all parameters of {type(root).__name__} are on the "
+                "CPU. Move it first: torchax.enable_globally(); model.to('jax'), and build the "
+                "optimizer after that.",
+                key_path=names.join(self.key_path),
+            )
+        known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
+        known |= {f"{p}.{_EXTRA_STATE}" if p else _EXTRA_STATE for p in _extra_state_modules(root)}
+        if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
+            name = self.name(unknown[0])
+            raise UnsupportedLeafError(
+                f"{name}: is in state_dict() but is neither a parameter nor a buffer (a hook or "
+                "an overridden _save_to_state_dict adds it); return it from get_extra_state()",
+                key_path=name,
+            )
+
+    def name(self, fqn: str) -> str:
+        """The leaf name of one of the module's tensors."""
+        return names.join((*self.key_path, fqn))
+
+    def _user_name(self, fqn: str) -> str:
+        """The name as ``shardings`` and ``init`` get it: without the component."""
+        return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
+
+    def parameter_names(self) -> dict[int, tuple[str, ...]]:
+        """id of every live parameter object -> its key path below ``model``."""
+        return {
+            id(tensor): (*self.key_path[1:], slot.fqn)
+            for slot in slots(self.module).values()
+            for tensor in slot.tensors
+        }
+
+    def placements(self) -> dict[int, Placement]:
+        """id of every live tensor object -> where it will be once restored."""
+        return {
+            id(tensor): placement
+            for slot in slots(self.module).values()
+            for placement in [self._placement(slot)]
+            for tensor in slot.tensors
+        }
+
+    # --- saving ---
+
+    def capture(self, encoder: Encoder) -> Node:
+        """The module's node. Raises UnsupportedLeafError where a tensor holds no data any more."""
+        root, _ = backend.unwrap_jittable(self.module)
+        persistent = {s.fqn: s for s in slots(self.module).values() if s.persistent}
+        for slot in persistent.values():
+            if backend.is_device_tensor(slot.tensor) and backend.buffer(slot.tensor).is_deleted():
+                name = self.name(slot.fqn)
+                raise UnsupportedLeafError(
+                    f"{name}: its buffer was donated to a jitted step and is gone. Pass the "
+                    "state that the step returned: save(step, state=...).",
+                    key_path=name,
+                )
+        tensors = encoder.encode({n: s.tensor for n, s in persistent.items()}, self.key_path)
+        return {
+            **tensors,
+            "ties": [[alias, s.fqn] for s in persistent.values() for alias in s.aliases],
+            "extra_state": [
+                [path, encoder.encode(m.get_extra_state(), (*self.key_path, path, _EXTRA_STATE))]
+                for path, m in _extra_state_modules(root).items()
+            ],
+        }
+
+    # --- restoring ---
+
+    def prepare(self, node: Node, findings: Findings) -> Restoration:
+        """Compares names, ties, shapes and dtypes."""
+        restoration = Restoration()
+        live = {s.fqn: s for s in slots(self.module).values() if s.persistent}
+        if not (isinstance(node, dict) and "ties" in node):
+            findings.missing += [self.name(fqn) for fqn in live]
+            findings.unexpected += [n["array"] for n in array_nodes(node)]
+            return restoration
+        stored = dict(node["dict"])
+        ties = dict(node["ties"])
+        supplied: set[str] = set()
+        considered: set[str] = set()
+        for slot in live.values():
+            sources = self._sources(slot, stored, ties, findings)
+            considered.update(sources)
+            # Which of several values a tied tensor should get is anyone's guess.
+            if len(sources) == 1 and self._fits(slot, stored[sources[0]], findings):
+                supplied.add(slot.fqn)
+                restoration.read(stored[sources[0]], self._placement(slot))
+                restoration.writes.append(Write(_writer(slot, stored[sources[0]]["array"])))
+        findings.unexpected += [self.name(fqn) for fqn in stored if fqn not in considered]
+        self._prepare_extra_state(node, findings, restoration)
+        self._fill_rest(restoration, supplied)
+        return restoration
+
+    def _sources(
+        self, slot: Slot, stored: Mapping[str, Node], ties: Mapping[str, str], findings: Findings
+    ) -> list[str]:
+        """The stored tensors that the slot's names stand for: one, unless ties differ."""
+        every_name = (slot.fqn, *slot.aliases)
+        owners = [ties.get(name, name) for name in every_name]
+        sources = list(dict.fromkeys(owner for owner in owners if owner in stored))
+        if not sources:
+            findings.missing.append(self.name(slot.fqn))
+            return []
+        groups = [{s, *(alias for alias, fqn in ties.items() if fqn == s)} for s in sources]
+        if groups != [set(every_name)]:
+            findings.mismatch(
+                self.name(slot.fqn), _tied(every_name), ", ".join(_tied(group) for group in groups)
+            )
+        return sources
+
+    def _fits(self, slot: Slot, node: Node, findings: Findings) -> bool:
+        spec, expected = Spec.of_node(node), self._expected(slot)
+        if (spec.dtype, spec.shape) == (expected.dtype, expected.shape):
+            return True
+        findings.mismatch(self.name(slot.fqn), expected.content(), spec.content())
+        return False
+
+    def _prepare_extra_state(
+        self, node: Node, findings: Findings, restoration: Restoration
+    ) -> None:
+        root, _ = backend.unwrap_jittable(self.module)
+        modules = _extra_state_modules(root)
+        stored = dict(node["extra_state"])
+        for path in modules.keys() - stored.keys():
+            findings.missing.append(names.join((*self.key_path, path, _EXTRA_STATE)))
+        for path, child in stored.items():
+            if path not in modules:
+                findings.unexpected.append(names.join((*self.key_path, path, _EXTRA_STATE)))
+                continue
+            module = modules[path]
+            before = module.get_extra_state()
+            live = Encoder()
+            live.encode(before, (*self.key_path, path, _EXTRA_STATE))
+            restoration.calls.append(
+                restore_by_call(
+                    child,
+                    live.leaves,
+                    restoration,
+                    do=module.set_extra_state,
+                    undo=functools.partial(module.set_extra_state, before),
+                )
+            )
+
+    # --- filling what no checkpoint supplies ---
+
+    def prepare_fresh(self) -> Restoration:
+        """A start without a checkpoint: fills meta tensors and applies the sharding rule."""
+        restoration = Restoration()
+        self._fill_rest(restoration, set())
+        if self._rule is not None:
+            for slot in slots(self.module).values():
+                if backend.is_device_tensor(slot.tensor):
+                    restoration.writes.append(Write(self._resharder(slot)))
+        return restoration
+
+    def _resharder(self, slot: Slot) -> Callable[[Values], None]:
+        placement = self._placement(slot)
+
+        def write(_: Values) -> None:
+            if isinstance(placement, Sharding):
+                for tensor in slot.tensors:
+                    backend.set_buffer(tensor, jax.device_put(backend.buffer(tensor), placement))
+
+        return write
+
+    def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
+        """Has ``init`` fill the meta tensors that the checkpoint does not supply."""
+        for slot in slots(self.module).values():
+            if not slot.tensor.is_meta or backend.is_device_tensor(slot.tensor):
+                continue
+            if slot.fqn in supplied:
+                continue
+            array = None if self._init is None else self._initial(slot)
+            if array is None:
+                restoration.unfilled.append(self.name(slot.fqn))
+                continue
+            restoration.writes.append(Write(_filler(slot, array)))
+
+    def _initial(self, slot: Slot) -> jax.Array | None:
+        """What ``init`` answers for the tensor, checked and placed; None if it declines."""
+        assert self._init is not None
+        placement = self._placement(slot)
+        expected = self._expected(slot)
+        sharding = None if isinstance(placement, Local) else placement
+        abstract = jax.ShapeDtypeStruct(expected.shape, expected.dtype, sharding=sharding)
+        value = self._init(self._user_name(slot.fqn), abstract)
+        if value is None:
+            return None
+        if isinstance(value, torch.Tensor):
+            on_device = backend.is_device_tensor(value)
+            with backend.native_torch():
+                value = backend.buffer(value) if on_device else backend.to_numpy(value)
+        elif not isinstance(value, jax.Array):
+            value = np.asarray(value)
+        if not isinstance(value, jax.Array):
+            value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+        found = Spec("jax", value.dtype.name, tuple(value.shape))
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise UninitializedLeafError(
+                f"{self.name(slot.fqn)}: init answered {found.content()}, expected "
+                f"{expected.content()}; return an array of that dtype and shape",
+                key_path=self.name(slot.fqn),
+            )
+        return put({"": value}, {"": placement})[""]
+
+    # --- one slot ---
+
+    def _expected(self, slot: Slot) -> Spec:
+        spec = describe(slot.tensor, self.name(slot.fqn))
+        if spec.kind == "torch" and slot.tensor.is_meta:
+            # A meta tensor becomes a JAX array, whose dtype JAX narrows unless x64 is enabled.
+            dtype = jax.dtypes.canonicalize_dtype(np.dtype(spec.dtype))
+            return Spec("torchax", dtype.name, spec.shape)
+        return spec
+
+    def _placement(self, slot: Slot) -> Placement:
+        if _on_cpu(slot.tensor):
+            return Local.HOST
+        expected = self._expected(slot)
+        ruled = self._rule and self._rule(
+            self._user_name(slot.fqn), jax.ShapeDtypeStruct(expected.shape, expected.dtype)
+        )
+        if ruled is not None:
+            return ruled
+        if backend.is_device_tensor(slot.tensor):
+            return placement_of(backend.buffer(slot.tensor))
+        return Local.DEFAULT_DEVICE
+
+
+def _fill(slot: Slot, array: Any) -> None:
+    for tensor in slot.tensors:
+        if backend.is_device_tensor(tensor):
+            backend.set_buffer(tensor, array)
+        elif tensor.is_meta:
+            backend.fill_meta(tensor, array)
+        else:
+            backend.copy_into(tensor, array)
+
+
+def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:
+    return lambda values: _fill(slot, values[leaf])
+
+
+def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
+    return lambda _: _fill(slot, array)
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return not backend.is_device_tensor(tensor) and not tensor.is_meta
+
+
+def _tied(group: Iterable[str]) -> str:
+    first, *rest = sorted(group)
+    return f"{first} tied to {', '.join(rest)}" if rest else f"{first} on its own"

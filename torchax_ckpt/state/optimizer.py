@@ -1,0 +1,294 @@
+"""Owns optimizers: their state and hyperparameters, by the names of the parameters they step.
+
+The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
+[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. Order and grouping of
+the parameters do not matter when it is restored; their names do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import AttachError, UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.sharding import Local, Placement, placement_of, replicated_like
+from torchax_ckpt.state.component import Restoration, Values, Write, revive
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.tree import Encoder, Spec, decode, describe
+
+ParameterNames = Callable[[], Mapping[int, tuple[str, ...]]]
+"""Gives id of a live parameter -> its key path below ``model``, as it is now."""
+ParameterPlacements = Callable[[], Mapping[int, Placement]]
+"""Gives id of a live parameter -> where it will be once its module is restored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredGroup:
+    """Hyperparameters of one stored parameter group: name -> node, without ``params``."""
+
+    index: int
+    hyperparameters: Mapping[str, Node]
+
+
+class OptimizerComponent:
+    """One attached optimizer.
+
+    Args:
+      optimizer: the optimizer.
+      key_path: where its leaves stand: ``("optimizer",)``, or with its name for several.
+      parameter_names: names of the attached modules' parameters.
+      placements: where the parameters will be once restored; moments follow them.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        key_path: tuple[str, ...],
+        parameter_names: ParameterNames,
+        placements: ParameterPlacements,
+    ) -> None:
+        self.optimizer = optimizer
+        self.key_path = key_path
+        self._parameter_names = parameter_names
+        self._placements = placements
+        self._check()
+
+    def _check(self) -> None:
+        known = self._parameter_names()
+        strangers = [
+            (g, i)
+            for g, group in enumerate(self.optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+            if id(p) not in known
+        ]
+        if not strangers:
+            return
+        where = names.join(self.key_path)
+        kind = type(self.optimizer).__name__
+        if not known:
+            raise AttachError(
+                f"{where}: {kind} is attached without a module, so its parameters have no names. "
+                "Attach the module it steps with it.",
+                key_path=where,
+            )
+        g, i = strangers[0]
+        hint = "Attach the module that owns them, or leave them out of the optimizer."
+        if not backend.is_device_tensor(self.optimizer.param_groups[g]["params"][i]):
+            hint = (
+                "They are not torchax tensors: the optimizer was built before model.to('jax'), "
+                "which replaced the model's parameters, so stepping it trains nothing. Build it "
+                "after model.to('jax')."
+            )
+        raise AttachError(
+            f"{where}: {len(strangers)} parameters of {kind} are not parameters of the attached "
+            f"model, the first at param_groups[{g}]['params'][{i}]. {hint}",
+            key_path=where,
+        )
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
+        known = self._parameter_names()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, known[id(parameter)]
+
+    # --- saving ---
+
+    def capture(self, encoder: Encoder) -> Node:
+        """The optimizer's node."""
+        known = self._parameter_names()
+        stepped: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
+        for parameter, value in self.optimizer.state.items():
+            key_path = known.get(id(parameter))
+            if key_path is None:
+                name = names.join((*self.key_path, "state"))
+                raise UnsupportedLeafError(
+                    f"{name}: holds state under {str(parameter)[:60]!r}, which is not a parameter "
+                    "of an attached module",
+                    key_path=name,
+                )
+            if value:
+                stepped.append((key_path, dict(value)))
+        nodes = encoder.encode_all(((*self.key_path, *path), value) for path, value in stepped)
+        state = [[names.join(path), node] for (path, _), node in zip(stepped, nodes, strict=True)]
+        groups = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            hyperparameters = {k: v for k, v in group.items() if k != "params"}
+            path = (*self.key_path, "param_groups", index)
+            node = encoder.encode(hyperparameters, path)
+            members = [names.join(known[id(p)]) for p in group["params"]]
+            groups.append({"dict": [["params", members], *node["dict"]]})
+        return {
+            "dict": [["state", {"dict": state}], ["param_groups", groups]],
+            "class": type(self.optimizer).__qualname__,
+        }
+
+    # --- restoring ---
+
+    def prepare(self, node: Node, findings: Findings) -> Restoration:
+        """Compares class, parameters, hyperparameters and, where it exists, state."""
+        restoration = Restoration()
+        where = names.join(self.key_path)
+        live = {names.join(key_path): parameter for parameter, key_path in self._parameters()}
+        if not (isinstance(node, dict) and "class" in node):
+            findings.missing.append(where)
+            findings.unexpected += [n["array"] for n in array_nodes(node)]
+            return restoration
+        if node["class"] != (kind := type(self.optimizer).__qualname__):
+            findings.mismatch(where, kind, node["class"])
+            return restoration
+        content = dict(node["dict"])
+        group_of = {
+            member: _StoredGroup(index, {k: v for k, v in group["dict"] if k != "params"})
+            for index, group in enumerate(content["param_groups"])
+            for member in dict(group["dict"])["params"]
+        }
+        state = dict(content["state"]["dict"])
+        findings.missing += [f"{where}/{name}" for name in live if name not in group_of]
+        findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
+        homes = self._placements()
+        self._prepare_groups(group_of, homes, findings, restoration)
+        for name, parameter in live.items():
+            if name in group_of:
+                home, stored = homes[id(parameter)], state.get(name)
+                self._prepare_state(name, parameter, home, stored, findings, restoration)
+        return restoration
+
+    def _prepare_groups(
+        self,
+        group_of: Mapping[str, _StoredGroup],
+        homes: Mapping[int, Placement],
+        findings: Findings,
+        restoration: Restoration,
+    ) -> None:
+        """Gives every live group the hyperparameters its parameters were stepped with."""
+        known = self._parameter_names()
+        for index, group in enumerate(self.optimizer.param_groups):
+            where = names.join((*self.key_path, "param_groups", index))
+            members = [names.join(known[id(p)]) for p in group["params"]]
+            sources = {s.index: s for m in members if (s := group_of.get(m)) is not None}
+            if not sources:
+                continue
+            first, *others = sources.values()
+            differing = {
+                key
+                for other in others
+                for key in first.hyperparameters.keys() | other.hyperparameters.keys()
+                if not _same(first.hyperparameters.get(key), other.hyperparameters.get(key))
+            }
+            for key in sorted(differing):
+                findings.mismatch(
+                    f"{where}/{key}",
+                    "one value for the group",
+                    f"different values: its parameters come from stored groups {sorted(sources)}",
+                )
+            home = homes[id(group["params"][0])]
+            for key, node in first.hyperparameters.items():
+                if key not in differing:
+                    self._prepare_hyperparameter(group, key, node, home, restoration)
+
+    def _prepare_hyperparameter(
+        self,
+        group: dict[str, Any],
+        key: str,
+        node: Node,
+        home: Placement,
+        restoration: Restoration,
+    ) -> None:
+        live = group.get(key)
+        for child in array_nodes(node):
+            restoration.read(child, self._leaf_placement(child, live, None, home))
+
+        def write(values: Values) -> None:
+            group[key] = _rebuild(node, live, values)
+
+        restoration.writes.append(Write(write))
+
+    def _prepare_state(
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        home: Placement,
+        node: Node | None,
+        findings: Findings,
+        restoration: Restoration,
+    ) -> None:
+        """State of one parameter: written into live tensors where they fit, else created.
+
+        Without state in the checkpoint the parameter had none (it was frozen, or no step was
+        made); then it has none again.
+        """
+        live = self.optimizer.state.get(parameter) or {}
+        stored = {} if node is None else dict(node["dict"])
+        for key, child in stored.items():
+            where = f"{names.join(self.key_path)}/{name}/{names.escape(str(key))}"
+            if not _compatible(child, live.get(key), where, findings):
+                return
+            for leaf in array_nodes(child):
+                placement = self._leaf_placement(leaf, live.get(key), tuple(parameter.shape), home)
+                restoration.read(leaf, placement)
+
+        def write(values: Values) -> None:
+            if not stored:
+                self.optimizer.state.pop(parameter, None)
+                return
+            rebuilt = {k: _rebuild(child, live.get(k), values) for k, child in stored.items()}
+            entry = self.optimizer.state[parameter]
+            entry.clear()
+            entry.update(rebuilt)
+
+        restoration.writes.append(Write(write))
+
+    def _leaf_placement(
+        self, node: Node, live: Any, parameter_shape: tuple[int, ...] | None, home: Placement
+    ) -> Placement:
+        spec = Spec.of_node(node)
+        if not spec.on_device:
+            return Local.HOST
+        if spec.shape == parameter_shape:
+            return home
+        if isinstance(live, torch.Tensor) and backend.is_device_tensor(live):
+            return placement_of(backend.buffer(live))
+        return replicated_like(home)
+
+
+def _same(a: Node, b: Node) -> bool:
+    """Whether two hyperparameter nodes hold the same value, as far as the manifest tells.
+
+    Tensors of two groups are different values: their content is not in the manifest.
+    """
+    return a == b
+
+
+def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
+    """Whether a stored leaf may take the place of the live one (if there is one)."""
+    if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
+        return True
+    expected, found = describe(live, where), Spec.of_node(node)
+    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
+        return True
+    findings.mismatch(where, expected.content(), found.content())
+    return False
+
+
+def _rebuild(node: Node, live: Any, values: Values) -> Any:
+    """The stored value; a live tensor of the same kind, shape and dtype is written in place."""
+
+    def leaf(child: Mapping[str, Any]) -> Any:
+        value = values[child["array"]]
+        if child is node and isinstance(live, torch.Tensor):
+            spec, here = Spec.of_node(child), describe(live, child["array"])
+            if spec == here and spec.kind == "torchax":
+                backend.set_buffer(live, value)
+                return live
+            if spec == here and spec.kind == "torch":
+                backend.copy_into(live, value)
+                return live
+        return revive(child, value)
+
+    return decode(node, leaf)

@@ -1,0 +1,65 @@
+"""Owns random state: torchax's key, and the generators of torch, numpy and Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.sharding import Local, placement_of
+from torchax_ckpt.state.component import Restoration, Values, Write, revive
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.tree import Encoder, Spec, decode
+
+
+class RandomStateComponent:
+    """The random state of the calling thread's torchax key and of the process's generators."""
+
+    key_path = ("rng",)
+
+    def capture(self, encoder: Encoder) -> Node:
+        """The node; the key stays on its device, so nothing waits for it."""
+        with backend.native_torch():
+            torch_state = torch.get_rng_state()
+        state = {
+            "torchax": backend.prng_key(),
+            "torch": torch_state,
+            "numpy": np.random.get_state(legacy=False),
+            "python": random.getstate(),
+        }
+        return encoder.encode(state, self.key_path)
+
+    def prepare(self, node: Node, findings: Findings) -> Restoration:
+        """Writes all four, last of all: loading other state may draw random numbers."""
+        restoration = Restoration()
+        for child in array_nodes(node):
+            on_device = Spec.of_node(child).on_device
+            placement = _key_placement() if on_device else Local.HOST
+            restoration.read(child, placement)
+
+        def write(values: Values) -> None:
+            def leaf(child: Mapping[str, Any]) -> Any:
+                return revive(child, values[child["array"]])
+
+            state = decode(node, leaf)
+            backend.set_prng_key(state["torchax"])
+            with backend.native_torch():
+                torch.set_rng_state(state["torch"])
+            np.random.set_state(state["numpy"])
+            random.setstate(state["python"])
+
+        restoration.writes.append(Write(write))
+        return restoration
+
+
+def _key_placement() -> Any:
+    key = backend.prng_key()
+    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    return placement_of(key)

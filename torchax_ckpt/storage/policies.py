@@ -1,0 +1,184 @@
+"""Owns policies: when a step is saved and which steps are kept. Orbax's own where they fit.
+
+Save decisions: ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``, ``SpecificStepsPolicy``,
+``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``, ``AnySavePolicy``; any object with their
+``should_save`` (``SaveDecisionPolicy``) works.
+
+Preservation: ``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``, ``LatestDuration``,
+``CustomSteps``, ``BestN``, ``AnyPreservationPolicy``; any object with their ``should_preserve``
+(``PreservationPolicy``) works. Whatever a rule says, the newest step is never deleted.
+
+Source: Orbax v1, ``training.save_decision_policies`` and ``training.preservation_policies``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.experimental.v1.training import preservation_policies as _preserving
+from orbax.checkpoint.experimental.v1.training import save_decision_policies as _saving
+
+from torchax_ckpt.errors import PolicyError
+
+SaveDecisionPolicy: TypeAlias = _saving.SaveDecisionPolicy
+DecisionContext: TypeAlias = _saving.DecisionContext
+FixedIntervalPolicy = _saving.FixedIntervalPolicy
+SpecificStepsPolicy = _saving.SpecificStepsPolicy
+InitialSavePolicy = _saving.InitialSavePolicy
+PreemptionCheckpointingPolicy = _saving.PreemptionCheckpointingPolicy
+AnySavePolicy = _saving.AnySavePolicy
+
+PreservationPolicy: TypeAlias = _preserving.PreservationPolicy
+PreservationContext: TypeAlias = _preserving.PreservationContext
+PreserveAll = _preserving.PreserveAll
+LatestN = _preserving.LatestN
+EveryNSteps = _preserving.EveryNSteps
+EveryNSeconds = _preserving.EveryNSeconds
+LatestDuration = _preserving.LatestDuration
+CustomSteps = _preserving.CustomSteps
+AnyPreservationPolicy = _preserving.AnyPreservationPolicy
+
+_MULTIPROCESSING = ocp.options.MultiprocessingOptions()
+
+CheckpointInfo = ocp.training.CheckpointMetadata
+"""What policies see of a step: ``step``, ``time`` (aware datetime, UTC) and ``metrics``."""
+
+__all__ = [
+    "AnyPreservationPolicy",
+    "AnySavePolicy",
+    "BestN",
+    "CheckpointInfo",
+    "ContinuousCheckpointingPolicy",
+    "CustomSteps",
+    "DecisionContext",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "FixedIntervalPolicy",
+    "InitialSavePolicy",
+    "LatestDuration",
+    "LatestN",
+    "PreemptionCheckpointingPolicy",
+    "PreservationContext",
+    "PreservationPolicy",
+    "PreserveAll",
+    "SaveDecisionPolicy",
+    "SpecificStepsPolicy",
+]
+
+
+@dataclasses.dataclass(kw_only=True)
+class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
+    """Saves whenever the last save is durable; the shortest interval the storage allows.
+
+    On several processes Orbax's policy decides on one and tells the others. On one process that
+    exchange would only leave a key behind at every step, so it is left out.
+
+    Attributes:
+      minimum_interval_secs: seconds that must lie between the last checkpoint and the next; None
+        for none. Some 30 s spare a bucket when the model is small.
+    """
+
+    minimum_interval_secs: float | None = None
+
+    def should_save(
+        self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
+    ) -> bool:
+        """True unless a save is in flight or the last checkpoint is too recent."""
+        if jax.process_count() > 1:
+            return super().should_save(step, previous_steps, context=context)
+        if context.is_saving_in_progress:
+            return False
+        if not previous_steps or self.minimum_interval_secs is None:
+            return True
+        interval = datetime.timedelta(seconds=self.minimum_interval_secs)
+        return step.time - previous_steps[-1].time >= interval
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestN:
+    """Keeps the n best steps by a metric, and nothing else; combine it with ``LatestN``.
+
+    Attributes:
+      metric: the name it was saved under: ``save(step, metrics={"loss": loss})``.
+      mode: whether small ("min") or large ("max") is good.
+      n: how many to keep.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise PolicyError(f"BestN: mode must be 'min' or 'max', found {self.mode!r}")
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise PolicyError(f"BestN: n must be a positive int, found {self.n!r}")
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: PreservationContext
+    ) -> list[bool]:
+        """True for the n best; of equals, for the newest."""
+        best = {id(c) for c in self.ranked(checkpoints)[: self.n]}
+        return [id(c) in best for c in checkpoints]
+
+    def ranked(self, checkpoints: Sequence[Any]) -> list[Any]:
+        """The checkpoints that have the metric, best first; NaN ranks nothing."""
+        scored = [(v, c) for c in checkpoints if (v := self._value(c)) is not None]
+        sign = 1 if self.mode == "min" else -1
+        return [c for _, c in sorted(scored, key=lambda vc: (sign * vc[0], -vc[1].step))]
+
+    def _value(self, checkpoint: Any) -> float | None:
+        value = (checkpoint.metrics or {}).get(self.metric)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        return value
+
+
+def default_save_decision_policy() -> SaveDecisionPolicy:
+    """Continuous, and at a preemption."""
+    return AnySavePolicy([ContinuousCheckpointingPolicy(), PreemptionCheckpointingPolicy()])
+
+
+def default_preservation_policy() -> PreservationPolicy:
+    """The latest three."""
+    return LatestN(3)
+
+
+def best_rules(policy: Any) -> Iterator[BestN]:
+    """Every best-N rule in a policy, also inside any-of."""
+    if isinstance(policy, BestN):
+        yield policy
+    for child in getattr(policy, "policies", None) or ():
+        yield from best_rules(child)
+
+
+def preserved(policy: Any, checkpoints: Sequence[Any]) -> list[bool]:
+    """What the policy keeps of the checkpoints, oldest first; always the newest.
+
+    Raises:
+      PolicyError: the policy answered something else than one bool for each.
+    """
+    if not checkpoints:
+        return []
+    answer = list(policy.should_preserve(checkpoints, context=PreservationContext()))
+    if len(answer) != len(checkpoints):
+        raise PolicyError(
+            f"{type(policy).__name__}.should_preserve answered {len(answer)} values for "
+            f"{len(checkpoints)} checkpoints; nothing was deleted"
+        )
+    return [bool(keep) for keep in answer[:-1]] + [True]
+
+
+def decision_context(*, is_saving_in_progress: bool, reached_preemption: bool) -> DecisionContext:
+    """What a save decision policy is told beside the steps."""
+    return DecisionContext(
+        is_saving_in_progress=is_saving_in_progress,
+        reached_preemption=reached_preemption,
+        multiprocessing_options=_MULTIPROCESSING,
+    )

@@ -1,0 +1,228 @@
+"""The only room that knows how torchax works inside.
+
+A torchax tensor is a ``torch.Tensor`` around a JAX array. This room reads and replaces that
+array, fills meta tensors, reads and sets the random key, and runs torch natively in a program
+that torchax has taken over. What it relies on is checked once, at first use, by
+``check_internals``.
+
+Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+import torch.utils._mode_utils
+import torchax
+from torchax.interop import JittableModule
+from torchax.tensor import RuntimeProperty, Tensor
+from torchax.view import View
+
+from torchax_ckpt.errors import BackendError, UnsupportedLeafError
+
+# torch dtypes that numpy lacks: the integer type of their width, and ml_dtypes' type of their bits.
+_BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+    torch.float8_e4m3fnuz: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fnuz)),
+    torch.float8_e5m2fnuz: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2fnuz)),
+}
+_NATIVE = {
+    torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+    torch.complex128,
+}  # fmt: skip
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@functools.cache
+def check_internals() -> None:
+    """Fails unless torchax has the internals this room uses. Starts the JAX backend.
+
+    Raises:
+      BackendError: names the torchax release and what was not as expected.
+    """
+    try:
+        env = torchax.default_env()
+        before, after = jnp.zeros(2, jnp.float32), jnp.ones((2,), jnp.float32)
+        tensor = Tensor(before, env)
+        assert tensor.jax() is before, "Tensor.jax() does not return the buffer"
+        tensor._elem = after
+        assert tensor.jax() is after, "assigning Tensor._elem does not replace the buffer"
+        assert isinstance(env._property.content, RuntimeProperty), "no RuntimeProperty"
+        assert env.prng_key is env._property.content.prng, "prng_key is kept elsewhere"
+        wrapped = JittableModule(torch.nn.Identity())
+        for name in ("params", "buffers", "_model", "_extra_dumped_weights"):
+            getattr(wrapped, name)
+        for name in ("jax", "update"):
+            getattr(View, name)
+    except (AssertionError, AttributeError, TypeError) as error:
+        raise BackendError(
+            f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {error}. "
+            "Install a torchax release that torchax_ckpt names in its dependencies."
+        ) from error
+
+
+@contextlib.contextmanager
+def native_torch() -> Iterator[None]:
+    """Runs torch operations on CPU tensors natively, whatever torchax has enabled.
+
+    ``torchax.disable_temporarily`` is not enough: it does nothing once ``env.enabled`` has been
+    reset, which the first operation does.
+    """
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+# --- tensors on devices ------------------------------------------------------------------------
+
+
+def is_device_tensor(value: object) -> bool:
+    """Whether the value is a torch tensor around a JAX array."""
+    return isinstance(value, (Tensor, View))
+
+
+def buffer(tensor: Any) -> jax.Array:
+    """The JAX array in a torchax tensor; for a view, its value."""
+    return tensor.jax()
+
+
+def set_buffer(tensor: Any, array: jax.Array) -> None:
+    """Replaces the array in a torchax tensor; a view writes through to what it views.
+
+    Checks nothing: torchax would accept any shape and dtype, so callers compare before.
+    """
+    if isinstance(tensor, View):
+        tensor.update(array)
+    else:
+        tensor._elem = array
+
+
+def wrap(array: jax.Array) -> torch.Tensor:
+    """A torchax tensor around the array."""
+    return Tensor(array, torchax.default_env())
+
+
+def fill_meta(tensor: torch.Tensor, array: jax.Array) -> None:
+    """Turns a meta tensor into a torchax tensor around the array.
+
+    The object stays the same one: modules, ties and optimizers that hold it hold the filled one.
+    """
+    filled = wrap(array)
+    if isinstance(tensor, torch.nn.Parameter):
+        filled = torch.nn.Parameter(filled, requires_grad=tensor.requires_grad)
+    filled.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, filled)
+
+
+# --- tensors on the CPU ------------------------------------------------------------------------
+
+
+def why_unsupported(tensor: torch.Tensor) -> str | None:
+    """Why this tensor cannot be stored as it is, or None if it can."""
+    if is_device_tensor(tensor):
+        return None
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is lazy and has no shape yet; run the module once before attaching it"
+    if type(tensor) not in _PLAIN_TENSORS:
+        return f"is a {type(tensor).__name__}, a subclass of torch.Tensor with a layout of its own"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}); store its int_repr(), scale and zero point instead"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}; store a dense tensor, or its indices and values"
+    if tensor.dtype not in _NATIVE and tensor.dtype not in _BIT_TWINS:
+        return f"has dtype {tensor.dtype}, which has no counterpart in storage"
+    if tensor.device.type not in ("cpu", "meta"):
+        return f"is on {tensor.device}; move it to 'jax' or to the CPU"
+    return None
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The numpy (or ml_dtypes) dtype of a torch dtype that ``why_unsupported`` accepts."""
+    if dtype in _BIT_TWINS:
+        return _BIT_TWINS[dtype][1]
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The torch dtype of a numpy dtype; inverse of ``numpy_dtype``."""
+    for ours, (_, theirs) in _BIT_TWINS.items():
+        if theirs == dtype:
+            return ours
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedLeafError(f"torch has no dtype for numpy's {dtype.name}")
+    return found
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a CPU tensor, bit for bit. Call it within ``native_torch``."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype in _BIT_TWINS:
+        integers, dtype = _BIT_TWINS[tensor.dtype]
+        return np.array(tensor.contiguous().view(integers).numpy().view(dtype))
+    return np.array(tensor.numpy())
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A CPU tensor with the array's bits, which it does not share."""
+    with native_torch():
+        for ours, (integers, theirs) in _BIT_TWINS.items():
+            if theirs == array.dtype:
+                bits = np.array(array).view(numpy_dtype(integers))
+                return torch.from_numpy(bits).view(ours)
+        return torch.from_numpy(np.array(array))
+
+
+def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
+    """Overwrites a CPU tensor in place with an array of its shape and dtype."""
+    source = from_numpy(array)
+    with native_torch():
+        tensor.detach().copy_(source)
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+def unwrap_jittable(
+    module: Any,
+) -> tuple[torch.nn.Module, Mapping[str, torch.Tensor]]:
+    """A JittableModule's own module and its live tensors by name; any other module and {}.
+
+    JittableModule claims the wrapped module's class, so ``isinstance`` cannot tell it apart.
+    """
+    if not issubclass(type(module), JittableModule):
+        return module, {}
+    return module._model, {**module.params, **module.buffers}
+
+
+# --- random key --------------------------------------------------------------------------------
+
+
+def prng_key() -> jax.Array:
+    """torchax's key of this thread: typed at first, raw uint32[2] after ``env.manual_seed``."""
+    return torchax.default_env().prng_key
+
+
+def set_prng_key(key: jax.Array) -> None:
+    """Replaces torchax's key of this thread."""
+    holder = torchax.default_env()._property
+    holder.content = RuntimeProperty.override(holder.content, prng=key)
+
+
+def torchax_mesh(value: object) -> tuple[jax.sharding.Mesh, Any] | None:
+    """The JAX mesh and sharder of a ``torchax.mesh_util.Mesh``, or None for anything else."""
+    from torchax import mesh_util
+
+    if isinstance(value, mesh_util.Mesh):
+        return value.jax_mesh, value._sharder
+    return None
