@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ def fsdp_rule(mesh: Mesh) -> Any:
         return NamedSharding(mesh, P())
 
     return rule
+
+
+@contextlib.contextmanager
+def before_enabling() -> Iterator[None]:
+    """As in a program that has not enabled torchax yet: the place to build meta modules."""
+    torchax.disable_globally()
+    try:
+        yield
+    finally:
+        torchax.enable_globally()
 
 
 def mlp(width: int = 16, bias: bool = True) -> torch.nn.Module:

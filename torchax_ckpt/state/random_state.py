@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, placement_of
 from torchax_ckpt.state.component import Restoration, Values, Write, revive
@@ -25,10 +26,19 @@ class RandomStateComponent:
 
     def capture(self, encoder: Encoder) -> Node:
         """The node; the key stays on its device, so nothing waits for it."""
+        key = backend.prng_key()
+        if isinstance(key, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                "rng/torchax: torchax's random key is a JAX tracer: a random operation (dropout, "
+                "say) ran inside a jitted function and left its traced key behind. Draw a key "
+                "outside, env.get_and_rotate_prng_key(), pass it in, and run the operations in "
+                "`with env.override_property(prng=key):`. This also makes every step draw anew.",
+                key_path="rng/torchax",
+            )
         with backend.native_torch():
             torch_state = torch.get_rng_state()
         state = {
-            "torchax": backend.prng_key(),
+            "torchax": key,
             "torch": torch_state,
             "numpy": np.random.get_state(legacy=False),
             "python": random.getstate(),

@@ -1,0 +1,212 @@
+"""Policies: when a step is saved, which steps are kept, which is best."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import inspect
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import MetricsError, PolicyError, SaveError
+
+STATE = {"w": np.zeros(1)}
+
+
+def saved(
+    directory: Path, preservation_policy: Any, losses: Sequence[float | None]
+) -> TorchaxCheckpointer:
+    """A run that saved steps 1, 2, ... with these losses."""
+    with TorchaxCheckpointer(directory, preservation_policy=preservation_policy) as ckpt:
+        for step, loss in enumerate(losses, 1):
+            metrics = {} if loss is None else {"loss": loss}
+            ckpt.save(step, state=STATE, metrics=metrics, force=True)
+    return ckpt
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (None, [5, 6, 7]),
+        (policies.PreserveAll(), [1, 2, 3, 4, 5, 6, 7]),
+        (policies.LatestN(2), [6, 7]),
+        (policies.EveryNSteps(3), [3, 6, 7]),
+        (policies.EveryNSeconds(3600), [1, 7]),
+        (policies.CustomSteps([2, 5]), [2, 5, 7]),
+        (policies.LatestDuration(datetime.timedelta(hours=1)), [1, 2, 3, 4, 5, 6, 7]),
+        (policies.LatestDuration(datetime.timedelta(0)), [7]),
+        (policies.BestN(metric="loss"), [4, 7]),
+        (policies.BestN(metric="loss", mode="max", n=2), [1, 2, 7]),
+        (
+            policies.AnyPreservationPolicy(
+                [policies.LatestN(2), policies.BestN(metric="loss", mode="min", n=1)]
+            ),
+            [4, 6, 7],
+        ),
+    ],
+)
+def test_what_is_kept(policy: Any, kept: list[int], directory: Path) -> None:
+    ckpt = saved(directory, policy, [9.0, 8.0, 3.0, 1.0, 4.0, 2.0, 5.0])
+    assert ckpt.all_steps() == kept
+
+
+def test_the_newest_step_is_kept_whatever_a_rule_says(directory: Path) -> None:
+    assert saved(directory, policies.CustomSteps([]), [1.0, 2.0]).all_steps() == [2]
+
+
+def test_best_step_is_the_best_of_those_there(directory: Path) -> None:
+    policy = policies.AnyPreservationPolicy(
+        [policies.LatestN(1), policies.BestN(metric="loss", mode="max", n=2)]
+    )
+    ckpt = saved(directory, policy, [3.0, 9.0, None, 9.0, 1.0])
+    assert ckpt.all_steps() == [2, 4, 5]
+    assert ckpt.best_step() == 4  # of equals the newest
+
+
+def test_best_step_without_a_rule_or_without_metrics(directory: Path) -> None:
+    ckpt = saved(directory, policies.LatestN(3), [1.0])
+    with pytest.raises(PolicyError, match=r"policies\.BestN"):
+        ckpt.best_step()
+    reader = TorchaxCheckpointer(directory, preservation_policy=policies.BestN(metric="accuracy"))
+    assert reader.best_step() is None
+
+
+def test_nan_cannot_be_ranked(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.BestN(metric="loss")) as ckpt:
+        with pytest.raises(MetricsError, match="'loss' at step 1 is nan"):
+            ckpt.save(1, state=STATE, metrics={"loss": float("nan")})
+        assert ckpt.save(1, state=STATE, metrics={"other": float("nan")})
+
+
+@pytest.mark.parametrize("bad", [{"mode": "least"}, {"n": 0}, {"n": True}])
+def test_a_best_rule_that_makes_no_sense_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="BestN"):
+        policies.BestN(metric="loss", **bad)
+
+
+@dataclasses.dataclass
+class EvenSteps:
+    """A user's own policies need no base class."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return step.step % 2 == 0
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        return [c.step % 4 == 0 for c in checkpoints]
+
+
+def test_a_users_own_policies_work(directory: Path) -> None:
+    own = EvenSteps()
+    assert isinstance(own, policies.SaveDecisionPolicy)
+    with TorchaxCheckpointer(directory, save_decision_policy=own, preservation_policy=own) as ckpt:
+        began = [ckpt.save(step, state=STATE) for step in range(1, 11)]
+    assert began == [False, True] * 5
+    assert ckpt.all_steps() == [4, 8, 10]
+
+
+def test_a_policy_that_answers_nonsense_deletes_nothing(directory: Path) -> None:
+    class Short:
+        def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+            return [False]
+
+    with TorchaxCheckpointer(directory, preservation_policy=Short()) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+        ckpt.wait_until_finished()
+        ckpt.save(2, state=STATE, force=True)
+        with pytest.raises(SaveError, match=r"step 2 is durable .* answered 1 values for 2"):
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 2]
+
+
+def test_what_is_no_policy_is_refused(directory: Path) -> None:
+    with pytest.raises(PolicyError, match="should_save"):
+        TorchaxCheckpointer(directory, save_decision_policy=policies.LatestN(3))
+    with pytest.raises(PolicyError, match="should_preserve"):
+        TorchaxCheckpointer(directory, preservation_policy=3)  # type: ignore[arg-type]
+
+
+def decide(policy: Any, seconds: float, saved_at: Sequence[float], **context: Any) -> bool:
+    def info(step: int, at: float) -> Any:
+        return policies.CheckpointInfo(
+            step, Path("/x"), metadata=None, commit_timestamp_nsecs=int(at * 1e9)
+        )
+
+    return policy.should_save(
+        info(9, seconds),
+        [info(i, at) for i, at in enumerate(saved_at)],
+        context=ocp_context(**context),
+    )
+
+
+def ocp_context(is_saving_in_progress: bool = False, reached_preemption: bool = False) -> Any:
+    return policies.DecisionContext(
+        is_saving_in_progress=is_saving_in_progress,
+        reached_preemption=reached_preemption,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(),
+    )
+
+
+def test_continuous_saves_when_none_is_in_flight_and_the_last_is_old_enough() -> None:
+    always = policies.ContinuousCheckpointingPolicy()
+    assert decide(always, 100, [])
+    assert decide(always, 100, [99.999])
+    assert not decide(always, 100, [], is_saving_in_progress=True)
+    spaced = policies.ContinuousCheckpointingPolicy(minimum_interval_secs=30)
+    assert decide(spaced, 100, [])
+    assert decide(spaced, 100, [10, 70])
+    assert not decide(spaced, 100, [10, 70.5])
+    assert not decide(spaced, 100, [10], is_saving_in_progress=True)
+
+
+def test_initial_and_preemption_policies() -> None:
+    initial = policies.InitialSavePolicy()
+    assert decide(initial, 1, [])
+    assert not decide(initial, 1, [0.5])
+    preemption = policies.PreemptionCheckpointingPolicy()
+    assert decide(preemption, 1, [], reached_preemption=True)
+    assert not decide(preemption, 1, [])
+
+
+def test_the_interval_counts_from_the_last_save(directory: Path) -> None:
+    policy = policies.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)
+    with TorchaxCheckpointer(directory, save_decision_policy=policy) as ckpt:
+        assert [ckpt.save(step, state=STATE) for step in (1, 2, 3)] == [True, False, False]
+        ckpt.wait_until_finished()
+        assert not ckpt.save(4, state=STATE)
+        assert ckpt.save(5, state=STATE, force=True)
+
+
+def test_asking_the_continuous_policy_leaves_nothing_behind(directory: Path) -> None:
+    with TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.ContinuousCheckpointingPolicy(minimum_interval_secs=9),
+    ) as ckpt:
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+        began = time.perf_counter()
+        assert not any(ckpt.save(step, state=STATE) for step in range(2, 2002))
+        # A tenth of a millisecond each, generously: no exchange, no directory is read.
+        assert time.perf_counter() - began < 0.2 * 2
+
+
+def test_every_public_name_is_there() -> None:
+    assert policies.__all__ == sorted(policies.__all__)
+    for name in policies.__all__:
+        assert inspect.isclass(getattr(policies, name)), name
+
+
+def test_delete_removes_a_step(directory: Path) -> None:
+    saved(directory, policies.PreserveAll(), [1.0, 2.0, 3.0])
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.delete(2)
+        assert ckpt.all_steps() == [1, 3]
+        with pytest.raises(FileNotFoundError, match="no checkpoint at step 2; there are: 1, 3"):
+            ckpt.delete(2)
+    assert {p.name for p in directory.iterdir()} == {"1", "3"}

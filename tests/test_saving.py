@@ -1,0 +1,310 @@
+"""The life of a save: in the background, one at a time, never lost by accident."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from support import mlp, run_python, train_step
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import (
+    ClosedError,
+    DirectoryError,
+    SaveError,
+    SaveTimeoutError,
+    UnsupportedLeafError,
+)
+from torchax_ckpt.storage import arrays as storage
+
+
+class Gate:
+    """Holds every write until it is opened."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.entered.set()
+        assert self.opened.wait(60)
+        self._write(*args, **kwargs)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(storage.write_step)
+    monkeypatch.setattr(storage, "write_step", gate)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Storage that fails from now on; the answer ends that."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write = storage.write_step
+    monkeypatch.setattr(storage, "write_step", fail)
+    return lambda: monkeypatch.setattr(storage, "write_step", write)
+
+
+STATE = {"w": np.arange(3)}
+
+
+def test_save_returns_while_the_step_is_still_being_written(directory: Path, gate: Gate) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE)
+        assert gate.entered.wait(30)
+        assert ckpt.all_steps() == []
+        assert not ckpt.should_save(2)  # continuous: not while a save is in flight
+        assert not ckpt.save(2, state=STATE)
+        with pytest.raises(SaveTimeoutError, match="step 1 .* still in flight after 0.05 s"):
+            ckpt.wait_until_finished(timeout_secs=0.05)
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+        assert ckpt.should_save(2)
+
+
+def test_a_forced_save_waits_for_the_one_in_flight(directory: Path, gate: Gate) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        threading.Timer(0.3, gate.opened.set).start()
+        assert ckpt.save(2, state=STATE, force=True)
+        assert 1 in ckpt.all_steps()
+    assert ckpt.all_steps() == [1, 2]
+
+
+def test_forcing_a_step_that_is_there_or_on_its_way_does_nothing(
+    directory: Path, gate: Gate
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE, force=True)
+        assert not ckpt.save(1, state=STATE, force=True)
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        assert not ckpt.save(1, state=STATE, force=True)
+
+
+def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_step(model, optimizer, 0)
+    host = np.arange(4)
+    device = jnp.arange(4.0)
+    weight = np.asarray(backend.buffer(model.get_parameter("0.weight")))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer, stateful={"s": Counter()})
+        ckpt.save(1, force=True)
+        train_step(model, optimizer, 1)  # steps the CPU counters in place
+        for parameter in model.parameters():
+            backend.buffer(parameter).delete()
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        gate.opened.clear()
+        ckpt.save(2, state={"host": host, "device": device}, force=True)
+        host[:] = -1
+        device.delete()
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(2)
+    np.testing.assert_array_equal(loaded["host"], np.arange(4))
+    np.testing.assert_array_equal(loaded["device"], np.arange(4.0))
+    saved = ckpt.load(1)
+    np.testing.assert_array_equal(np.asarray(saved["model"]["0.weight"].jax()), weight)
+    assert saved["optimizer"]["state"]["0.weight"]["step"].item() == 1
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_donating_right_after_save_is_safe(directory: Path) -> None:
+    step_fn = jax.jit(lambda x: x * 2, donate_argnums=0)
+    state = jnp.ones((256, 256))
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in range(1, 6):
+            state = step_fn(state)
+            ckpt.save(step, state={"x": state}, force=True)
+        for step in range(1, 6):
+            ckpt.wait_until_finished()
+            np.testing.assert_array_equal(ckpt.load(step)["x"], np.full((256, 256), 2.0**step))
+
+
+def test_a_storage_failure_is_logged_kept_until_read_and_raised_by_close(
+    directory: Path, failing: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = TorchaxCheckpointer(directory)
+    with caplog.at_level(logging.ERROR, logger="torchax_ckpt"):
+        assert ckpt.save(1, state=STATE)
+        ckpt._saver.wait()
+    assert "saving step 1" in caplog.text
+    assert str(directory) in caplog.text
+    assert "No space left" in caplog.text
+    assert ckpt.all_steps() == []
+    assert ckpt.latest_step() is None
+    with pytest.raises(SaveError, match=r"saving step 1 to .*No space left") as caught:
+        ckpt.check_for_errors()
+    assert caught.value.step == 1
+    assert caught.value.path == str(directory)
+    ckpt.check_for_errors()  # read once
+    with pytest.raises(SaveError, match="step 1"):
+        ckpt.close()
+    ckpt.close()
+
+
+def test_saving_goes_on_after_a_failure(directory: Path, failing: Callable[[], None]) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished()
+        failing()
+        assert ckpt.save(1, state=STATE, force=True)  # the failed step is not taken to be there
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+
+
+def test_an_error_in_the_loop_is_not_replaced_by_a_failed_save(
+    directory: Path, failing: Callable[[], None]
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        TorchaxCheckpointer(directory) as ckpt,
+    ):
+        ckpt.save(1, state=STATE)
+        raise ZeroDivisionError
+
+
+def test_an_error_in_the_loop_lets_the_save_in_flight_finish(directory: Path, gate: Gate) -> None:
+    threading.Timer(0.3, gate.opened.set).start()
+    with pytest.raises(ZeroDivisionError), TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        raise ZeroDivisionError
+    assert ckpt.all_steps() == [1]
+
+
+def test_what_cannot_be_captured_raises_at_once_and_saves_nothing(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(UnsupportedLeafError, match="state/f"):
+            ckpt.save(1, state={"f": lambda: 0})
+        assert ckpt.save(1, state=STATE)  # nothing was begun
+    assert ckpt.all_steps() == [1]
+
+
+def test_a_closed_checkpointer_reads_but_does_not_write(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    assert ckpt.all_steps() == [1]
+    for call in (
+        lambda: ckpt.save(2, state=STATE),
+        lambda: ckpt.attach(),
+        lambda: ckpt.restore(),
+        lambda: ckpt.delete(1),
+        lambda: ckpt.steps(3),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_the_first_save_finds_out_that_the_directory_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ckpt = TorchaxCheckpointer(tmp_path / "file" / "run")
+    with pytest.raises(DirectoryError, match="cannot create and write .*file/run"):
+        ckpt.save(1, state=STATE)
+    with pytest.raises(DirectoryError, match="expected a directory, found a file"):
+        TorchaxCheckpointer(tmp_path / "file")
+
+
+def test_reading_changes_nothing_and_creates_nothing(directory: Path) -> None:
+    reader = TorchaxCheckpointer(directory)
+    assert reader.all_steps() == []
+    assert reader.latest_step() is None
+    assert not directory.exists()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE, metrics={"loss": 1.0})
+    for leftover in ("7.orbax-checkpoint-tmp", "deleting-5", "incoming-6.orbax-checkpoint-tmp"):
+        (directory / leftover).mkdir()
+    (directory / "8").mkdir()  # no checkpoint: nothing was committed there
+    before = {p: p.stat().st_mtime_ns for p in [directory, *directory.rglob("*")]}
+    assert reader.all_steps() == [1]
+    assert reader.metrics(1) == {"loss": 1.0}
+    reader.load()
+    assert {p: p.stat().st_mtime_ns for p in [directory, *directory.rglob("*")]} == before
+
+
+def test_leftovers_of_killed_processes_go_with_the_next_save(directory: Path) -> None:
+    for leftover in ("7.orbax-checkpoint-tmp", "deleting-5", "incoming-6.orbax-checkpoint-tmp"):
+        (directory / leftover).mkdir(parents=True)
+    (directory / "notes").mkdir()
+    (directory / "abandoned-3").mkdir()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    assert {p.name for p in directory.iterdir()} == {"1", "notes", "abandoned-3"}
+
+
+UNCLOSED = """
+    import sys, time
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    from torchax_ckpt.storage import arrays as storage
+    write = storage.write_step
+    def slow(*args):
+        time.sleep(1)
+        write(*args)
+    storage.write_step = slow
+    ckpt = TorchaxCheckpointer(sys.argv[1])
+    ckpt.save(1, state={"w": np.arange(3)})
+    if sys.argv[2] == "raise":
+        raise ZeroDivisionError
+    if sys.argv[2] == "exit":
+        sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("raise", 1), ("exit", 3)])
+def test_a_program_that_ends_without_close_still_completes_its_save(
+    ending: str, code: int, directory: Path
+) -> None:
+    result = run_python(UNCLOSED, str(directory), ending, devices=1, check=False)
+    assert result.returncode == code
+    assert "ending without close(): finishing the save of step 1" in result.stderr
+    assert "step 1 is saved" in result.stderr
+    np.testing.assert_array_equal(TorchaxCheckpointer(directory).load()["w"], np.arange(3))
+
+
+def test_threads_do_not_pile_up(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in range(1, 4):
+            ckpt.save(step, state=STATE, force=True)
+        ckpt.wait_until_finished()
+        before = threading.active_count()
+        for step in range(4, 12):
+            ckpt.save(step, state=STATE, force=True)
+        ckpt.wait_until_finished()
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert threading.active_count() <= before

@@ -1,0 +1,110 @@
+"""The house: imports point one way, and each library is met in its own room."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchax_ckpt
+
+PACKAGE = Path(torchax_ckpt.__file__).parent
+MAX_LINES = 400
+
+# From the ground up: a room may import those below it, and its neighbours in the same folder.
+FLOORS = [
+    "errors",
+    "options",
+    "layout",
+    "torchax_backend",
+    "sharding",
+    "state",
+    "snapshot",
+    "preemption",
+    "storage",
+    "saving",
+    "restoring",
+    "policies",
+    "checkpointer",
+    "__init__",
+]
+
+# Room -> libraries it must not know. What is not listed may be known.
+FORBIDDEN = {
+    "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
+    "options": {"torch", "torchax", "jax", "orbax"},
+    "layout": {"torch", "torchax", "jax", "orbax"},
+    "torchax_backend": {"orbax"},
+    "sharding": {"torch", "torchax", "orbax"},
+    "state": {"torchax", "orbax"},
+    "snapshot": {"torch", "torchax", "orbax"},
+    "preemption": {"torch", "torchax", "orbax"},
+    "storage": {"torch", "torchax"},
+    "saving": {"torch", "torchax", "orbax"},
+    "restoring": {"torch", "torchax", "orbax"},
+    "policies": {"torch", "torchax", "orbax"},
+    "checkpointer": {"torch", "torchax", "orbax"},
+    "__init__": {"torch", "torchax", "jax", "orbax"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything the file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in modules()} == set(FLOORS)
+    assert set(FORBIDDEN) == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    for name in imports(path):
+        library, *rest = name.split(".")
+        assert library not in FORBIDDEN[room], f"{room} must not know {library}"
+        # The package's own __init__ names what it loads lazily; the lazy names are strings.
+        if library == "torchax_ckpt" and room != "__init__":
+            other = rest[0]
+            assert FLOORS.index(other) <= FLOORS.index(room), f"{room} imports {other}, above it"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_is_read_in_one_sitting_and_says_what_it_owns(path: Path) -> None:
+    source = path.read_text()
+    limit = 520 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
+    assert source.count("\n") <= limit
+    assert ast.get_docstring(ast.parse(source)), "no module docstring"
+
+
+def test_private_torchax_is_met_in_one_file() -> None:
+    for path in modules():
+        if path.name != "torchax_backend.py":
+            assert "._elem" not in path.read_text(), path
+            assert "_jax_array" not in path.read_text(), path
+
+
+def test_nothing_is_pickled_or_evaluated() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {"eval", "exec", "torch.load", "torch.save"}, path
+        assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "marshal"}, path
