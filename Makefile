@@ -1,0 +1,38 @@
+# Each target works on a fresh machine with Python 3.11 or newer: it makes .venv and installs first.
+# `make PYTHON=/path/to/python3.11 test` chooses another Python; pip's own settings (PIP_INDEX_URL,
+# PIP_EXTRA_INDEX_URL, ...) choose where packages come from.
+
+# The first that runs and is new enough: a name on the PATH may be a shim for a Python that is not
+# there.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3, \
+    $(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+BIN := $(VENV)/bin
+# Two processes, as most of a test's time is Python's and XLA's compiler's, which use one core.
+PYTEST_FLAGS ?= -n 2 --dist worksteal
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# Installs again only when the dependencies may have changed.
+$(INSTALLED): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=..."; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[tests]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	find examples tests torchax_ckpt -name __pycache__ -prune -exec rm -rf {} +

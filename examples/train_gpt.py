@@ -1,0 +1,195 @@
+"""Trains a small GPT on Python's own source code, sharded (FSDP), and survives being killed.
+
+    python examples/train_gpt.py --directory runs/gpt
+    python examples/train_gpt.py --directory runs/gpt --devices 4    # goes on, on half the devices
+
+Kill it (or let it do so itself: ``--crash-at 60``) and run the same command again: it goes on
+from the newest checkpoint, and ends on the same bits as a run that was never interrupted. On
+another number of devices the restored state has the same bits, on other shardings.
+
+The step is jitted and takes its state by donation, so the state is functional: the buffers that
+the module was built with are gone after the first step, and ``save`` gets the state itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+# Without an accelerator, JAX plays one with eight devices; it reads this when it is imported.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+import optax
+import torch
+import torchax
+import torchax.train
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import nn
+from torch.nn import functional
+from torchax import interop
+from tqdm import tqdm
+
+from torchax_ckpt import TorchaxCheckpointer
+
+END_OF_FILE = 256  # a token after those of the 256 bytes
+VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 257, 64, 64, 4, 2, 16
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward layer, each normalised first and added."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x)).reshape(batch, time, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH)))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.mlp_norm(x)))))
+
+
+class GPT(nn.Module):
+    """Tokens [batch, time] -> logits [batch, time, VOCABULARY]; embedding and head are tied."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        return self.head(self.norm(self.blocks(self.dropout(x))))
+
+
+def text(num_tokens: int = 500_000) -> np.ndarray:
+    """Source code of the standard library, int32 [num_tokens]."""
+    tokens: list[int] = []
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        tokens += [*path.read_bytes(), END_OF_FILE]
+        if len(tokens) >= num_tokens:
+            break
+    return np.array(tokens[:num_tokens], np.int32)
+
+
+def fsdp_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """The first dim that the devices divide is sharded; without one, all of them have a copy."""
+    dims = [length > 0 and length % mesh.size == 0 for length in shape]
+    spec = [None] * dims.index(True) + ["fsdp"] if any(dims) else []
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def digest(state: Any) -> str:
+    """A hash of every name and every bit of a tree of tensors, whatever their shardings."""
+    hashed = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        value = np.asarray(leaf.jax())
+        hashed.update(f"{jax.tree_util.keystr(path)} {value.dtype} {value.shape} ".encode())
+        hashed.update(value.tobytes())
+    return f"sha256:{hashed.hexdigest()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", default="runs/gpt", help="where the checkpoints are")
+    parser.add_argument("--devices", type=int, default=8, help="how many to train on")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
+    parser.add_argument("--seed", type=int, default=0, help="of a fresh run; a resumed one has its")
+    parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
+    args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # die, but keep the log
+    if len(jax.devices()) < args.devices or BATCH % args.devices:
+        parser.error(f"--devices: of {len(jax.devices())}, as many as divide a batch of {BATCH}")
+
+    torchax.enable_globally()
+    env = torchax.default_env()
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)  # does not reach torchax's own key:
+    env.manual_seed(args.seed)
+
+    # Not jax.make_mesh, whose axes have a type that torchax's operations do not accept.
+    mesh = Mesh(np.array(jax.devices()[: args.devices]), ("fsdp",))
+
+    def sharded(tree: Any) -> Any:
+        arrays = interop.jax_view(tree)
+        shardings = jax.tree.map(lambda a: fsdp_sharding(mesh, a.shape), arrays)
+        return interop.torch_view(jax.device_put(arrays, shardings))
+
+    # Without it, .to() makes new parameters, and the head is no longer the embedding.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model = interop.JittableModule(GPT().to("jax"))
+    params, buffers = sharded(dict(model.params)), sharded(dict(model.buffers))
+    optimizer = optax.adamw(3e-3)
+    opt_state = sharded(interop.call_jax(optimizer.init, params))
+
+    def forward(params: Any, buffers: Any, inputs: tuple[Any, Any]) -> Any:
+        tokens, key = inputs
+        # The key is an argument: one that torchax drew while tracing would be a constant of the
+        # compiled step, with the same dropout mask in every step and another one after a restart.
+        with env.override_property(prng=key.jax()):
+            return model.functional_call("forward", params, buffers, tokens)
+
+    def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
+
+    train_step = interop.jax_jit(
+        torchax.train.make_train_step(forward, loss_fn, optimizer),
+        {
+            "donate_argnums": (0, 2),
+            # Not left to the compiler: the state stays where it was put, step after step.
+            "out_shardings": (None, *jax.tree.map(lambda t: t.jax().sharding, (params, opt_state))),
+        },
+    )
+    source = text()
+    by_example = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    with TorchaxCheckpointer(args.directory) as ckpt:
+        start = ckpt.attach()  # of random state, which is all there is beside the functional state
+        state = {"params": params, "opt_state": opt_state, "buffers": buffers}
+        if start:
+            state = ckpt.load(start, abstract_state=state)  # onto this run's shardings
+        print(f"resumed: step {start}" if start else "started: no checkpoint")
+        params, opt_state, buffers = state["params"], state["opt_state"], state["buffers"]
+        steps = range(start + 1, args.steps + 1)
+        # A bar on a terminal only.
+        for step in tqdm(steps, initial=start, total=args.steps, unit="step", disable=None):
+            # The batch and the key come from random state that is saved with the step.
+            begin = np.random.randint(len(source) - CONTEXT, size=(BATCH, 1))
+            window = source[begin + np.arange(CONTEXT + 1)]
+            tokens, targets = interop.torch_view(
+                jax.device_put((window[:, :-1], window[:, 1:]), by_example)
+            )
+            key = interop.torch_view(env.get_and_rotate_prng_key())
+            loss, params, opt_state = train_step(params, buffers, opt_state, (tokens, key), targets)
+            state = {"params": params, "opt_state": opt_state, "buffers": buffers}
+            ckpt.save(step, state=state, metrics={"loss": loss}, force=step == args.steps)
+            if step % 20 == 0 or step == args.steps:
+                tqdm.write(f"step {step}: loss {loss.item():.4f}")
+            if step == args.crash_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    print(f"devices: {args.devices}")
+    print(f"final state: {digest(state)}")
+    print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What is installed, and what importing it does not do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import socket
+import sys
+import types
+
+import pytest
+from support import run_python
+
+import torchax_ckpt
+
+
+def test_the_promised_extras_are_there() -> None:
+    extras = importlib.metadata.metadata("torchax-ckpt").get_all("Provides-Extra")
+    assert {"tests", "examples"} <= set(extras or ())
+
+
+def test_type_information_is_shipped() -> None:
+    assert importlib.resources.files("torchax_ckpt").joinpath("py.typed").is_file()
+
+
+def test_the_public_names_are_sorted_and_complete() -> None:
+    names = torchax_ckpt.__all__
+    assert names == sorted(names)
+    assert dir(torchax_ckpt) == names
+    assert {"CheckpointOptions", "TorchaxCheckpointer", "errors", "policies"} <= set(names)
+    for name in names:
+        getattr(torchax_ckpt, name)
+    bound = {
+        name
+        for name, value in vars(torchax_ckpt).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert bound - {"annotations", "Any", "TYPE_CHECKING"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import torchax_ckpt", "from torchax_ckpt import TorchaxCheckpointer, errors, policies"],
+)
+def test_importing_starts_no_backend(statement: str) -> None:
+    # initialize raises once there is a backend: users call it after their imports.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    result = run_python(
+        f"""
+        {statement}
+        import jax
+        from jax._src import xla_bridge
+
+        assert not xla_bridge.backends_are_initialized()
+        jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
+        print(jax.process_count(), "of", jax.device_count(), "devices")
+        jax.distributed.shutdown()
+        """,
+        devices=2,
+    )
+    assert result.stdout.strip() == "1 of 2 devices"
+
+
+def test_importing_the_package_alone_is_light() -> None:
+    result = run_python(
+        """
+        import sys
+        import torchax_ckpt
+
+        print(sorted({"jax", "orbax", "torch", "torchax"} & sys.modules.keys()))
+        """
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_it_runs_on_the_python_that_is_promised() -> None:
+    promised = importlib.metadata.metadata("torchax-ckpt")["Requires-Python"]
+    assert promised == ">=3.11"
+    assert sys.version_info >= (3, 11)
