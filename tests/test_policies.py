@@ -196,6 +196,62 @@ def test_asking_the_continuous_policy_leaves_nothing_behind(directory: Path) -> 
         assert time.perf_counter() - began < 0.2 * 2
 
 
+def optimal(mtbf_secs: float, blocking_secs: float, durable_secs: float) -> Any:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=mtbf_secs)
+    policy.observe_save(blocking_secs=blocking_secs, durable_secs=durable_secs)
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("mtbf_hours", "minutes"), [(24, 120.0), (6, 60.0), (0.25, 12.247448713915891)]
+)
+def test_the_optimal_interval_is_sqrt_2bm(mtbf_hours: float, minutes: float) -> None:
+    # Five minutes of blocking: Young's sqrt(2 b M); Daly's higher orders give 117, 57 and 9.1.
+    policy = optimal(mtbf_hours * 3600, 300, 300)
+    assert policy.interval_secs == pytest.approx(minutes * 60, rel=1e-12)
+
+
+def test_it_is_never_below_the_time_to_be_durable_nor_above_it_without_blocking() -> None:
+    assert optimal(3600, 0.001, 20).interval_secs == 20
+    assert optimal(3600, 0, 20).interval_secs == 20
+    assert policies.OptimalIntervalPolicy(mtbf_secs=3600).interval_secs == 0
+
+
+def test_the_optimal_policy_decides_by_the_given_clock() -> None:
+    policy = optimal(mtbf_secs=800, blocking_secs=1, durable_secs=10)  # every 40 s
+    assert decide(policy, 1000, [])
+    # The last snapshot was taken at 960 and durable, which is its time, at 970.
+    assert not decide(policy, 999.9, [970])
+    assert decide(policy, 1000, [970])
+    assert not decide(policy, 1000, [970], is_saving_in_progress=True)
+
+
+def test_the_optimal_policy_takes_the_median_of_the_latest_five() -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=1)
+    for durable in (1000, 1000, 3, 1, 2, 5, 4):
+        policy.observe_save(blocking_secs=0, durable_secs=durable)
+    assert policy.interval_secs == 3
+
+
+def test_policies_are_told_what_saves_cost_also_inside_any_of(directory: Path) -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=1e-9)
+    with TorchaxCheckpointer(
+        directory, save_decision_policy=policies.AnySavePolicy([policy])
+    ) as ckpt:
+        assert ckpt.save(1, state=STATE)
+        assert policy.interval_secs == 0
+        ckpt.wait_until_finished()
+        ckpt.should_save(2)
+        assert 0 < policy._blocking_secs[0] < policy._durable_secs[0] < 60
+        assert policy.interval_secs == policy._durable_secs[0]
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan")])
+def test_a_mean_time_between_failures_that_makes_no_sense_is_refused(bad: float) -> None:
+    with pytest.raises(PolicyError, match="mtbf_secs"):
+        policies.OptimalIntervalPolicy(mtbf_secs=bad)
+
+
 def test_every_public_name_is_there() -> None:
     assert policies.__all__ == sorted(policies.__all__)
     for name in policies.__all__:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import mlp, run_python, train_step
 
-from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import (
     ClosedError,
@@ -106,8 +106,9 @@ def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -
     train_step(model, optimizer, 0)
     host = np.arange(4)
     device = jnp.arange(4.0)
-    weight = np.asarray(backend.buffer(model.get_parameter("0.weight")))
-    with TorchaxCheckpointer(directory) as ckpt:
+    weight = np.array(backend.buffer(model.get_parameter("0.weight")))
+    options = CheckpointOptions(snapshot="copy")
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.attach(model, optimizer, stateful={"s": Counter()})
         ckpt.save(1, force=True)
         train_step(model, optimizer, 1)  # steps the CPU counters in place
@@ -271,9 +272,9 @@ UNCLOSED = """
     from torchax_ckpt import TorchaxCheckpointer
     from torchax_ckpt.storage import arrays as storage
     write = storage.write_step
-    def slow(*args):
+    def slow(*args, **kwargs):
         time.sleep(1)
-        write(*args)
+        write(*args, **kwargs)
     storage.write_step = slow
     ckpt = TorchaxCheckpointer(sys.argv[1])
     ckpt.save(1, state={"w": np.arange(3)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import operator
 import os
@@ -12,12 +11,11 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt import snapshot, torchax_backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
     ClosedError,
-    MetricsError,
     PolicyError,
     StepError,
     StepNotFoundError,
@@ -27,15 +25,13 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
 from torchax_ckpt.restoring import RestoreReport, load_state, newest_readable, restore_attached
 from torchax_ckpt.saving import Capture, Saver
+from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state.attached import Attached
-from torchax_ckpt.state.tree import Encoder
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import StepDirectory
 
 logger = logging.getLogger(__name__)
-
-_LIBRARIES = ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint")
 
 
 class TorchaxCheckpointer:
@@ -92,9 +88,17 @@ class TorchaxCheckpointer:
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
         self._directory = StepDirectory(directory)
-        self._saver = Saver(self._directory, self._keep_policy, self._options, _versions())
+        self._observers = policies.observers(self._save_policy)
+        self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
+        self._saver = Saver(
+            self._directory,
+            self._keep_policy,
+            self._options,
+            on_donated=self._snapshotter.donated,
+        )
         self._preemption = Preemption()
         self._attached: Attached | None = None
+        self._unattached = Attached()  # random state alone, for functional training without attach
         self._position: int | None = None
         self._recorded: dict[str, Any] = {}
         self._is_closed = False
@@ -285,6 +289,7 @@ class TorchaxCheckpointer:
     def _should_save(self, step: int) -> bool:
         if self._saver.has(step):
             return False
+        self._observe()
         info = policies.CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
         )
@@ -296,6 +301,15 @@ class TorchaxCheckpointer:
                 reached_preemption=self._preemption.reached(step),
             ),
         )
+
+    def _observe(self) -> None:
+        """Tells the policies that want to know what the finished saves have cost."""
+        while self._saver.finished:
+            cost = self._saver.finished.pop(0)
+            for observer in self._observers:
+                observer.observe_save(
+                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
+                )
 
     def save(
         self,
@@ -347,17 +361,21 @@ class TorchaxCheckpointer:
         pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
         if self._saver.has(step) or not (force or self._should_save(step)):
             return False
-        for rule in policies.best_rules(self._keep_policy):
-            metrics_room.require_ranking(pending, rule.metric, step)
+        ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
+        metrics_room.require_ranking(pending, ranked, step)
+        began = time.perf_counter()
         self._saver.claim()
-        encoder = Encoder()
-        document = (attached or Attached()).capture(encoder, state)
+        self._saver.wait()
+        captured = (attached or self._unattached).capture(state)
+        names = [name for part in captured.values() for name in part.form.names]
+        arrays = [array for part in captured.values() for array in part.arrays]
         self._saver.begin(
             Capture(
                 step,
-                snapshot.take(encoder.leaves),
-                document,
-                functools.partial(_fetch_metrics, pending, self._keep_policy, step),
+                self._snapshotter.take(names, arrays),
+                {name: part.form.node for name, part in captured.items()},
+                functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
+                began,
             )
         )
         self._position = step
@@ -482,18 +500,6 @@ class TorchaxCheckpointer:
         return steps
 
 
-def _fetch_metrics(
-    pending: metrics_room.Pending, keep_policy: Any, step: int
-) -> tuple[dict[str, Any], CheckpointError | None]:
-    metrics = metrics_room.fetch(pending)
-    try:
-        for rule in policies.best_rules(keep_policy):
-            metrics_room.require_ranking(metrics, rule.metric, step)
-    except MetricsError as problem:
-        return metrics, problem
-    return metrics, None
-
-
 def _as_step(step: Any) -> int:
     """The step as an int, numpy's integers too; bools are none."""
     if type(step).__name__ in ("bool", "bool_"):
@@ -505,13 +511,3 @@ def _as_step(step: Any) -> int:
     if number < 0:
         raise StepError(f"step: expected 0 or more, found {number}", step=number)
     return number
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            found[library] = "unknown"
-    return found

@@ -6,6 +6,7 @@
     ├── ClosedError                 used after close()
     ├── CorruptCheckpointError      a step that cannot be read back
     ├── DirectoryError              the directory cannot be used
+    ├── DonatedBufferError          a buffer was donated before it could be saved
     ├── ForeignCheckpointError      a step that was not written by this package
     ├── MetricsError                metrics that cannot be stored or ranked
     ├── MismatchError               a checkpoint that does not fit what is attached
@@ -16,7 +17,8 @@
     │   ├── StepNotFoundError       no checkpoint at that step
     │   └── StepTypeError           a step that is not an int
     ├── UninitializedLeafError      a meta tensor that nobody fills
-    └── UnsupportedLeafError        a value that cannot be stored
+    ├── UnsupportedLeafError        a value that cannot be stored
+    └── UnusableStateError          a restore in budget failed on the way
 
 Each also derives from the builtin a caller would expect (``ValueError``, ``FileNotFoundError``
 and so on) and carries ``step``, ``path`` and ``key_path``; each is None where it says nothing.
@@ -76,6 +78,10 @@ class DirectoryError(CheckpointError, OSError):
     """The checkpoint directory cannot be read or written."""
 
 
+class DonatedBufferError(CheckpointError, RuntimeError):
+    """A buffer held by reference was donated or deleted before it could be saved."""
+
+
 class ForeignCheckpointError(CheckpointError, ValueError):
     """The step holds no manifest of this package, so names cannot be matched."""
 
@@ -114,6 +120,10 @@ class UninitializedLeafError(CheckpointError, ValueError):
 
 class UnsupportedLeafError(CheckpointError, TypeError):
     """A value that cannot be stored without losing something."""
+
+
+class UnusableStateError(CheckpointError, RuntimeError):
+    """A restore failed after it had freed what it was to replace; nothing usable is attached."""
 
 
 class MismatchError(CheckpointError, ValueError):

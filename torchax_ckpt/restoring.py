@@ -5,26 +5,34 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from torchax_ckpt.errors import CorruptCheckpointError, ForeignCheckpointError
+from torchax_ckpt.errors import (
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    UnusableStateError,
+)
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.state import functional
 from torchax_ckpt.state.attached import STATE, Attached
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import Read, Restoration, Write
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# How much is freed and read at a time under restore_in_budget: what a restore then needs beyond
+# the state itself. Smaller parts would read stacks more often.
+PART_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +90,10 @@ def restore_attached(
     if strict and findings:
         raise findings.error(committed.step, str(committed.path))
     restoration.require_filled()
-    values = read_leaves(committed, manifest, restoration.reads, options)
-    restoration.apply(values)
+    if options.restore_in_budget:
+        _apply_in_budget(committed, manifest, restoration, options)
+    else:
+        restoration.apply(read_leaves(committed, manifest, restoration.reads, options))
     logger.info("restored step %d from %s", committed.step, committed.path)
     return RestoreReport(
         committed.step,
@@ -91,6 +101,59 @@ def restore_attached(
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
     )
+
+
+def _apply_in_budget(
+    committed: CommittedStep,
+    manifest: Manifest,
+    restoration: Restoration,
+    options: CheckpointOptions,
+) -> None:
+    """Applies a restoration part by part, deleting what each part replaces before it is read.
+
+    Raises:
+      UnusableStateError: it failed on the way; then every buffer concerned is deleted.
+    """
+    reads = restoration.reads
+    early = {name for call in restoration.calls for name in call.needs}
+    restoration.apply_calls(
+        read_leaves(committed, manifest, {name: reads[name] for name in early}, options)
+    )
+    try:
+        for part in _parts(restoration.writes, reads):
+            for write in part:
+                if write.release is not None:
+                    write.release()
+            needed = {name: reads[name] for write in part for name in write.needs}
+            values = read_leaves(committed, manifest, needed, options)
+            for write in part:
+                write.do(values)
+    except BaseException as error:
+        for write in restoration.writes:
+            if write.release is not None:
+                write.release()
+        raise UnusableStateError(
+            f"restoring step {committed.step} from {committed.path} failed after buffers had been "
+            f"freed for it (restore_in_budget=True): {error}. What is attached holds no state any "
+            "more. Restore another step, or start the program again.",
+            step=committed.step,
+            path=committed.path,
+        ) from error
+
+
+def _parts(writes: Sequence[Write], reads: Mapping[str, Read]) -> Iterator[list[Write]]:
+    """The writes in parts of at most so many bytes, or of one write."""
+    part: list[Write] = []
+    size = 0
+    for write in writes:
+        more = sum(reads[name].spec.nbytes for name in write.needs)
+        if part and size + more > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(write)
+        size += more
+    if part:
+        yield part
 
 
 def load_state(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
@@ -160,6 +223,8 @@ def read_leaves(
     wanted: dict[str, tuple[tuple[int, ...], str, Sharding | None]] = {}
     for name, read in reads.items():
         if name in located:
+            # Stacks pass through the host: their members go on to their devices as one batch,
+            # which takes no compilation. Cutting them on the devices would.
             stored, _ = located[name]
             shape = (len(manifest.plan.stacks[stored]), *read.spec.shape)
             wanted[stored] = (shape, read.spec.dtype, None)
@@ -171,7 +236,9 @@ def read_leaves(
     for name, read in reads.items():
         if name in located:
             stored, index = located[name]
-            value: Any = np.asarray(arrays[stored][index])
+            value: Any = arrays[stored][index, ...]
+            if read.placement is Local.HOST:
+                value = value.copy()  # not a view that would keep the whole stack alive
         elif name in manifest.plan.empty:
             value = np.zeros(read.spec.shape, np.dtype(read.spec.dtype))
         else:

@@ -7,6 +7,7 @@ save is in flight, and a save in flight is finished even if the program ends wit
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import logging
 import threading
 import time
@@ -14,20 +15,20 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
-from torchax_ckpt.errors import CheckpointError, SaveError, SaveTimeoutError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    DonatedBufferError,
+    SaveError,
+    SaveTimeoutError,
+)
 from torchax_ckpt.layout.manifest import Manifest, Node
-from torchax_ckpt.layout.plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.snapshot import Snapshot
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import CheckpointInfo, preserved
 
 logger = logging.getLogger(__name__)
-
-Leaves = Mapping[str, "jax.Array | np.ndarray"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +37,33 @@ class Capture:
 
     Attributes:
       step: completed optimizer steps.
-      leaves: name -> array, which nothing else may change or donate any more.
+      snapshot: the leaves.
       document: component -> node, see ``layout/manifest.py``.
       fetch_metrics: gives the metrics as JSON; may wait for devices. Its second answer is a
         problem with them that does not keep the step from being saved, or None.
+      began: ``time.perf_counter()`` when the training thread turned to this save.
     """
 
     step: int
-    leaves: Leaves
+    snapshot: Snapshot
     document: Mapping[str, Node]
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
+    began: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveCost:
+    """What a save took, in seconds from when the training thread turned to it.
+
+    Attributes:
+      step: the step saved.
+      blocking_secs: until the training thread went on.
+      durable_secs: until the step was committed.
+    """
+
+    step: int
+    blocking_secs: float
+    durable_secs: float
 
 
 class _InFlight:
@@ -53,7 +71,10 @@ class _InFlight:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.handed_over = threading.Event()
+        self.blocking_secs = 0.0
         self.done = threading.Event()
+        self.transferred = threading.Event()
 
 
 class Saver:
@@ -63,7 +84,7 @@ class Saver:
       directory: where steps go.
       preservation_policy: which steps are kept.
       options: how they are written.
-      versions: the libraries at work, for the manifest.
+      on_donated: called when a save failed because a reference was donated.
     """
 
     def __init__(
@@ -71,17 +92,20 @@ class Saver:
         directory: StepDirectory,
         preservation_policy: Any,
         options: CheckpointOptions,
-        versions: Mapping[str, str],
+        on_donated: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._preservation_policy = preservation_policy
         self._options = options
-        self._versions = versions
+        self._versions = _versions()
+        self._on_donated = on_donated
         self._in_flight: _InFlight | None = None
         self._is_claimed = False
         self._abandoned: list[CommittedStep] = []
         self._unread: list[CheckpointError] = []
         self.newest_failure: SaveError | None = None
+        self.finished: list[SaveCost] = []
+        """What durable saves have cost, until somebody takes it from here."""
         self.history: list[CheckpointInfo] = []
         """Steps saved or found, oldest first, the one in flight included: what policies see."""
         _unfinished.add(self)
@@ -138,6 +162,10 @@ class Saver:
             target=self._run, args=(capture, save), name=f"save-{capture.step}", daemon=True
         )
         thread.start()
+        if capture.snapshot.way == "transfer":
+            save.transferred.wait()
+        save.blocking_secs = time.perf_counter() - capture.began
+        save.handed_over.set()
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; failures are left for ``check_for_errors``.
@@ -163,35 +191,40 @@ class Saver:
 
     def _run(self, capture: Capture, save: _InFlight) -> None:
         try:
-            self._write(capture)
+            self._write(capture, save.transferred.set)
         except BaseException as error:  # whatever it is, it must reach the training thread
-            self._fail(capture.step, error)
+            self._fail(capture, error)
         else:
+            durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
             self._tidy(capture.step)
+            save.handed_over.wait()
+            self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
         finally:
+            save.transferred.set()
             save.done.set()
 
-    def _write(self, capture: Capture) -> None:
+    def _write(self, capture: Capture, transferred: Callable[[], None]) -> None:
         if not self._is_claimed:
             self._directory.recover()
             self._is_claimed = True
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
             self._report(problem)
-        plan = plan_leaves({name: _spec(array) for name, array in capture.leaves.items()})
+        plan, stored = capture.snapshot.stored()
         manifest = Manifest(capture.document, plan, self._versions)
         path = self._directory.path_for(capture.step)
         began = time.monotonic()
         storage.write_step(
             path,
-            pack(capture.leaves, plan),
+            stored,
             manifest.to_json(),
             {
                 "metrics": metrics,
                 "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._abandoned],
             },
             self._options,
+            on_transferred=transferred,
         )
         logger.info("saved step %d to %s in %.2f s", capture.step, path, time.monotonic() - began)
 
@@ -216,10 +249,16 @@ class Saver:
             failure.__cause__ = error
             self._report(failure)
 
-    def _fail(self, step: int, error: BaseException) -> None:
+    def _fail(self, capture: Capture, error: BaseException) -> None:
+        step = capture.step
+        try:
+            capture.snapshot.require_alive()
+        except DonatedBufferError as donated:
+            self._on_donated()
+            error = donated
         failure = SaveError(
             f"saving step {step} to {self._directory.path} failed: {type(error).__name__}: "
-            f"{error}. Earlier steps are intact; the next save tries again.",
+            f"{str(error).rstrip('.')}. Earlier steps are intact; the next save tries again.",
             step=step,
             path=getattr(error, "path", None) or self._directory.path,
             key_path=getattr(error, "key_path", None),
@@ -235,21 +274,15 @@ class Saver:
         self._unread.append(failure)
 
 
-def pack(leaves: Leaves, plan: Plan) -> dict[str, jax.Array | np.ndarray]:
-    """The arrays to store: stacks as the plan says, all other leaves under their own names."""
-    stacked = plan.locate()
-    stored = {
-        name: array
-        for name, array in leaves.items()
-        if name not in stacked and name not in plan.empty
-    }
-    for name, members in plan.stacks.items():
-        stored[name] = np.stack([np.asarray(leaves[member]) for member in members])
-    return stored
-
-
-def _spec(array: jax.Array | np.ndarray) -> LeafSpec:
-    return LeafSpec(tuple(array.shape), array.dtype.name, not isinstance(array, jax.Array))
+def _versions() -> dict[str, str]:
+    """The libraries at work, for the manifest."""
+    found = {}
+    for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            found[library] = "unknown"
+    return found
 
 
 _unfinished: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import MismatchError
 
@@ -45,6 +45,17 @@ def replicated_like(placement: Placement) -> Placement:
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
     return placement
+
+
+def stacked(sharding: Sharding) -> Sharding | None:
+    """The sharding of a stack of arrays of this one, its leading axis whole; None if there is none.
+
+    Every shard of the stack is made of shards on its own device, so stacking moves nothing.
+    """
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(None, *sharding.spec)
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding if isinstance(sharding, SingleDeviceSharding) else None
 
 
 def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:

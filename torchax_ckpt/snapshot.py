@@ -1,48 +1,271 @@
-"""Owns the moment: what a save holds on to while training goes on.
+"""Owns the moment: what a save holds on to while training goes on, and what may happen after.
 
-JAX arrays cannot change, but a jitted step may donate them, and then they are gone. A snapshot
-therefore holds copies on the devices, enqueued before anything that follows; the training thread
-does not wait for them.
+JAX arrays cannot change, but a jitted step may donate them, and then they are gone. A snapshot is
+taken in one of three ways:
+
+    reference  holds the arrays themselves. Costs nothing; an array that is donated before it was
+               fetched fails the save, since reading a deleted array raises and never lies.
+    copy       copies on the devices, enqueued before anything that follows, stacked on the way as
+               the plan says. Costs device memory, and waits for nothing.
+    transfer   holds the arrays themselves, and the training thread until they were fetched.
+
+``auto`` copies at first, looks at the next save whether the program had donated what was copied,
+and goes on with references if not. Should a later step donate after all, that one save fails, and
+copies are taken from then on. Where memory does not suffice for copies it transfers.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-# Arguments of one jitted copy: compiling grows faster than linearly with their number.
-_CHUNK = 64
+from torchax_ckpt.errors import DonatedBufferError
+from torchax_ckpt.layout.plan import LeafSpec, Plan, plan_leaves
+from torchax_ckpt.options import Layout, SnapshotMode
+from torchax_ckpt.sharding import stacked
+
+logger = logging.getLogger(__name__)
+
+Array = jax.Array | np.ndarray
+Way = Literal["reference", "copy", "transfer"]
+FreeBytes = Callable[[jax.Device], "int | None"]
+
+# Arguments of one jitted call: compiling grows faster than linearly with their number.
+_CHUNK = 128
+# Room that copies must leave on a device for the step that runs meanwhile.
+_HEADROOM = 1.25
 
 
-def take(leaves: Mapping[str, jax.Array | np.ndarray]) -> dict[str, jax.Array | np.ndarray]:
-    """Copies of all device arrays, on their shardings; host arrays as they are."""
-    result: dict[str, jax.Array | np.ndarray] = dict(leaves)
-    by_sharding: dict[Sharding, dict[str, jax.Array]] = collections.defaultdict(dict)
+class Planner:
+    """Plans the layout of a save; keeps the plan while the leaves look the same."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._names: Sequence[str] = ()
+        self._looks: list[Any] = []
+        self._plan = Plan({}, frozenset())
+
+    def __call__(self, names: Sequence[str], arrays: Sequence[Array]) -> Plan:
+        """Where each of the leaves is stored."""
+        looks = [
+            (a.shape, a.dtype, a.sharding if isinstance(a, jax.Array) else None) for a in arrays
+        ]
+        if looks != self._looks or names != self._names:
+            self._plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
+            self._looks, self._names = looks, names
+        return self._plan
+
+
+def _spec(array: Array) -> LeafSpec:
+    on_host = not isinstance(array, jax.Array)
+    return LeafSpec(
+        shape=tuple(array.shape),
+        dtype=array.dtype.name,
+        nbytes=math.prod(array.shape) * array.dtype.itemsize,
+        placement=True if isinstance(array, np.ndarray) else stacked(array.sharding),
+        on_host=on_host,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The leaves of one save at one moment.
+
+    Attributes:
+      way: how it was taken.
+      names: of the leaves.
+    """
+
+    way: Way
+    names: Sequence[str]
+    _arrays: Sequence[Array]
+    _planner: Planner
+    _ready: tuple[Plan, Mapping[str, Array]] | None = None
+
+    def stored(self) -> tuple[Plan, Mapping[str, Array]]:
+        """The plan, and the arrays to store by stored name. May be called on any thread.
+
+        Raises:
+          DonatedBufferError: a reference was donated or deleted meanwhile.
+        """
+        if self._ready is not None:
+            return self._ready
+        plan = self._planner(self.names, self._arrays)
+        try:
+            return plan, execute(plan, dict(zip(self.names, self._arrays, strict=True)), copy=False)
+        except RuntimeError:
+            self.require_alive()
+            raise
+
+    def require_alive(self) -> None:
+        """Raises DonatedBufferError, with its name, if an array held by reference is gone."""
+        if self._ready is not None:
+            return
+        for name, array in zip(self.names, self._arrays, strict=True):
+            if isinstance(array, jax.Array) and array.is_deleted():
+                raise DonatedBufferError(
+                    f"{name}: its buffer was donated or deleted before it could be saved. Use "
+                    'CheckpointOptions(snapshot="copy"), or "auto", for programs that donate.',
+                    key_path=name,
+                )
+
+
+class Snapshotter:
+    """Takes snapshots, each in the way that the mode and the program call for.
+
+    Args:
+      mode: see the module's docstring.
+      layout: which leaves are stacked.
+      free_bytes: free memory of a device in bytes, None where it cannot be known.
+    """
+
+    def __init__(
+        self, mode: SnapshotMode, layout: Layout, free_bytes: FreeBytes | None = None
+    ) -> None:
+        self._mode = mode
+        self._planner = Planner(layout)
+        self._free_bytes = free_bytes or free_device_bytes
+        self._donates: bool | None = None
+        self._samples: list[jax.Array] = []
+        self._told: set[str] = set()
+
+    def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
+        """A snapshot of the leaves. Runs on the training thread; waits for nothing."""
+        way = self._way(names, arrays)
+        if way != "copy":
+            return Snapshot(way, names, arrays, self._planner)
+        plan = self._planner(names, arrays)
+        ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
+        return Snapshot(way, names, arrays, self._planner, (plan, ready))
+
+    def donated(self) -> None:
+        """Tells that a reference was donated: from now on copies are taken."""
+        self._donates = True
+
+    def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> Way:
+        if self._mode != "auto":
+            return self._mode
+        if self._donates is None and self._samples:
+            self._donates = any(sample.is_deleted() for sample in self._samples)
+            self._samples = []
+        if self._donates is False:
+            return self._tell("reference", "the program donates nothing that is saved")
+        fits = self._fits(arrays)
+        if self._donates is None:
+            self._samples = _samples(names, arrays)
+            return "copy" if fits else "reference"
+        if fits:
+            return self._tell("copy", "the program donates what is saved")
+        return self._tell("transfer", "the program donates, and there is no memory for copies")
+
+    def _fits(self, arrays: Sequence[Array]) -> bool:
+        needed: dict[jax.Device, float] = collections.defaultdict(float)
+        for array in arrays:
+            if isinstance(array, jax.Array):
+                sharding = array.sharding
+                per_device = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+                for device in sharding.addressable_devices:
+                    needed[device] += per_device
+        # On CPU all devices share one memory.
+        share = len(needed) if any(d.platform == "cpu" for d in needed) else 1
+        return all(
+            (free := self._free_bytes(device)) is None or bytes_ * share * _HEADROOM <= free
+            for device, bytes_ in needed.items()
+        )
+
+    def _tell(self, way: Way, why: str) -> Way:
+        if way not in self._told:
+            self._told.add(way)
+            logger.info("snapshots are taken by %s: %s", way, why)
+        return way
+
+
+def free_device_bytes(device: jax.Device) -> int | None:
+    """Free memory of a device in bytes: what its allocator reports, or the host's."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats and "bytes_in_use" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if device.platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
+    """The smallest device array of every part that a step would donate as a whole."""
+    smallest: dict[tuple[str, ...], jax.Array] = {}
+    for name, array in zip(names, arrays, strict=True):
+        if isinstance(array, jax.Array):
+            component, _, rest = name.partition("/")
+            part = (component, rest.partition("/")[0]) if component == "state" else (component,)
+            if part not in smallest or array.size < smallest[part].size:
+                smallest[part] = array
+    return list(smallest.values())
+
+
+# --- executing a plan ----------------------------------------------------------------------------
+
+
+def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
+    """The arrays to store: stacks, and all other leaves, which are copied if asked to."""
+    members = {member for group in plan.stacks.values() for member in group}
+    alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
+    stored = _copies(alone) if copy else alone
+    for name, group in plan.stacks.items():
+        stored[name] = _stack([leaves[member] for member in group])
+    return stored
+
+
+def _stack(arrays: list[Array]) -> Array:
+    first = arrays[0]
+    if not isinstance(first, jax.Array):
+        return np.stack(arrays)
+    target = stacked(first.sharding)
+    assert target is not None, "planned as a stack"
+    parts = [_stack_onto(target)(*chunk) for chunk in _chunks(arrays, _CHUNK)]
+    return parts[0] if len(parts) == 1 else _concatenate_onto(target)(*parts)
+
+
+def _copies(leaves: Mapping[str, Array]) -> dict[str, Array]:
+    result = dict(leaves)
+    by_sharding: dict[Sharding, list[str]] = collections.defaultdict(list)
     for name, array in leaves.items():
         if isinstance(array, jax.Array):
-            by_sharding[array.sharding][name] = array
+            by_sharding[array.sharding].append(name)
     for sharding, members in by_sharding.items():
         for chunk in _chunks(members, _CHUNK):
-            copies = _copy_onto(sharding)(*(members[name] for name in chunk))
+            copies = _copy_onto(sharding)(*(leaves[name] for name in chunk))
             result.update(zip(chunk, copies, strict=True))
     return result
 
 
 @functools.lru_cache(maxsize=256)
 def _copy_onto(sharding: Sharding) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.jit(
-        lambda *arrays: tuple(jnp.copy(array) for array in arrays), out_shardings=sharding
-    )
+    return jax.jit(lambda *xs: tuple(jnp.copy(x) for x in xs), out_shardings=sharding)
 
 
-def _chunks(items: Iterable[str], size: int) -> Iterable[list[str]]:
+@functools.lru_cache(maxsize=256)
+def _stack_onto(sharding: Sharding) -> Callable[..., jax.Array]:
+    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
+    return jax.jit(lambda *xs: jnp.concatenate(xs), out_shardings=sharding)
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterable[list[Any]]:
     iterator = iter(items)
     while chunk := list(itertools.islice(iterator, size)):
         yield chunk

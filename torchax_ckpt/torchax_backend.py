@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +107,12 @@ def set_buffer(tensor: Any, array: jax.Array) -> None:
         tensor._elem = array
 
 
+def release(tensor: object) -> None:
+    """Deletes the array in a torchax tensor; anything else is left alone."""
+    if isinstance(tensor, Tensor) and not tensor._elem.is_deleted():
+        tensor._elem.delete()
+
+
 def wrap(array: jax.Array) -> torch.Tensor:
     """A torchax tensor around the array."""
     return Tensor(array, torchax.default_env())
@@ -171,6 +177,21 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
         integers, dtype = _BIT_TWINS[tensor.dtype]
         return np.array(tensor.contiguous().view(integers).numpy().view(dtype))
     return np.array(tensor.numpy())
+
+
+def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
+    """Copies of 0-d CPU tensors, by id. Call it within ``native_torch``.
+
+    Read one by one, a thousand step counters would cost more than the rest of a capture.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    result = {}
+    for members in by_dtype.values():
+        vector = to_numpy(torch.stack(members))
+        result.update({id(t): vector[i, ...] for i, t in enumerate(members)})
+    return result
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:

@@ -14,13 +14,12 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional
-from torchax_ckpt.state.component import Component, Restoration
+from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import StatefulComponent
-from torchax_ckpt.state.tree import Encoder
 
 STATE = functional.KEY_PATH[0]
 # Held by the functional state instead, when there is one.
@@ -53,6 +52,7 @@ class Attached:
         self._modules: list[ModuleComponent] = []
         self.components: dict[str, Component] = {}
         self._rng = rng
+        self._functional = functional.FunctionalState()
 
         def module(value: Any, path: tuple[str, ...]) -> Component:
             if not issubclass(type(value), torch.nn.Module):
@@ -88,15 +88,15 @@ class Attached:
     def _placements(self) -> dict[int, Placement]:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
-    def capture(self, encoder: Encoder, state: Any = None) -> dict[str, Node]:
-        """The document of everything attached; of ``state`` in place of modules and optimizers."""
-        document: dict[str, Node] = {}
+    def capture(self, state: Any = None) -> dict[str, Captured]:
+        """Everything attached, by component; ``state`` in place of modules and optimizers."""
+        captured: dict[str, Captured] = {}
         if state is not None:
-            document[STATE] = functional.capture(state, encoder)
+            captured[STATE] = self._functional.capture(state)
         for name, component in self.components.items():
             if state is None or name not in _TRAINED:
-                document[name] = component.capture(encoder)
-        return document
+                captured[name] = component.capture()
+        return captured
 
     def prepare(self, document: Mapping[str, Node], findings: Findings) -> Restoration:
         """Compares the document with what is attached and says what to do. Changes nothing."""
@@ -128,9 +128,15 @@ class _Group:
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
         self._members = members
         self._key_path = key_path
+        self._combined = Combined(
+            lambda nodes: {
+                "dict": [list(pair) for pair in zip(members, nodes, strict=True)],
+                "group": True,
+            }
+        )
 
-    def capture(self, encoder: Encoder) -> Node:
-        return {"dict": [[n, m.capture(encoder)] for n, m in self._members.items()], "group": True}
+    def capture(self) -> Captured:
+        return self._combined([member.capture() for member in self._members.values()])
 
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         restoration = Restoration()

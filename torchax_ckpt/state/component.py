@@ -3,17 +3,87 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.errors import UninitializedLeafError
+from torchax_ckpt.errors import UninitializedLeafError, UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder, Spec, decode
+from torchax_ckpt.state.tree import Array, Encoder, Spec, decode
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """What stays the same from save to save: the node, and the names of its leaves in order.
+
+    Components give the same object as long as nothing changed, so that whatever is derived from
+    it can be kept: it is compared by identity.
+    """
+
+    node: Node
+    names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A component at one moment.
+
+    Attributes:
+      form: its node and the names of its leaves.
+      arrays: the leaves, in the form's order: device arrays by reference, host arrays copied.
+    """
+
+    form: Form
+    arrays: Sequence[Array]
+
+    def by_name(self) -> dict[str, Array]:
+        """Name -> array."""
+        return dict(zip(self.form.names, self.arrays, strict=True))
+
+
+def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
+    """Any value, encoded anew.
+
+    Raises:
+      UnsupportedLeafError: part of it cannot be stored.
+    """
+    encoder = Encoder()
+    node = encoder.encode(value, key_path)
+    return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
+
+
+def require_alive(captured: Captured) -> None:
+    """Raises UnsupportedLeafError if a leaf was donated and holds no data any more."""
+    for name, array in zip(captured.form.names, captured.arrays, strict=True):
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise UnsupportedLeafError(
+                f"{name}: its buffer was donated to a jitted step and is gone. Save the state that "
+                "the step returned: save(step, state=...).",
+                key_path=name,
+            )
+
+
+class Combined:
+    """Several captured parts as one, with one form as long as the parts' forms are the same."""
+
+    def __init__(self, build: Callable[[list[Node]], Node]) -> None:
+        self._build = build
+        self._parts: list[Form] = []
+        self._form: Form | None = None
+
+    def __call__(self, parts: Sequence[Captured]) -> Captured:
+        """The parts' node, as ``build`` makes it from theirs, with all their leaves."""
+        forms = [part.form for part in parts]
+        if self._form is None or forms != self._parts:
+            node = self._build([form.node for form in forms])
+            self._form = Form(node, tuple(name for form in forms for name in form.names))
+            self._parts = forms
+        return Captured(self._form, [array for part in parts for array in part.arrays])
+
 
 Values = Mapping[str, Any]
 """Name -> array as read: on its placement (a numpy array on the host)."""
@@ -34,10 +104,18 @@ class Write:
 
     ``do`` may run user code and fail; then ``undo`` of it and of all writes before it runs.
     Writes that cannot fail have no undo and come last.
+
+    Attributes:
+      do: makes the change.
+      undo: takes it back.
+      needs: names of the leaves that ``do`` takes.
+      release: deletes the device buffers that the change replaces.
     """
 
     do: Callable[[Values], None]
     undo: Callable[[], None] | None = None
+    needs: tuple[str, ...] = ()
+    release: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass
@@ -81,6 +159,12 @@ class Restoration:
 
     def apply(self, values: Values) -> None:
         """Makes all changes, or none: if a call fails, it and those before it are undone."""
+        self.apply_calls(values)
+        for write in self.writes:
+            write.do(values)
+
+    def apply_calls(self, values: Values) -> None:
+        """Makes the changes that run user code, or none of them."""
         done: list[Write] = []
         try:
             for call in self.calls:
@@ -91,15 +175,13 @@ class Restoration:
                 if call.undo is not None:
                     call.undo()
             raise
-        for write in self.writes:
-            write.do(values)
 
 
 class Component(Protocol):
     """A part of the training state: a module, an optimizer, the random state, ..."""
 
-    def capture(self, encoder: Encoder) -> Node:
-        """The part's node; its leaves join the encoder's. Runs on the training thread."""
+    def capture(self) -> Captured:
+        """The part as it is now. Runs on the training thread, so it must not wait."""
         ...
 
     def prepare(self, node: Node, findings: Findings) -> Restoration:
@@ -133,7 +215,7 @@ def restore_by_call(
     def call(values: Values) -> None:
         do(decode(node, lambda n: revive(n, values[n["array"]])))
 
-    return Write(call, undo)
+    return Write(call, undo, needs=tuple(child["array"] for child in array_nodes(node)))
 
 
 def revive(node: Mapping[str, Any], value: Any) -> Any:

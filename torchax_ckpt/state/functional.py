@@ -10,33 +10,68 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
-from torchax_ckpt.state.component import Read, Values, revive
+from torchax_ckpt.state.component import (
+    Captured,
+    Form,
+    Read,
+    Values,
+    encoded,
+    require_alive,
+    revive,
+)
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder, Spec, decode, describe, key_part, navigate
+from torchax_ckpt.state.tree import Spec, decode, describe, freeze, key_part, navigate
 
 KEY_PATH = ("state",)
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
-def capture(state: Any, encoder: Encoder) -> Node:
-    """The node of the state.
+class FunctionalState:
+    """Captures functional state, whose structure is mostly the same from step to step.
 
-    Raises:
-      UnsupportedLeafError: a leaf cannot be stored, or was donated and holds no data any more.
+    The form is kept for as long as structure, kinds, shapes, dtypes and the values that are no
+    arrays stay the same; then a capture only takes references, and copies what is on the host.
     """
-    node = encoder.encode(state, KEY_PATH)
-    for name, array in encoder.leaves.items():
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise UnsupportedLeafError(
-                f"{name}: its buffer was donated to a jitted step and is gone; save the state "
-                "that the step returned",
-                key_path=name,
-            )
-    return node
+
+    def __init__(self) -> None:
+        self._signature: Any = None
+        self._form = Form(None, ())
+        self._order: list[int] = []
+
+    def capture(self, state: Any) -> Captured:
+        """The state at this moment.
+
+        Raises:
+          UnsupportedLeafError: a leaf cannot be stored, or was donated and is gone.
+        """
+        leaves, treedef = jax.tree_util.tree_flatten(state)
+        signature = (treedef, [_signature_of(leaf) for leaf in leaves])
+        if signature == self._signature:
+            with backend.native_torch():
+                arrays = [freeze(leaves[i], KEY_PATH[0]) for i in self._order]
+            captured = Captured(self._form, arrays)
+        else:
+            captured = encoded(state, KEY_PATH)
+            paths, _ = jax.tree_util.tree_flatten_with_path(state)
+            position = {
+                names.join((*KEY_PATH, *map(key_part, path))): i
+                for i, (path, _) in enumerate(paths)
+            }
+            self._signature = None
+            if position.keys() >= set(captured.form.names):
+                self._signature, self._form = signature, captured.form
+                self._order = [position[name] for name in captured.form.names]
+        require_alive(captured)
+        return captured
+
+
+def _signature_of(leaf: Any) -> Any:
+    if isinstance(leaf, _ARRAYS):
+        return type(leaf), leaf.shape, leaf.dtype
+    return type(leaf), leaf
 
 
 class Request:

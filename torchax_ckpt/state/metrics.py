@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -77,17 +77,30 @@ def fetch(pending: Pending) -> dict[str, Any]:
     }
 
 
-def require_ranking(metrics: Mapping[str, Any], metric: str, step: int) -> None:
-    """Raises MetricsError if ``metric`` is present but cannot rank checkpoints (NaN, not a number).
+def fetch_ranked(
+    pending: Pending, ranked: Iterable[str], step: int
+) -> tuple[dict[str, Any], MetricsError | None]:
+    """What ``fetch`` gives, and the error that ``require_ranking`` would raise for it."""
+    metrics = fetch(pending)
+    try:
+        require_ranking(metrics, ranked, step)
+    except MetricsError as problem:
+        return metrics, problem
+    return metrics, None
 
-    Metrics that are still on a device pass; they are checked again once fetched.
+
+def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
+    """Raises MetricsError if a ranked metric is there but ranks nothing: NaN, or no number.
+
+    Metrics that are still on a device pass; they are looked at again once fetched.
     """
-    value = metrics.get(metric)
-    if value is None or isinstance(value, jax.Array):
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise MetricsError(
-            f"metric {metric!r} at step {step} is {value!r}, which a best-N rule cannot rank. Give "
-            "a number, or leave the metric out at this step.",
-            step=step,
-        )
+    for name in ranked:
+        value = metrics.get(name)
+        if value is None or isinstance(value, jax.Array):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            raise MetricsError(
+                f"metric {name!r} at step {step} is {value!r}, which a best-N rule cannot rank. "
+                "Give a number, or leave the metric out at this step.",
+                step=step,
+            )

@@ -7,9 +7,8 @@ once, under the first of them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +21,20 @@ from torchax_ckpt.errors import AttachError, UninitializedLeafError, Unsupported
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of, put
-from torchax_ckpt.state.component import Restoration, Values, Write, restore_by_call
+from torchax_ckpt.state.component import (
+    Captured,
+    Combined,
+    Form,
+    Restoration,
+    Values,
+    Write,
+    encoded,
+    require_alive,
+    restore_by_call,
+)
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder, Spec, describe
+from torchax_ckpt.state.slots import Slot, extra_state_modules, registered, same_objects, slots
+from torchax_ckpt.state.tree import Array, Spec, describe, freeze_all
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
 """From a tensor's name and abstract value to its sharding; None leaves it where it is."""
@@ -32,64 +42,6 @@ Init = Callable[[str, jax.ShapeDtypeStruct], Any]
 """From a tensor's name and abstract value (with its sharding) to its first content."""
 
 _EXTRA_STATE = "_extra_state"
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A place in a module that holds one tensor.
-
-    Attributes:
-      fqn: the first name torch gives it.
-      aliases: its other names, when it is tied.
-      tensors: the live objects that hold its value; more than one only in a JittableModule,
-        whose ``params`` may have been replaced by a training step. The first is the newest.
-      persistent: whether it belongs to the state dict.
-    """
-
-    fqn: str
-    aliases: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
-    persistent: bool
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The live tensor."""
-        return self.tensors[0]
-
-
-def slots(module: torch.nn.Module) -> dict[str, Slot]:
-    """Every tensor of the module by its first name, parameters before buffers."""
-    root, overrides = backend.unwrap_jittable(module)
-    by_id: dict[int, list[str]] = {}
-    found: dict[int, tuple[torch.Tensor, bool]] = {}
-    for fqn, tensor, persistent in _named_tensors(root):
-        by_id.setdefault(id(tensor), []).append(fqn)
-        found.setdefault(id(tensor), (tensor, persistent))
-    result = {}
-    for key, (fqn, *aliases) in by_id.items():
-        tensor, persistent = found[key]
-        live = next((overrides[n] for n in (fqn, *aliases) if n in overrides), tensor)
-        tensors = (tensor,) if live is tensor else (live, tensor)
-        result[fqn] = Slot(fqn, tuple(aliases), tensors, persistent)
-    return result
-
-
-def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for fqn, parameter in root.named_parameters(remove_duplicate=False):
-        yield fqn, parameter, True
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        for key, value in module._buffers.items():
-            if value is not None:
-                fqn = f"{prefix}.{key}" if prefix else key
-                yield fqn, value, key not in module._non_persistent_buffers_set
-
-
-def _extra_state_modules(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {
-        path: module
-        for path, module in root.named_modules()
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    }
 
 
 class ModuleComponent:
@@ -113,6 +65,13 @@ class ModuleComponent:
         self.key_path = key_path
         self._rule = rule
         self._init = init
+        self._combined = Combined(self._node)
+        self._registered: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._ties: list[list[str]] = []
+        self._extra_state_modules: dict[str, torch.nn.Module] = {}
+        self._specs: list[Any] | None = None
+        self._form = Form(None, ())
         self._check()
 
     def _check(self) -> None:
@@ -131,7 +90,7 @@ class ModuleComponent:
                 key_path=names.join(self.key_path),
             )
         known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
-        known |= {f"{p}.{_EXTRA_STATE}" if p else _EXTRA_STATE for p in _extra_state_modules(root)}
+        known |= {f"{p}.{_EXTRA_STATE}" if p else _EXTRA_STATE for p in extra_state_modules(root)}
         if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
             name = self.name(unknown[0])
             raise UnsupportedLeafError(
@@ -167,25 +126,42 @@ class ModuleComponent:
 
     # --- saving ---
 
-    def capture(self, encoder: Encoder) -> Node:
-        """The module's node. Raises UnsupportedLeafError where a tensor holds no data any more."""
-        root, _ = backend.unwrap_jittable(self.module)
-        persistent = {s.fqn: s for s in slots(self.module).values() if s.persistent}
-        for slot in persistent.values():
-            if backend.is_device_tensor(slot.tensor) and backend.buffer(slot.tensor).is_deleted():
-                name = self.name(slot.fqn)
-                raise UnsupportedLeafError(
-                    f"{name}: its buffer was donated to a jitted step and is gone. Pass the "
-                    "state that the step returned: save(step, state=...).",
-                    key_path=name,
-                )
-        tensors = encoder.encode({n: s.tensor for n, s in persistent.items()}, self.key_path)
+    def capture(self) -> Captured:
+        """The module as it is now. Raises UnsupportedLeafError where a tensor holds no data."""
+        tensors = self._capture_tensors()
+        require_alive(tensors)
+        extra = [
+            encoded(module.get_extra_state(), (*self.key_path, path, _EXTRA_STATE))
+            for path, module in self._extra_state_modules.items()
+        ]
+        return self._combined([tensors, *extra])
+
+    def _capture_tensors(self) -> Captured:
+        """Tensors by reference; the walk over names happens only when the module has changed."""
+        live = registered(self.module)
+        if not same_objects(live, self._registered):
+            self._registered = live
+            self._extra_state_modules = extra_state_modules(self.module)
+            persistent = [s for s in slots(self.module).values() if s.persistent]
+            self._tensors = [s.tensor for s in persistent]
+            self._ties = [[alias, s.fqn] for s in persistent for alias in s.aliases]
+            self._specs = None
+        if self._specs is not None:
+            arrays = freeze_all(self._tensors, self.key_path[0])
+            if _specs(self._tensors, arrays) == self._specs:
+                return Captured(self._form, arrays)
+        named = {s.fqn: s.tensor for s in slots(self.module).values() if s.persistent}
+        captured = encoded(named, self.key_path)
+        self._specs, self._form = _specs(self._tensors, captured.arrays), captured.form
+        return captured
+
+    def _node(self, nodes: list[Node]) -> Node:
+        tensors, *extra = nodes
         return {
             **tensors,
-            "ties": [[alias, s.fqn] for s in persistent.values() for alias in s.aliases],
+            "ties": self._ties,
             "extra_state": [
-                [path, encoder.encode(m.get_extra_state(), (*self.key_path, path, _EXTRA_STATE))]
-                for path, m in _extra_state_modules(root).items()
+                list(pair) for pair in zip(self._extra_state_modules, extra, strict=True)
             ],
         }
 
@@ -210,7 +186,10 @@ class ModuleComponent:
             if len(sources) == 1 and self._fits(slot, stored[sources[0]], findings):
                 supplied.add(slot.fqn)
                 restoration.read(stored[sources[0]], self._placement(slot))
-                restoration.writes.append(Write(_writer(slot, stored[sources[0]]["array"])))
+                leaf = stored[sources[0]]["array"]
+                restoration.writes.append(
+                    Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
+                )
         findings.unexpected += [self.name(fqn) for fqn in stored if fqn not in considered]
         self._prepare_extra_state(node, findings, restoration)
         self._fill_rest(restoration, supplied)
@@ -243,8 +222,7 @@ class ModuleComponent:
     def _prepare_extra_state(
         self, node: Node, findings: Findings, restoration: Restoration
     ) -> None:
-        root, _ = backend.unwrap_jittable(self.module)
-        modules = _extra_state_modules(root)
+        modules = extra_state_modules(self.module)
         stored = dict(node["extra_state"])
         for path in modules.keys() - stored.keys():
             findings.missing.append(names.join((*self.key_path, path, _EXTRA_STATE)))
@@ -254,12 +232,11 @@ class ModuleComponent:
                 continue
             module = modules[path]
             before = module.get_extra_state()
-            live = Encoder()
-            live.encode(before, (*self.key_path, path, _EXTRA_STATE))
+            live = encoded(before, (*self.key_path, path, _EXTRA_STATE))
             restoration.calls.append(
                 restore_by_call(
                     child,
-                    live.leaves,
+                    live.by_name(),
                     restoration,
                     do=module.set_extra_state,
                     undo=functools.partial(module.set_extra_state, before),
@@ -360,6 +337,10 @@ def _fill(slot: Slot, array: Any) -> None:
             backend.fill_meta(tensor, array)
         else:
             backend.copy_into(tensor, array)
+
+
+def _specs(tensors: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[Any]:
+    return [(type(t), a.shape, a.dtype) for t, a in zip(tensors, arrays, strict=True)]
 
 
 def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:

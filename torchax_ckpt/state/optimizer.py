@@ -18,9 +18,18 @@ from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of, replicated_like
-from torchax_ckpt.state.component import Restoration, Values, Write, revive
+from torchax_ckpt.state.component import (
+    Captured,
+    Combined,
+    Form,
+    Restoration,
+    Values,
+    Write,
+    encoded,
+    revive,
+)
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder, Spec, decode, describe
+from torchax_ckpt.state.tree import Encoder, Spec, decode, describe, freeze_all
 
 ParameterNames = Callable[[], Mapping[int, tuple[str, ...]]]
 """Gives id of a live parameter -> its key path below ``model``, as it is now."""
@@ -57,6 +66,11 @@ class OptimizerComponent:
         self.key_path = key_path
         self._parameter_names = parameter_names
         self._placements = placements
+        self._combined = Combined(self._node)
+        self._members: list[list[int]] = []
+        self._member_names: list[list[str]] = []
+        self._signature: Any = None
+        self._form = Form(None, ())
         self._check()
 
     def _check(self) -> None:
@@ -99,11 +113,46 @@ class OptimizerComponent:
 
     # --- saving ---
 
-    def capture(self, encoder: Encoder) -> Node:
-        """The optimizer's node."""
+    def capture(self) -> Captured:
+        """The optimizer as it is now."""
+        groups = self.optimizer.param_groups
+        members = [list(map(id, group["params"])) for group in groups]
+        hyperparameters = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        state = self._capture_state(members)
+        if members != self._members:
+            known = self._parameter_names()
+            self._members = members
+            self._member_names = [[names.join(known[key]) for key in keys] for keys in members]
+        return self._combined([encoded(hyperparameters, (*self.key_path, "param_groups")), state])
+
+    def _capture_state(self, members: list[list[int]]) -> Captured:
+        """State tensors by reference; the walk over names happens only when kinds have changed."""
+        state = self.optimizer.state
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        entries = [entry for p in parameters if (entry := state.get(p))]
+        values = [value for entry in entries for value in entry.values()]
+        # What is no tensor is part of the node, so it is looked at each time.
+        if len(entries) < len(state) or not all(isinstance(v, torch.Tensor) for v in values):
+            return self._encode_state()
+        arrays = freeze_all(values, names.join(self.key_path))
+        signature = (
+            members,
+            [tuple(entry) for entry in entries],
+            [id(p) for p in parameters if not state.get(p)],
+            [(type(v), a.shape, a.dtype) for v, a in zip(values, arrays, strict=True)],
+        )
+        if signature == self._signature:
+            return Captured(self._form, arrays)
+        captured = self._encode_state()
+        self._signature, self._form = signature, captured.form
+        return captured
+
+    def _encode_state(self) -> Captured:
         known = self._parameter_names()
         stepped: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
         for parameter, value in self.optimizer.state.items():
+            if not value:
+                continue
             key_path = known.get(id(parameter))
             if key_path is None:
                 name = names.join((*self.key_path, "state"))
@@ -112,19 +161,27 @@ class OptimizerComponent:
                     "of an attached module",
                     key_path=name,
                 )
-            if value:
-                stepped.append((key_path, dict(value)))
+            stepped.append((key_path, dict(value)))
+        # In the order of the parameters, as the fast way takes them.
+        order = {path: i for i, (_, path) in enumerate(self._parameters())}
+        stepped.sort(key=lambda item: order.get(item[0], len(order)))
+        encoder = Encoder()
         nodes = encoder.encode_all(((*self.key_path, *path), value) for path, value in stepped)
-        state = [[names.join(path), node] for (path, _), node in zip(stepped, nodes, strict=True)]
-        groups = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            hyperparameters = {k: v for k, v in group.items() if k != "params"}
-            path = (*self.key_path, "param_groups", index)
-            node = encoder.encode(hyperparameters, path)
-            members = [names.join(known[id(p)]) for p in group["params"]]
-            groups.append({"dict": [["params", members], *node["dict"]]})
+        node = {
+            "dict": [
+                [names.join(path), child] for (path, _), child in zip(stepped, nodes, strict=True)
+            ]
+        }
+        return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
+
+    def _node(self, nodes: list[Node]) -> Node:
+        groups, state = nodes
+        described = [
+            {"dict": [["params", members], *group["dict"]]}
+            for members, group in zip(self._member_names, groups, strict=True)
+        ]
         return {
-            "dict": [["state", {"dict": state}], ["param_groups", groups]],
+            "dict": [["state", state], ["param_groups", described]],
             "class": type(self.optimizer).__qualname__,
         }
 
@@ -207,7 +264,8 @@ class OptimizerComponent:
         def write(values: Values) -> None:
             group[key] = _rebuild(node, live, values)
 
-        restoration.writes.append(Write(write))
+        needs = tuple(child["array"] for child in array_nodes(node))
+        restoration.writes.append(Write(write, needs=needs))
 
     def _prepare_state(
         self,
@@ -242,7 +300,12 @@ class OptimizerComponent:
             entry.clear()
             entry.update(rebuilt)
 
-        restoration.writes.append(Write(write))
+        def release() -> None:
+            for value in live.values():
+                backend.release(value)
+
+        needs = tuple(leaf["array"] for child in stored.values() for leaf in array_nodes(child))
+        restoration.writes.append(Write(write, needs=needs, release=release))
 
     def _leaf_placement(
         self, node: Node, live: Any, parameter_shape: tuple[int, ...] | None, home: Placement

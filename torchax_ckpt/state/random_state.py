@@ -14,9 +14,16 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, placement_of
-from torchax_ckpt.state.component import Restoration, Values, Write, revive
+from torchax_ckpt.state.component import (
+    Captured,
+    Restoration,
+    Values,
+    Write,
+    encoded,
+    revive,
+)
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder, Spec, decode
+from torchax_ckpt.state.tree import Spec, decode
 
 
 class RandomStateComponent:
@@ -24,8 +31,8 @@ class RandomStateComponent:
 
     key_path = ("rng",)
 
-    def capture(self, encoder: Encoder) -> Node:
-        """The node; the key stays on its device, so nothing waits for it."""
+    def capture(self) -> Captured:
+        """All four; the key stays on its device, so nothing waits for it."""
         key = backend.prng_key()
         if isinstance(key, jax.core.Tracer):
             raise UnsupportedLeafError(
@@ -43,7 +50,7 @@ class RandomStateComponent:
             "numpy": np.random.get_state(legacy=False),
             "python": random.getstate(),
         }
-        return encoder.encode(state, self.key_path)
+        return encoded(state, self.key_path)
 
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         """Writes all four, last of all: loading other state may draw random numbers."""
@@ -64,7 +71,8 @@ class RandomStateComponent:
             np.random.set_state(state["numpy"])
             random.setstate(state["python"])
 
-        restoration.writes.append(Write(write))
+        needs = tuple(child["array"] for child in array_nodes(node))
+        restoration.writes.append(Write(write, needs=needs))
         return restoration
 
 

@@ -7,9 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.state.component import Restoration, restore_by_call
+from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder
 
 
 @runtime_checkable
@@ -49,16 +48,15 @@ class StatefulComponent:
                 key_path=where,
             )
 
-    def capture(self, encoder: Encoder) -> Node:
-        """The node of the object's state dict."""
-        return encoder.encode(self.value.state_dict(), self.key_path)
+    def capture(self) -> Captured:
+        """The object's state dict."""
+        return encoded(self.value.state_dict(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         """A call of ``load_state_dict``, undone with the present state if a later one fails."""
         restoration = Restoration()
         before = self.value.state_dict()
-        live = Encoder()
-        live.encode(before, self.key_path)
+        live = encoded(before, self.key_path)
 
         def do(state: Any) -> None:
             self.value.load_state_dict(state)
@@ -71,7 +69,7 @@ class StatefulComponent:
         restoration.calls.append(
             restore_by_call(
                 node,
-                live.leaves,
+                live.by_name(),
                 restoration,
                 do=do,
                 undo=lambda: self.value.load_state_dict(before),

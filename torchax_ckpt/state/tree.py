@@ -19,9 +19,10 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
+import functools
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -152,25 +153,44 @@ class Encoder:
     def _leaf(self, value: Any, path: tuple[object, ...]) -> Node:
         name = names.join(path)
         spec = describe(value, name)
-        array: Array
-        if spec.kind in ("torchax", "jax"):
-            array = backend.buffer(value) if spec.kind == "torchax" else value
-        elif spec.kind == "key":
-            array = jax.random.key_data(value)
-        elif spec.kind == "torch":
-            if value.is_meta:
-                raise UnsupportedLeafError(
-                    f"{name}: is on the meta device and holds no data; attach the module, so that "
-                    "a checkpoint or `init` fills it",
-                    key_path=name,
-                )
-            array = backend.to_numpy(value)
-        else:
-            array = np.array(value)
+        array = freeze(value, name)
         if name in self.leaves:
             raise UnsupportedLeafError(f"{name}: two leaves have this name", key_path=name)
         self.leaves[name] = array
         return spec.node(name)
+
+
+def freeze(value: Any, name: str) -> Array:
+    """The array of a leaf, as it is now: device arrays by reference, host arrays copied.
+
+    Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
+    """
+    if isinstance(value, torch.Tensor):
+        if backend.is_device_tensor(value):
+            return backend.buffer(value)
+        if value.is_meta:
+            raise UnsupportedLeafError(
+                f"{name}: is on the meta device and holds no data; attach the module, so that a "
+                "checkpoint or `init` fills it",
+                key_path=name,
+            )
+        return backend.to_numpy(value)
+    if isinstance(value, jax.Array):
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(value) if is_key else value
+    return np.array(value)
+
+
+def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
+    """``freeze`` for many tensors; 0-d CPU tensors of one dtype are copied together."""
+    with backend.native_torch():
+        counters = backend.scalars_to_numpy(
+            [t for t in tensors if t.ndim == 0 and not backend.is_device_tensor(t)]
+        )
+        return [
+            counters[key] if (key := id(tensor)) in counters else freeze(tensor, name)
+            for tensor in tensors
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +219,21 @@ class Spec:
         """Whether such a leaf lives on devices."""
         return self.kind in DEVICE_KINDS
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, over all devices."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
     def content(self) -> str:
         """Dtype and shape, as they stand in messages."""
         impl = f" ({self.impl})" if self.impl else ""
         return f"{self.dtype}{list(self.shape)}{impl}"
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """numpy's or ml_dtypes' name of a dtype; numpy computes it anew at every access."""
+    return dtype.name
 
 
 def describe(value: Any, name: str) -> Spec:
@@ -220,22 +251,22 @@ def describe(value: Any, name: str) -> Spec:
             raise refuse(why)
         if backend.is_device_tensor(value):
             array = backend.buffer(value)
-            return Spec("torchax", array.dtype.name, tuple(array.shape))
-        return Spec("torch", backend.numpy_dtype(value.dtype).name, tuple(value.shape))
+            return Spec("torchax", dtype_name(array.dtype), tuple(array.shape))
+        return Spec("torch", dtype_name(backend.numpy_dtype(value.dtype)), tuple(value.shape))
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         if isinstance(value, jax.core.Tracer):
             raise refuse("is a JAX tracer; save outside of jit, grad and other transformations")
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = jax.eval_shape(jax.random.key_data, value)
             impl = str(jax.random.key_impl(cast(jax.Array, value)))
-            return Spec("key", data.dtype.name, tuple(data.shape), impl)
-        return Spec("jax", value.dtype.name, tuple(value.shape))
+            return Spec("key", dtype_name(data.dtype), tuple(data.shape), impl)
+        return Spec("jax", dtype_name(value.dtype), tuple(value.shape))
     if value.dtype.kind in _UNSTORABLE_DTYPES and value.dtype.name not in _ML_DTYPES:
         raise refuse(f"has numpy dtype {value.dtype}, which is not numeric")
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise refuse(f"is a {type(value).__name__}, a subclass of numpy.ndarray")
     kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"
-    return Spec(kind, value.dtype.name, tuple(value.shape))
+    return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
 
 
 # numpy reports kind "V" for the types that ml_dtypes adds.

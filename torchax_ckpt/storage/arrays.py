@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,8 @@ def write_step(
     manifest: Mapping[str, Any],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
+    *,
+    on_transferred: Callable[[], None],
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
 
@@ -41,16 +43,19 @@ def write_step(
       arrays: stored name -> array.
       manifest, summary: JSON.
       options: compression and memory bounds.
+      on_transferred: called as soon as all arrays are on the host.
     """
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
     with _context(options):
-        ocp.save_checkpointables(
+        response = ocp.save_checkpointables_async(
             path,
             {STATE: tree or _PLACEHOLDER, MANIFEST: dict(manifest), SUMMARY: dict(summary)},
         )
+        on_transferred()
+        response.result()
 
 
 def read_manifest(committed: CommittedStep) -> Any:

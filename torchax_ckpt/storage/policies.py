@@ -1,8 +1,9 @@
 """Owns policies: when a step is saved and which steps are kept. Orbax's own where they fit.
 
 Save decisions: ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``, ``SpecificStepsPolicy``,
-``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``, ``AnySavePolicy``; any object with their
-``should_save`` (``SaveDecisionPolicy``) works.
+``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``, ``OptimalIntervalPolicy``,
+``AnySavePolicy``; any object with their ``should_save`` (``SaveDecisionPolicy``) works. One that
+also has ``observe_save(blocking_secs=, durable_secs=)`` is told what each save cost.
 
 Preservation: ``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``, ``LatestDuration``,
 ``CustomSteps``, ``BestN``, ``AnyPreservationPolicy``; any object with their ``should_preserve``
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -63,6 +65,7 @@ __all__ = [
     "InitialSavePolicy",
     "LatestDuration",
     "LatestN",
+    "OptimalIntervalPolicy",
     "PreemptionCheckpointingPolicy",
     "PreservationContext",
     "PreservationPolicy",
@@ -98,6 +101,64 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
             return True
         interval = datetime.timedelta(seconds=self.minimum_interval_secs)
         return step.time - previous_steps[-1].time >= interval
+
+
+@dataclasses.dataclass(kw_only=True)
+class OptimalIntervalPolicy:
+    """Saves at the interval that loses the least time, from what saves cost as it runs.
+
+    Every ``max(P, sqrt(2 b M))`` seconds: b is the time a save blocks the training thread, P the
+    time until it is durable, M the mean time between failures. Saving more often than that costs
+    more than the lost work it spares; where b is small, it is as often as storage allows.
+
+    Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
+    (2006), with b in place of the whole save, since the rest overlaps with training.
+
+    Attributes:
+      mtbf_secs: mean time between failures of the whole run, in seconds. It falls in proportion
+        to the number of chips.
+    """
+
+    mtbf_secs: float
+    _blocking_secs: list[float] = dataclasses.field(default_factory=list, repr=False)
+    _durable_secs: list[float] = dataclasses.field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.mtbf_secs > 0 or not math.isfinite(self.mtbf_secs):
+            raise PolicyError(f"mtbf_secs: expected a positive number, found {self.mtbf_secs!r}")
+
+    def observe_save(self, *, blocking_secs: float, durable_secs: float) -> None:
+        """Takes what one save cost; the median of the latest five counts."""
+        for known, value in (
+            (self._blocking_secs, blocking_secs),
+            (self._durable_secs, durable_secs),
+        ):
+            known.append(value)
+            del known[:-_OBSERVED]
+
+    @property
+    def interval_secs(self) -> float:
+        """Seconds from one snapshot to the next; 0 as long as no save was observed."""
+        if not self._durable_secs:
+            return 0.0
+        blocking = statistics.median(self._blocking_secs)
+        return max(self._durable, math.sqrt(2 * blocking * self.mtbf_secs))
+
+    @property
+    def _durable(self) -> float:
+        return statistics.median(self._durable_secs) if self._durable_secs else 0.0
+
+    def should_save(
+        self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
+    ) -> bool:
+        """True once the interval has passed since the last snapshot and no save is in flight."""
+        # The time of a checkpoint is that of its commit, P after its snapshot.
+        since_commit = max(0.0, self.interval_secs - self._durable)
+        policy = ContinuousCheckpointingPolicy(minimum_interval_secs=since_commit)
+        return policy.should_save(step, previous_steps, context=context)
+
+
+_OBSERVED = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,10 +213,18 @@ def default_preservation_policy() -> PreservationPolicy:
 
 def best_rules(policy: Any) -> Iterator[BestN]:
     """Every best-N rule in a policy, also inside any-of."""
-    if isinstance(policy, BestN):
-        yield policy
+    return (rule for rule in _with_children(policy) if isinstance(rule, BestN))
+
+
+def observers(policy: Any) -> list[Any]:
+    """Every policy that wants to be told what saves cost, also inside any-of."""
+    return [p for p in _with_children(policy) if callable(getattr(p, "observe_save", None))]
+
+
+def _with_children(policy: Any) -> Iterator[Any]:
+    yield policy
     for child in getattr(policy, "policies", None) or ():
-        yield from best_rules(child)
+        yield from _with_children(child)
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any]) -> list[bool]:

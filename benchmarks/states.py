@@ -1,0 +1,136 @@
+"""The training states that are measured: modules with AdamW, on four forced CPU devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torchax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torchax_ckpt import torchax_backend as backend
+
+
+def deep() -> dict[str, tuple[int, ...]]:
+    """64 narrow layers: 768 parameters, 3,072 leaves with AdamW, 41 MB."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(64):
+        for name in ("q", "k", "v", "o"):
+            shapes[f"layers.{i}.attention.{name}.weight"] = (64, 64)
+        for name, shape in (("up", (192, 64)), ("gate", (192, 64)), ("down", (64, 192))):
+            shapes[f"layers.{i}.mlp.{name}.weight"] = shape
+        for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight",
+                     "mlp.norm.bias", "mlp.down.bias"):  # fmt: skip
+            shapes[f"layers.{i}.{name}"] = (64,)
+    return shapes
+
+
+def gpt2() -> dict[str, tuple[int, ...]]:
+    """GPT-2 124M: 148 parameters, 592 leaves with AdamW, 1.5 GB."""
+    d = 768
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
+    for i in range(12):
+        for name, shape in (
+            ("ln_1.weight", (d,)), ("ln_1.bias", (d,)),
+            ("attn.c_attn.weight", (d, 3 * d)), ("attn.c_attn.bias", (3 * d,)),
+            ("attn.c_proj.weight", (d, d)), ("attn.c_proj.bias", (d,)),
+            ("ln_2.weight", (d,)), ("ln_2.bias", (d,)),
+            ("mlp.c_fc.weight", (d, 4 * d)), ("mlp.c_fc.bias", (4 * d,)),
+            ("mlp.c_proj.weight", (4 * d, d)), ("mlp.c_proj.bias", (d,)),
+        ):  # fmt: skip
+            shapes[f"h.{i}.{name}"] = shape
+    shapes["ln_f.weight"] = shapes["ln_f.bias"] = (d,)
+    return shapes
+
+
+def wide() -> dict[str, tuple[int, ...]]:
+    """64 matrices of 4 MiB: 256 leaves with AdamW, 0.8 GB."""
+    return {f"layers.{i}.weight": (1024, 1024) for i in range(64)}
+
+
+def moe() -> dict[str, tuple[int, ...]]:
+    """8 layers x 104 experts x 3 matrices of 32 x 32: 9,984 leaves with AdamW, 31 MB."""
+    return {
+        f"layers.{i}.experts.{e}.{w}": (32, 32)
+        for i in range(8)
+        for e in range(104)
+        for w in ("w1", "w2", "w3")
+    }
+
+
+STATES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
+    "deep": deep,
+    "gpt2": gpt2,
+    "wide": wide,
+    "moe": moe,
+}
+
+
+class Node(torch.nn.Module):
+    """A module tree with parameters under given dotted names."""
+
+    def put(self, path: list[str], parameter: torch.nn.Parameter) -> None:
+        """Registers the parameter, making modules on the way."""
+        if len(path) == 1:
+            self.register_parameter(path[0], parameter)
+            return
+        if path[0] not in self._modules:
+            self.add_module(path[0], Node())
+        child = self._modules[path[0]]
+        assert isinstance(child, Node)
+        child.put(path[1:], parameter)
+
+
+def mesh() -> Mesh:
+    """All devices on one axis."""
+    return Mesh(np.array(jax.devices()), ("fsdp",))
+
+
+def sharding(shape: tuple[int, ...], over: Mesh) -> NamedSharding:
+    """Over the first dim that divides, else replicated."""
+    size = over.shape["fsdp"]
+    for dim, length in enumerate(shape):
+        if length % size == 0:
+            return NamedSharding(over, PartitionSpec(*[None] * dim, "fsdp"))
+    return NamedSharding(over, PartitionSpec())
+
+
+def build(name: str, seed: int = 0) -> tuple[Node, torch.optim.Optimizer]:
+    """The module and an AdamW with state as after one step, on random values."""
+    shapes, over = STATES[name](), mesh()
+    random = np.random.default_rng(seed)
+    env = torchax.default_env()
+
+    def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+        host = random.standard_normal(shape, dtype=np.float32)
+        return torchax.tensor.Tensor(jax.device_put(host, sharding(shape, over)), env)
+
+    module = Node()
+    for fqn, shape in shapes.items():
+        module.put(fqn.split("."), torch.nn.Parameter(tensor(shape)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for parameter in module.parameters():
+        with backend.native_torch():
+            step = torch.tensor(1.0)
+        shape = tuple(parameter.shape)
+        optimizer.state[parameter] = {
+            "step": step, "exp_avg": tensor(shape), "exp_avg_sq": tensor(shape)
+        }  # fmt: skip
+    return module, optimizer
+
+
+def arrays_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state as bare Orbax users flatten it: name -> JAX array or numpy scalar."""
+    flat: dict[str, Any] = {}
+    for fqn, parameter in module.named_parameters():
+        flat[f"model.{fqn}"] = backend.buffer(parameter)
+        for key, value in optimizer.state[parameter].items():
+            is_array = backend.is_device_tensor(value)
+            with backend.native_torch():
+                flat[f"optimizer.{fqn}.{key}"] = (
+                    backend.buffer(value) if is_array else backend.to_numpy(value)
+                )
+    return flat
