@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Two processes, as most of a test's time is Python's and XLA's compiler's, which use one core.
 PYTEST_FLAGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -26,6 +26,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py
+
 # Installs again only when the dependencies may have changed.
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=..."; exit 1; }
@@ -35,4 +38,4 @@ $(INSTALLED): pyproject.toml
 
 clean:
 	rm -rf $(VENV) .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
-	find examples tests torchax_ckpt -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks examples tests torchax_ckpt -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """One measurement in a process of its own; prints one JSON object.
 
-    python measure.py save|restore|loop|raw STATE PEER DIRECTORY REPEATS
+python measure.py save|restore|loop|raw STATE PEER DIRECTORY REPEATS
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
 def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
     """The first restore of a fresh process, onto a fresh module with a stepped optimizer."""
     module, optimizer = states.build(state, seed=1)
-    jax.block_until_ready([v for v in states.arrays_of(module, optimizer).values()])
+    jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
     flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
     began = clock()
     restorer = PEERS[peer](directory, module, optimizer, flat)
@@ -69,7 +69,9 @@ def loop(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
 
     module, optimizer = states.build(state)
     tensors = [*module.parameters()]
-    tensors += [optimizer.state[p][k] for p in module.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    tensors += [
+        optimizer.state[p][k] for p in module.parameters() for k in ("exp_avg", "exp_avg_sq")
+    ]
     work = jax.numpy.ones((768, 768))
     update = jax.jit(lambda xs: [x * 0.999 for x in xs])
     compute = jax.jit(lambda w: jax.lax.fori_loop(0, 4, lambda _, x: x @ w * 1e-3, w))
@@ -88,7 +90,8 @@ def loop(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
         saver = PEERS[peer](directory, module, optimizer, flat)
         saver.save(1)
         saver.wait()
-    times, began_at, durable = [], 0, 0
+    times: list[float] = []
+    began_at = durable = 0
     is_saving = False
     intervals: list[int] = []
     count = 1

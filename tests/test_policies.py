@@ -129,7 +129,7 @@ def test_what_is_no_policy_is_refused(directory: Path) -> None:
     with pytest.raises(PolicyError, match="should_save"):
         TorchaxCheckpointer(directory, save_decision_policy=policies.LatestN(3))
     with pytest.raises(PolicyError, match="should_preserve"):
-        TorchaxCheckpointer(directory, preservation_policy=3)  # type: ignore[arg-type]
+        TorchaxCheckpointer(directory, preservation_policy=3)
 
 
 def decide(policy: Any, seconds: float, saved_at: Sequence[float], **context: Any) -> bool:

@@ -28,6 +28,9 @@ from torchax_ckpt.errors import MismatchError, UninitializedLeafError
 class Net(torch.nn.Module):
     """Dims that divide by eight, by two, and by nothing; a tie; a non-persistent buffer."""
 
+    scale: torch.Tensor
+    mask: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(8, 16)
@@ -39,7 +42,8 @@ class Net(torch.nn.Module):
         self.register_buffer("mask", torch.ones(7), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.first(x)) * self.scale + torch.tanh(x @ self.tied.weight.T)
+        tied: Any = self.tied.weight
+        h = torch.tanh(self.first(x)) * self.scale + torch.tanh(x @ tied.T)
         return self.last(torch.tanh(self.odd(h)) * self.mask)
 
 
@@ -195,9 +199,14 @@ def test_a_sharded_fill_never_holds_a_full_copy_on_one_device(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(net, shardings=rule, init=zeros)
         ckpt.save(1, force=True)
-    seen: list[tuple[int, ...]] = []
+    seen: list[Any] = []
     put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: seen.append(x) or put(x, *a, **k))
+
+    def noted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(x)
+        return put(x, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", noted)
     with before_enabling(), torch.device("meta"):
         fresh = torch.nn.Linear(64, 64, bias=False)
     TorchaxCheckpointer(directory).attach(fresh, shardings=rule)
