@@ -12,6 +12,7 @@ from support import assert_trees_identical, mlp, run_python, train_step, trainin
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
+from torchax_ckpt.storage.directory import StepDirectory
 
 KEEP_ALL = policies.PreserveAll()
 
@@ -114,6 +115,40 @@ def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:
         assert ckpt.save(2, force=True)
 
 
+def test_without_attach_what_is_newer_than_the_first_save_is_abandoned(directory: Path) -> None:
+    trained(directory, 4)
+    state = {"w": np.zeros(2)}
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert not ckpt.save(4, state=state, force=True)  # it is there
+        assert ckpt.save(3, state=state, force=True) is False
+        ckpt.delete(3)
+        assert ckpt.save(3, state=state, force=True)
+    assert entries(directory) == {"1", "2", "3", "abandoned-4"}
+
+
+def test_a_thousand_steps_cost_no_more_than_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(directory, 3)
+    listed = 0
+    steps = StepDirectory.steps
+
+    def counted(self: StepDirectory) -> object:
+        nonlocal listed
+        listed += 1
+        return steps(self)
+
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(stateful={}, resume=False)
+        ckpt.save(4, state={"w": np.zeros(2)}, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(StepDirectory, "steps", counted)
+        for step in range(5, 9):
+            ckpt.save(step, state={"w": np.zeros(2)}, force=True)
+        ckpt.wait_until_finished()
+        assert listed == 0  # the writer knows what is there
+
+
 KILLED_BETWEEN = """
     import os, signal, sys
     import torchax
@@ -137,8 +172,7 @@ KILLED_BETWEEN = """
 """
 
 
-@pytest.mark.parametrize("step", [3, 5])
-@pytest.mark.parametrize("moment", ["set_aside", "settle"])
+@pytest.mark.parametrize(("moment", "step"), [("set_aside", 3), ("set_aside", 5), ("settle", 3)])
 def test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back(
     moment: str, step: int, directory: Path
 ) -> None:

@@ -21,6 +21,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     StepTypeError,
 )
+from torchax_ckpt.history import History
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
 from torchax_ckpt.restoring import RestoreReport, load_state, newest_readable, restore_attached
@@ -90,8 +91,10 @@ class TorchaxCheckpointer:
         self._directory = StepDirectory(directory)
         self._observers = policies.observers(self._save_policy)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
+        self._history = History(self._directory)
         self._saver = Saver(
             self._directory,
+            self._history,
             self._keep_policy,
             self._options,
             on_donated=self._snapshotter.donated,
@@ -180,7 +183,7 @@ class TorchaxCheckpointer:
             fresh.require_filled()
             fresh.apply({})
             self._position = None
-        self._saver.resume_from(self._position)
+        self._history.go_on_from(self._position)
         self._attached = attached
         return self._position or 0
 
@@ -216,7 +219,7 @@ class TorchaxCheckpointer:
             report, skipped = restore_attached(committed, attached, strict, self._options), ()
         self._position = report.step
         self._recorded = {}
-        self._saver.resume_from(report.step)
+        self._history.go_on_from(report.step)
         return RestoreReport(
             report.step, report.missing, report.unexpected, report.mismatched, skipped
         )
@@ -287,7 +290,8 @@ class TorchaxCheckpointer:
         return self._should_save(_as_step(step))
 
     def _should_save(self, step: int) -> bool:
-        if self._saver.has(step):
+        self._history.open()
+        if self._history.has(step):
             return False
         self._observe()
         info = policies.CheckpointInfo(
@@ -295,7 +299,7 @@ class TorchaxCheckpointer:
         )
         return self._save_policy.should_save(
             info,
-            self._saver.history,
+            self._history.checkpoints(),
             context=policies.decision_context(
                 is_saving_in_progress=self._saver.is_saving,
                 reached_preemption=self._preemption.reached(step),
@@ -359,7 +363,8 @@ class TorchaxCheckpointer:
                 step=step,
             )
         pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
-        if self._saver.has(step) or not (force or self._should_save(step)):
+        self._history.open()
+        if self._history.has(step) or not (force or self._should_save(step)):
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
@@ -428,7 +433,7 @@ class TorchaxCheckpointer:
         self._require_open()
         self._saver.wait()
         self._directory.delete(self._directory.find(_as_step(step)))
-        self._saver.forget(step)
+        self._history.forget([step])
 
     # --- ending --------------------------------------------------------------------------------
 

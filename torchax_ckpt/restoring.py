@@ -126,8 +126,7 @@ def _apply_in_budget(
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
             values = read_leaves(committed, manifest, needed, options)
-            for write in part:
-                write.do(values)
+            restoration.apply_writes(part, values)
     except BaseException as error:
         for write in restoration.writes:
             if write.release is not None:

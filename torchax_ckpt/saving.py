@@ -7,6 +7,7 @@ save is in flight, and a save in flight is finished even if the program ends wit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import threading
@@ -21,12 +22,13 @@ from torchax_ckpt.errors import (
     SaveError,
     SaveTimeoutError,
 )
+from torchax_ckpt.history import History
 from torchax_ckpt.layout.manifest import Manifest, Node
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Snapshot
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.policies import CheckpointInfo, preserved
+from torchax_ckpt.storage.policies import preserved
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +71,20 @@ class SaveCost:
 class _InFlight:
     """A save that is being written."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, write: Callable[[_InFlight], None]) -> None:
         self.step = step
         self.handed_over = threading.Event()
         self.blocking_secs = 0.0
-        self.done = threading.Event()
         self.transferred = threading.Event()
+        self.thread = threading.Thread(target=write, args=(self,), name=f"save-{step}", daemon=True)
 
 
 class Saver:
-    """Writes captures one after the other, and keeps the books of what was saved.
+    """Writes captures one after the other, and keeps what no rule keeps from piling up.
 
     Args:
       directory: where steps go.
+      history: the steps of this run, which saves add to.
       preservation_policy: which steps are kept.
       options: how they are written.
       on_donated: called when a save failed because a reference was donated.
@@ -90,55 +93,29 @@ class Saver:
     def __init__(
         self,
         directory: StepDirectory,
+        history: History,
         preservation_policy: Any,
         options: CheckpointOptions,
         on_donated: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
+        self._history = history
         self._preservation_policy = preservation_policy
         self._options = options
         self._versions = _versions()
         self._on_donated = on_donated
         self._in_flight: _InFlight | None = None
         self._is_claimed = False
-        self._abandoned: list[CommittedStep] = []
         self._unread: list[CheckpointError] = []
         self.newest_failure: SaveError | None = None
         self.finished: list[SaveCost] = []
         """What durable saves have cost, until somebody takes it from here."""
-        self.history: list[CheckpointInfo] = []
-        """Steps saved or found, oldest first, the one in flight included: what policies see."""
         _unfinished.add(self)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is in flight."""
-        return self._in_flight is not None and not self._in_flight.done.is_set()
-
-    def has(self, step: int) -> bool:
-        """Whether the step is saved or being saved."""
-        return any(info.step == step for info in self.history)
-
-    def resume_from(self, step: int | None) -> None:
-        """Sets the books to a run that goes on from this step; newer ones become abandoned."""
-        self.wait()
-        steps = self._directory.steps()
-        kept = [s for s in steps if step is not None and s.step <= step]
-        self._abandoned = steps[len(kept) :]
-        self.history = [self._directory.info(s) for s in kept]
-        if self._abandoned:
-            logger.warning(
-                "%s: going on from step %s; steps %s are abandoned and will be set aside once a "
-                "new step is durable",
-                self._directory.path,
-                step or 0,
-                [s.step for s in self._abandoned],
-            )
-
-    def forget(self, step: int) -> None:
-        """Strikes a deleted step from the books."""
-        self.history = [info for info in self.history if info.step != step]
-        self._abandoned = [s for s in self._abandoned if s.step != step]
+        return self._in_flight is not None and self._in_flight.thread.is_alive()
 
     def claim(self) -> None:
         """Makes sure, before the first save, that the directory can be written."""
@@ -148,20 +125,10 @@ class Saver:
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
-        save = _InFlight(capture.step)
+        save = _InFlight(capture.step, functools.partial(self._run, capture))
         self._in_flight = save
-        self.history.append(
-            CheckpointInfo(
-                capture.step,
-                self._directory.path,
-                metadata=None,
-                commit_timestamp_nsecs=time.time_ns(),
-            )
-        )
-        thread = threading.Thread(
-            target=self._run, args=(capture, save), name=f"save-{capture.step}", daemon=True
-        )
-        thread.start()
+        self._history.begin(capture.step)
+        save.thread.start()
         if capture.snapshot.way == "transfer":
             save.transferred.wait()
         save.blocking_secs = time.perf_counter() - capture.began
@@ -174,7 +141,12 @@ class Saver:
           SaveTimeoutError: it took longer than ``timeout_secs``; the save goes on.
         """
         save = self._in_flight
-        if save is not None and not save.done.wait(timeout_secs):
+        if save is None:
+            return
+        # Until its very end: a thread that is still on its way out when the interpreter shuts
+        # down is killed inside whatever C++ it is in, which aborts the process.
+        save.thread.join(timeout_secs)
+        if save.thread.is_alive():
             raise SaveTimeoutError(
                 f"the save of step {save.step} to {self._directory.path} is still in flight after "
                 f"{timeout_secs} s",
@@ -191,54 +163,53 @@ class Saver:
 
     def _run(self, capture: Capture, save: _InFlight) -> None:
         try:
-            self._write(capture, save.transferred.set)
+            durable = self._write(capture, save.transferred.set)
         except BaseException as error:  # whatever it is, it must reach the training thread
             self._fail(capture, error)
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
-            self._tidy(capture.step)
+            logger.info("saved step %d to %s in %.2f s", durable.step, durable.path, durable_secs)
+            self._tidy(durable)
             save.handed_over.wait()
             self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
         finally:
             save.transferred.set()
-            save.done.set()
 
-    def _write(self, capture: Capture, transferred: Callable[[], None]) -> None:
+    def _write(self, capture: Capture, transferred: Callable[[], None]) -> CommittedStep:
         if not self._is_claimed:
             self._directory.recover()
+            self._history.refresh()
             self._is_claimed = True
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
             self._report(problem)
         plan, stored = capture.snapshot.stored()
         manifest = Manifest(capture.document, plan, self._versions)
+        summary = {
+            "metrics": metrics,
+            "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
+        }
         path = self._directory.path_for(capture.step)
-        began = time.monotonic()
         storage.write_step(
-            path,
-            stored,
-            manifest.to_json(),
-            {
-                "metrics": metrics,
-                "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._abandoned],
-            },
-            self._options,
-            on_transferred=transferred,
+            path, stored, manifest.to_json(), summary, self._options, on_transferred=transferred
         )
-        logger.info("saved step %d to %s in %.2f s", capture.step, path, time.monotonic() - began)
+        durable = self._directory.committed(capture.step, path)
+        self._history.end(durable, summary)
+        return durable
 
-    def _tidy(self, step: int) -> None:
+    def _tidy(self, durable: CommittedStep) -> None:
         """After a commit: sets the abandoned branch aside, deletes what no rule keeps."""
+        step = durable.step
         try:
-            self._directory.set_aside(self._abandoned)
-            self._abandoned = []
-            steps = self._directory.steps()
-            self._directory.settle(s for s in steps if s.is_incoming)
-            steps = self._directory.steps()
-            infos = [self._directory.info(s) for s in steps]
-            gone = self._directory.prune(preserved(self._preservation_policy, infos), steps)
-            self.history = [info for info in infos if info.step not in gone]
+            history = self._history
+            self._directory.set_aside(history.abandoned)
+            history.abandoned.clear()
+            if durable.is_incoming:
+                history.committed[-1] = self._directory.settle(durable)
+            infos = [self._directory.info(s) for s in history.committed]
+            keep = preserved(self._preservation_policy, infos)
+            history.forget(self._directory.prune(keep, history.committed))
         except Exception as error:
             failure = SaveError(
                 f"step {step} is durable in {self._directory.path}, but tidying up after it "
@@ -265,7 +236,7 @@ class Saver:
         )
         failure.__cause__ = error
         self.newest_failure = failure
-        self.history = [info for info in self.history if info.step != step]
+        self._history.end(None)
         self._is_claimed = False  # what it left behind is removed before the next one
         self._report(failure)
 

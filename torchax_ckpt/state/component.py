@@ -160,7 +160,13 @@ class Restoration:
     def apply(self, values: Values) -> None:
         """Makes all changes, or none: if a call fails, it and those before it are undone."""
         self.apply_calls(values)
-        for write in self.writes:
+        self.apply_writes(self.writes, values)
+
+    @staticmethod
+    @backend.native_torch()
+    def apply_writes(writes: Iterable[Write], values: Values) -> None:
+        """Makes changes that cannot fail."""
+        for write in writes:
             write.do(values)
 
     def apply_calls(self, values: Values) -> None:

@@ -179,17 +179,18 @@ class ModuleComponent:
         ties = dict(node["ties"])
         supplied: set[str] = set()
         considered: set[str] = set()
-        for slot in live.values():
-            sources = self._sources(slot, stored, ties, findings)
-            considered.update(sources)
-            # Which of several values a tied tensor should get is anyone's guess.
-            if len(sources) == 1 and self._fits(slot, stored[sources[0]], findings):
-                supplied.add(slot.fqn)
-                restoration.read(stored[sources[0]], self._placement(slot))
-                leaf = stored[sources[0]]["array"]
-                restoration.writes.append(
-                    Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
-                )
+        with backend.native_torch():
+            for slot in live.values():
+                sources = self._sources(slot, stored, ties, findings)
+                considered.update(sources)
+                # Which of several values a tied tensor should get is anyone's guess.
+                if len(sources) == 1 and self._fits(slot, stored[sources[0]], findings):
+                    supplied.add(slot.fqn)
+                    restoration.read(stored[sources[0]], self._placement(slot))
+                    leaf = stored[sources[0]]["array"]
+                    restoration.writes.append(
+                        Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
+                    )
         findings.unexpected += [self.name(fqn) for fqn in stored if fqn not in considered]
         self._prepare_extra_state(node, findings, restoration)
         self._fill_rest(restoration, supplied)

@@ -187,6 +187,7 @@ class OptimizerComponent:
 
     # --- restoring ---
 
+    @backend.native_torch()
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         """Compares class, parameters, hyperparameters and, where it exists, state."""
         restoration = Restoration()

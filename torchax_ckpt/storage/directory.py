@@ -195,7 +195,9 @@ class StepDirectory:
                 self.set_aside(
                     s for s in visible if (s.step, s.commit_timestamp_nsecs) in abandoned
                 )
-                self.settle(s for s in visible if s.is_incoming)
+                for committed in visible:
+                    if committed.is_incoming:
+                        self.settle(committed)
             for child in list(self.path.iterdir()):
                 if _LEFTOVER.fullmatch(child.name):
                     logger.info("removing %s, left behind by a killed save or delete", child)
@@ -206,13 +208,28 @@ class StepDirectory:
         final = self.path / _STEP_NAMES.build_name(step)
         return self.path / f"incoming-{step}" if final.exists() else final
 
-    def settle(self, incoming: Iterable[CommittedStep]) -> None:
-        """Moves incoming steps to their own names; what was there has been set aside."""
-        for committed in incoming:
-            final = self.path / _STEP_NAMES.build_name(committed.step)
-            if final.exists():
-                self._move_aside(final, committed.step)
-            committed.path.rename(final)
+    def settle(self, incoming: CommittedStep) -> CommittedStep:
+        """Moves an incoming step to its own name; what was there is set aside."""
+        final = self.path / _STEP_NAMES.build_name(incoming.step)
+        if final.exists():
+            self._move_aside(final, incoming.step)
+        incoming.path.rename(final)
+        return dataclasses.replace(incoming, path=final, is_incoming=False)
+
+    def committed(self, step: int, path: epath.Path) -> CommittedStep:
+        """The step that was just committed at this path."""
+        is_incoming = path.name != _STEP_NAMES.build_name(step)
+        if is_incoming:
+            commit_time = self._commit_time(path)
+        else:
+            commit_time = _STEP_NAMES.find_step(self.path, step).commit_timestamp_nsecs
+        if commit_time is None:
+            raise DirectoryError(f"{path}: was written, but is not committed", path=path, step=step)
+        return CommittedStep(step, path, commit_time, is_incoming)
+
+    def know_summary(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
+        """Takes the summary that was just written, which then need not be read."""
+        self._summaries[committed.step, committed.commit_timestamp_nsecs] = summary
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
         """Renames steps of an abandoned branch, so that nothing resumes from them."""

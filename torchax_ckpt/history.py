@@ -1,0 +1,113 @@
+"""Owns what a run knows of its directory: the steps it goes on from, and those it abandons.
+
+The directory is listed once; after that the one writer knows itself what comes and goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.policies import CheckpointInfo
+
+logger = logging.getLogger(__name__)
+
+
+class History:
+    """The steps of one run.
+
+    Args:
+      directory: where they are.
+
+    Attributes:
+      committed: the steps this run builds on, oldest first.
+      abandoned: newer steps of a branch this run left; set aside once a new step is durable.
+    """
+
+    def __init__(self, directory: StepDirectory) -> None:
+        self._directory = directory
+        self.committed: list[CommittedStep] = []
+        self.abandoned: list[CommittedStep] = []
+        self._in_flight: CheckpointInfo | None = None
+        self._infos: dict[tuple[int, int], CheckpointInfo] = {}
+        self._is_open = False
+
+    def open(self) -> None:
+        """Lists the directory, if that has not been done yet."""
+        if not self._is_open:
+            self.committed = self._directory.steps()
+            self._is_open = True
+
+    def go_on_from(self, step: int | None) -> None:
+        """The run goes on from this step (None: from the start); newer ones are abandoned."""
+        self._is_open = False
+        self.open()
+        self._abandon(s for s in self.committed if step is None or s.step > step)
+
+    def begin(self, step: int) -> None:
+        """A save of this step begins; whatever is newer belongs to another branch."""
+        self.open()
+        self._abandon(s for s in self.committed if s.step > step)
+        now = time.time_ns()
+        self._in_flight = CheckpointInfo(
+            step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
+        )
+
+    def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
+        """The save has ended: with a durable step, or without."""
+        self._in_flight = None
+        if durable is not None:
+            self._directory.know_summary(durable, summary or {})
+            self.committed.append(durable)
+
+    def refresh(self) -> None:
+        """Looks up anew where the steps lie, after something was moved."""
+        now_at = {(s.step, s.commit_timestamp_nsecs): s for s in self._directory.steps()}
+        for known in (self.committed, self.abandoned):
+            keys = [(s.step, s.commit_timestamp_nsecs) for s in known]
+            known[:] = [now_at[key] for key in keys if key in now_at]
+
+    def forget(self, steps: Iterable[int]) -> None:
+        """Strikes deleted steps."""
+        gone = set(steps)
+        self.committed = [s for s in self.committed if s.step not in gone]
+        self.abandoned = [s for s in self.abandoned if s.step not in gone]
+
+    def has(self, step: int) -> bool:
+        """Whether this run has the step, or is saving it."""
+        in_flight = self._in_flight
+        if in_flight is not None and in_flight.step == step:
+            return True
+        return any(s.step == step for s in reversed(self.committed))
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The steps as save decision policies see them, the one in flight included."""
+        infos = [self._info(s) for s in self.committed]
+        return infos if self._in_flight is None else [*infos, self._in_flight]
+
+    def _info(self, committed: CommittedStep) -> CheckpointInfo:
+        key = (committed.step, committed.commit_timestamp_nsecs)
+        if key not in self._infos:
+            self._infos[key] = CheckpointInfo(
+                committed.step,
+                committed.path,
+                metadata=None,
+                commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
+            )
+        return self._infos[key]
+
+    def _abandon(self, steps: Iterable[CommittedStep]) -> None:
+        abandoned = list(steps)
+        if not abandoned:
+            return
+        logger.warning(
+            "%s: steps %s belong to another branch than this run goes on from; they will be set "
+            "aside once a new step is durable",
+            self._directory.path,
+            [s.step for s in abandoned],
+        )
+        self.abandoned += abandoned
+        self.committed = [s for s in self.committed if s not in abandoned]
