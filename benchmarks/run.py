@@ -41,10 +41,12 @@ def measure(what: str, state: str, peer: str, directory: Path, repeats: int) -> 
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def measure_state(state: str, repeats: int, restores: int, root: Path) -> dict[str, Any]:
+def measure_state(
+    state: str, peers: list[str], repeats: int, restores: int, root: Path
+) -> dict[str, Any]:
     """Saves and restores of one state under every peer, and the medium beside them."""
     results: dict[str, Any] = {"raw": measure("raw", state, "-", root / "raw", repeats)}
-    for peer in PEERS:
+    for peer in peers:
         directory = root / f"{state}-{peer}"
         results[peer] = measure("save", state, peer, directory, repeats)
         results[peer]["restore"] = [
@@ -80,6 +82,7 @@ def machine() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", default="deep,gpt2,wide,moe")
+    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--loop", default="deep,gpt2")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--restores", type=int, default=3)
@@ -95,7 +98,7 @@ def main() -> None:
             for state in filter(None, args.states.split(",")):
                 print(state, flush=True)
                 results.setdefault("states", {})[state] = measure_state(
-                    state, args.repeats, args.restores, root
+                    state, args.peers.split(","), args.repeats, args.restores, root
                 )
                 RESULTS.write_text(json.dumps(results, indent=1))
             for state in filter(None, args.loop.split(",")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -113,6 +114,47 @@ def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:
             ckpt.save(2, force=True)
         ckpt.restore(1)
         assert ckpt.save(2, force=True)
+
+
+def test_going_back_and_forth_abandons_only_what_is_newer_in_the_end(directory: Path) -> None:
+    model, optimizer, _ = trained(directory, 3)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.restore(1)
+        ckpt.restore(3)
+        ckpt.save(4, force=True)
+    assert entries(directory) == {"1", "2", "3", "4"}
+    assert ckpt.all_steps() == [1, 2, 3, 4]
+
+
+def test_restoring_in_the_loop_goes_on_from_there(directory: Path) -> None:
+    model, optimizer, held = trained(directory, 3)
+    bodies = []
+    with TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.FixedIntervalPolicy(1),
+        preservation_policy=KEEP_ALL,
+    ) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(5):
+            bodies.append(step)
+            if bodies == [4]:
+                ckpt.restore(2)  # the loss has spiked, say
+                assert_trees_identical(training_state(model, optimizer), held[2])
+                continue
+            train_step(model, optimizer, step)
+    assert bodies == [4, 3, 4, 5]
+    assert ckpt.all_steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_step_removed_by_hand_does_not_stop_pruning(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.LatestN(2)) as ckpt:
+        for step in range(1, 6):
+            if step == 3:
+                shutil.rmtree(directory / "1")
+            ckpt.save(step, state={"w": np.zeros(2)}, force=True)
+            ckpt.wait_until_finished()
+    assert entries(directory) == {"4", "5"}
 
 
 def test_without_attach_what_is_newer_than_the_first_save_is_abandoned(directory: Path) -> None:

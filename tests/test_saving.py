@@ -94,9 +94,9 @@ def test_forcing_a_step_that_is_there_or_on_its_way_does_nothing(
 ) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.save(1, state=STATE, force=True)
-        assert not ckpt.save(1, state=STATE, force=True)
-        gate.opened.set()
-        ckpt.wait_until_finished()
+        threading.Timer(0.3, gate.opened.set).start()
+        assert not ckpt.save(1, state=STATE, force=True)  # waits to see whether it succeeds
+        assert ckpt.all_steps() == [1]
         assert not ckpt.save(1, state=STATE, force=True)
 
 
@@ -184,6 +184,93 @@ def test_saving_goes_on_after_a_failure(directory: Path, failing: Callable[[], N
         assert ckpt.save(1, state=STATE, force=True)  # the failed step is not taken to be there
         ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1]
+
+
+def test_a_forced_save_tries_again_when_the_one_on_its_way_fails(
+    directory: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = gate._write
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        gate._write = write
+        raise OSError("once")
+
+    gate._write = fail_once
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(1, state=STATE)
+    threading.Timer(0.2, gate.opened.set).start()
+    assert ckpt.save(1, state=STATE, force=True)
+    with pytest.raises(SaveError, match="once"):
+        ckpt.wait_until_finished()
+    ckpt.close()
+    assert ckpt.all_steps() == [1]
+
+
+def test_the_mediums_own_error_is_reported_even_if_buffers_were_donated_meanwhile(
+    directory: Path, gate: Gate
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    gate._write = fail
+    x = jnp.ones(4)
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference"))
+    ckpt.save(1, state={"x": x})
+    x.delete()
+    gate.opened.set()
+    with pytest.raises(SaveError, match="No space left"):
+        ckpt.wait_until_finished()
+
+
+def test_an_interrupt_while_saving_leaves_nothing_hanging(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = False
+    wait = threading.Event.wait
+
+    def interrupt(self: threading.Event, timeout: float | None = None) -> bool:
+        nonlocal interrupted
+        if not interrupted and threading.current_thread() is threading.main_thread():
+            interrupted = True
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
+    x = jnp.ones(4)
+    ckpt._saver.claim()
+    start = threading.Thread.start
+
+    def started(self: threading.Thread) -> None:
+        start(self)
+        if self.name.startswith("save-"):
+            monkeypatch.setattr(threading.Event, "wait", interrupt)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(1, state={"x": x})
+    monkeypatch.undo()
+    ckpt.wait_until_finished(timeout_secs=60)
+    assert ckpt.all_steps() == [1]
+
+
+def test_a_tracer_left_in_optimizer_state_is_refused_by_name(directory: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_step(model, optimizer, 0)
+    moment = optimizer.state[model.get_parameter("0.weight")]["exp_avg"]
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(1, force=True)
+
+        def leak(x: jax.Array) -> jax.Array:
+            backend.set_buffer(moment, x)
+            return x
+
+        jax.jit(leak)(backend.buffer(moment))
+        with pytest.raises(
+            UnsupportedLeafError, match=r"optimizer/0\.weight/exp_avg: is a JAX trac"
+        ):
+            ckpt.save(2, force=True)
 
 
 def test_an_error_in_the_loop_is_not_replaced_by_a_failed_save(

@@ -86,6 +86,15 @@ def test_recorded_metrics_belong_to_their_step(directory: Path) -> None:
     assert ckpt.metrics(3) == {"loss": float(backend.buffer(losses[3]))}
 
 
+def test_metrics_of_a_step_that_is_not_saved_are_dropped(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.record(val=1.0)
+        assert not ckpt.save(1)
+        assert ckpt.save(2, metrics={"loss": 2.0}, force=True)
+    assert ckpt.metrics(2) == {"loss": 2.0}
+
+
 def test_record_refuses_what_is_no_metric(directory: Path) -> None:
     with pytest.raises(MetricsError, match="'loss'"):
         TorchaxCheckpointer(directory).record(loss=object())

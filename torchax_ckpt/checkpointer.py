@@ -103,6 +103,7 @@ class TorchaxCheckpointer:
         self._attached: Attached | None = None
         self._unattached = Attached()  # random state alone, for functional training without attach
         self._position: int | None = None
+        self._restores = 0
         self._recorded: dict[str, Any] = {}
         self._is_closed = False
 
@@ -169,6 +170,7 @@ class TorchaxCheckpointer:
                 "attach was called before on this checkpointer; attach everything in one call, or "
                 "use a second checkpointer with another directory"
             )
+        self._saver.wait()
         attached = Attached(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
@@ -218,6 +220,7 @@ class TorchaxCheckpointer:
             committed = self._directory.find(_as_step(step))
             report, skipped = restore_attached(committed, attached, strict, self._options), ()
         self._position = report.step
+        self._restores += 1
         self._recorded = {}
         self._history.go_on_from(report.step)
         return RestoreReport(
@@ -256,7 +259,8 @@ class TorchaxCheckpointer:
         """The steps still to do, from the first after the restored one to ``total``.
 
         After each body the step is saved if the policy says so, with what was recorded in it;
-        the last one is saved in any case. ``break`` and exceptions leave the loop without saving
+        the last one is saved in any case. A body that restores another step is not saved; the loop
+        goes on from there. ``break`` and exceptions leave the loop without saving
         the body they leave. At a preemption the step is saved, waited for, and the loop ends.
         """
         self._require_open()
@@ -268,7 +272,12 @@ class TorchaxCheckpointer:
         while step < total:
             step = (self._position or 0) + 1
             self._recorded = {}
+            restores = self._restores
             yield step
+            if self._restores != restores:
+                # The body went to another step: what is attached is that step's state now.
+                step = self._position or 0
+                continue
             is_preempted = self.reached_preemption(step)
             self.save(step, force=is_preempted or step == total)
             self._position = step
@@ -356,19 +365,23 @@ class TorchaxCheckpointer:
                 path=self._directory.path,
             )
         attached = self._attached
-        if state is None and (attached is None or not attached.components):
+        if state is None and (attached is None or attached.components.keys() <= {"rng"}):
             raise AttachError(
                 "save was called before anything was attached; call attach(model, optimizer) or "
                 "give the state: save(step, state=...)",
                 step=step,
             )
         pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
+        self._recorded = {}
         self._history.open()
+        if force:
+            self._saver.wait()  # the step may be on its way, and may fail there
         if self._history.has(step) or not (force or self._should_save(step)):
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
         began = time.perf_counter()
+        pending = metrics_room.hold(pending)
         self._saver.claim()
         self._saver.wait()
         captured = (attached or self._unattached).capture(state)
@@ -384,7 +397,6 @@ class TorchaxCheckpointer:
             )
         )
         self._position = step
-        self._recorded = {}
         return True
 
     def reached_preemption(self, step: int) -> bool:

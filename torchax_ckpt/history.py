@@ -44,6 +44,7 @@ class History:
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
         self._is_open = False
+        self.abandoned = []
         self.open()
         self._abandon(s for s in self.committed if step is None or s.step > step)
 
@@ -58,10 +59,10 @@ class History:
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
         """The save has ended: with a durable step, or without."""
-        self._in_flight = None
         if durable is not None:
             self._directory.know_summary(durable, summary or {})
             self.committed.append(durable)
+        self._in_flight = None  # last: whoever asks meanwhile finds the step once or twice
 
     def refresh(self) -> None:
         """Looks up anew where the steps lie, after something was moved."""
@@ -85,8 +86,11 @@ class History:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The steps as save decision policies see them, the one in flight included."""
+        in_flight = self._in_flight
         infos = [self._info(s) for s in self.committed]
-        return infos if self._in_flight is None else [*infos, self._in_flight]
+        if in_flight is None or (infos and infos[-1].step == in_flight.step):
+            return infos
+        return [*infos, in_flight]
 
     def _info(self, committed: CommittedStep) -> CheckpointInfo:
         key = (committed.step, committed.commit_timestamp_nsecs)

@@ -17,13 +17,15 @@ from torchax_ckpt.errors import (
     ForeignCheckpointError,
     UnusableStateError,
 )
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, put
-from torchax_ckpt.state import functional
+from torchax_ckpt.state import functional, random_state
 from torchax_ckpt.state.attached import STATE, Attached
 from torchax_ckpt.state.component import Read, Restoration, Write
 from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.tree import decode, key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep
 
@@ -86,14 +88,16 @@ def restore_attached(
     """
     manifest = read_manifest(committed)
     findings = Findings()
-    restoration = attached.prepare(manifest.document, findings)
-    if strict and findings:
-        raise findings.error(committed.step, str(committed.path))
-    restoration.require_filled()
-    if options.restore_in_budget:
-        _apply_in_budget(committed, manifest, restoration, options)
-    else:
-        restoration.apply(read_leaves(committed, manifest, restoration.reads, options))
+    brings_rng = "rng" in attached.components and "rng" in manifest.document
+    with random_state.left_alone(on_success=not brings_rng):
+        restoration = attached.prepare(manifest.document, findings)
+        if strict and findings:
+            raise findings.error(committed.step, str(committed.path))
+        restoration.require_filled()
+        if options.restore_in_budget:
+            _apply_in_budget(committed, manifest, restoration, options)
+        else:
+            restoration.apply(read_leaves(committed, manifest, restoration.reads, options))
     logger.info("restored step %d from %s", committed.step, committed.path)
     return RestoreReport(
         committed.step,
@@ -186,6 +190,7 @@ def _load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkp
     """Reads a step of bare Orbax; its pytree must have the abstract state's structure."""
     if abstract_state is None:
         return storage.load_foreign(committed, None, options)
+    _require_there(committed, abstract_state)
     leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
     reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
     asked = [
@@ -201,10 +206,57 @@ def _load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkp
     return jax.tree_util.tree_unflatten(treedef, {**found, **revived}.values())
 
 
+def _require_there(committed: CommittedStep, abstract_state: Any) -> None:
+    """Raises MismatchError; Orbax would give what was asked for, cast, or as it was asked."""
+    stored = storage.foreign_metadata(committed)
+    findings = Findings()
+    for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
+        parts = [key_part(entry) for entry in path]
+        name = names.join(parts)
+        found: Any = stored
+        for part in parts:
+            children = (
+                {str(k): v for k, v in found.items()}
+                if isinstance(found, Mapping)
+                else dict(zip(map(str, range(len(found))), found, strict=True))
+                if isinstance(found, (list, tuple))
+                else {}
+            )
+            found = children.get(part, _ABSENT)
+        if found is _ABSENT:
+            findings.missing.append(name)
+        elif (read := functional.as_read(abstract)) is not None:
+            if read.placement is not Local.HOST:
+                functional.require_jax_dtype(read.spec.dtype, name)
+            shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+            if (shape, dtype) != (read.spec.shape, np.dtype(read.spec.dtype)):
+                text = f"{dtype}{list(shape)}" if shape is not None else repr(found)
+                findings.mismatch(name, read.spec.content(), text)
+    if findings:
+        raise findings.error(committed.step, str(committed.path))
+
+
+_ABSENT = object()
+
+
 def read_manifest(committed: CommittedStep) -> Manifest:
     """The checked manifest of a step."""
-    raw = storage.read_manifest(committed)
-    return Manifest.from_json(raw, path=str(committed.path / storage.MANIFEST))
+    path = str(committed.path / storage.MANIFEST)
+    try:
+        manifest = Manifest.from_json(storage.read_manifest(committed), path=path)
+        for node in manifest.document.values():
+            decode(node, lambda leaf: leaf["array"])
+    except CorruptCheckpointError as error:
+        if error.step is not None:
+            raise
+        where = "" if str(committed.path) in str(error) else f"{path}: "
+        raise CorruptCheckpointError(
+            f"step {committed.step}: {where}{error}",
+            step=committed.step,
+            path=path,
+            key_path=error.key_path,
+        ) from error
+    return manifest
 
 
 def read_leaves(

@@ -128,11 +128,18 @@ class Saver:
         save = _InFlight(capture.step, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
-        save.thread.start()
-        if capture.snapshot.way == "transfer":
-            save.transferred.wait()
-        save.blocking_secs = time.perf_counter() - capture.began
-        save.handed_over.set()
+        try:
+            save.thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            self._in_flight = None
+            self._history.end(None)
+            raise
+        try:
+            if capture.snapshot.way == "transfer":
+                save.transferred.wait()
+        finally:  # also when interrupted: the save's thread waits for this
+            save.blocking_secs = time.perf_counter() - capture.began
+            save.handed_over.set()
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; failures are left for ``check_for_errors``.
@@ -222,11 +229,15 @@ class Saver:
 
     def _fail(self, capture: Capture, error: BaseException) -> None:
         step = capture.step
-        try:
-            capture.snapshot.require_alive()
-        except DonatedBufferError as donated:
+        if isinstance(error, RuntimeError) and "deleted" in str(error):
+            # An array that was held by reference is gone: say which one.
+            try:
+                capture.snapshot.require_alive()
+            except DonatedBufferError as donated:
+                donated.__cause__ = error
+                error = donated
+        if isinstance(error, DonatedBufferError):
             self._on_donated()
-            error = donated
         failure = SaveError(
             f"saving step {step} to {self._directory.path} failed: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. Earlier steps are intact; the next save tries again.",

@@ -22,7 +22,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -147,8 +146,14 @@ class Snapshotter:
         if way != "copy":
             return Snapshot(way, names, arrays, self._planner)
         plan = self._planner(names, arrays)
-        ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
-        return Snapshot(way, names, arrays, self._planner, (plan, ready))
+        try:
+            ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
+        except jax.errors.JaxRuntimeError as error:
+            if self._mode != "auto" or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self._tell("transfer", "the devices ran out of memory for copies")
+            return Snapshot("transfer", names, arrays, self._planner)
+        return Snapshot(way, names, (), self._planner, (plan, ready))
 
     def donated(self) -> None:
         """Tells that a reference was donated: from now on copies are taken."""
@@ -165,7 +170,7 @@ class Snapshotter:
         fits = self._fits(arrays)
         if self._donates is None:
             self._samples = _samples(names, arrays)
-            return "copy" if fits else "reference"
+            return "copy" if fits else "transfer"
         if fits:
             return self._tell("copy", "the program donates what is saved")
         return self._tell("transfer", "the program donates, and there is no memory for copies")
@@ -193,12 +198,25 @@ class Snapshotter:
 
 
 def free_device_bytes(device: jax.Device) -> int | None:
-    """Free memory of a device in bytes: what its allocator reports, or the host's."""
+    """Free memory of a device in bytes: what its peak so far has left over, or the host's.
+
+    The peak counts, not what is in use between two steps: the next step needs its room again.
+    """
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats and "bytes_in_use" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    if device.platform == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return stats["bytes_limit"] - stats.get("peak_bytes_in_use", stats["bytes_in_use"])
+    return _available_host_bytes() if device.platform == "cpu" else None
+
+
+def _available_host_bytes() -> int | None:
+    """What Linux says can be allocated, file caches that it would give up included."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        pass
     return None
 
 
@@ -257,7 +275,16 @@ def _copy_onto(sharding: Sharding) -> Callable[..., tuple[jax.Array, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _stack_onto(sharding: Sharding) -> Callable[..., jax.Array]:
-    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=sharding)
+    return jax.jit(lambda *xs: _stack_bits(xs), out_shardings=sharding)
+
+
+def _stack_bits(arrays: Sequence[jax.Array]) -> jax.Array:
+    """A stack; of float8 by its bits, since XLA converts those on the way and changes NaNs."""
+    dtype = arrays[0].dtype
+    if not dtype.name.startswith("float8"):
+        return jnp.stack(arrays)
+    bits = [jax.lax.bitcast_convert_type(array, jnp.uint8) for array in arrays]
+    return jax.lax.bitcast_convert_type(jnp.stack(bits), dtype)
 
 
 @functools.lru_cache(maxsize=256)

@@ -60,6 +60,7 @@ def check_internals() -> None:
         assert tensor.jax() is after, "assigning Tensor._elem does not replace the buffer"
         assert isinstance(env._property.content, RuntimeProperty), "no RuntimeProperty"
         assert env.prng_key is env._property.content.prng, "prng_key is kept elsewhere"
+        RuntimeProperty.override(env._property.content, prng=env.prng_key)
         wrapped = JittableModule(torch.nn.Identity())
         for name in ("params", "buffers", "_model", "_extra_dumped_weights"):
             getattr(wrapped, name)
@@ -208,7 +209,12 @@ def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
     """Overwrites a CPU tensor in place with an array of its shape and dtype."""
     source = from_numpy(array)
     with native_torch():
-        tensor.detach().copy_(source)
+        if any(
+            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            tensor.data = source  # expanded: several elements share memory and cannot be written
+        else:
+            tensor.detach().copy_(source)
 
 
 # --- modules -----------------------------------------------------------------------------------

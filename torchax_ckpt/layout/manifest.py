@@ -13,15 +13,21 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - makes np.dtype know bfloat16 and the like
-import numpy as np
-
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.plan import Plan
 
 FORMAT = "torchax_ckpt"
 # 0 while the format may still change; readers refuse what is newer than they are.
 VERSION = 0
+
+KINDS = frozenset({"torchax", "torch", "jax", "numpy", "numpy_scalar", "key"})
+# What TensorStore holds: numpy's dtypes but float128 and complex256, and most of ml_dtypes'.
+STORABLE_DTYPES = frozenset(
+    ["bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+     "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn",
+     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz",
+     "float8_e8m0fnu"]
+)  # fmt: skip
 
 Node = Any
 """One node of the document: JSON (None, bool, int, float, str, list, dict)."""
@@ -76,10 +82,12 @@ class Manifest:
             or not isinstance(stacks, dict)
             or not isinstance(empty, list)
             or not all(isinstance(m, list) for m in stacks.values())
+            or not all(isinstance(name, str) for part in (empty, *stacks.values()) for name in part)
+            or not isinstance(raw.get("versions"), dict)
         ):
             raise CorruptCheckpointError(
-                f"{path}: the manifest lacks 'document', 'stacks' or 'empty', or they have the "
-                "wrong form",
+                f"{path}: the manifest lacks 'document', 'stacks', 'empty' or 'versions', or they "
+                "have the wrong form",
                 path=path,
             )
         for component in document.values():
@@ -91,7 +99,7 @@ class Manifest:
                 stacks={stored: tuple(members) for stored, members in stacks.items()},
                 empty=frozenset(empty),
             ),
-            versions=raw.get("versions") or {},
+            versions=raw["versions"],
         )
 
 
@@ -109,15 +117,18 @@ def array_nodes(node: Node) -> Iterator[dict[str, Any]]:
 
 
 def _check_array_node(node: dict[str, Any], path: str) -> None:
-    name: Any = node["array"]
-    shape: Any = node.get("shape")
-    try:
-        np.dtype(node["dtype"])
-        known = isinstance(name, str) and isinstance(node["kind"], str) and isinstance(shape, list)
-        known = known and all(type(dim) is int and dim >= 0 for dim in shape)
-    except (KeyError, TypeError):
-        known = False
-    if not known:
+    name, kind, shape = node["array"], node.get("kind"), node.get("shape")
+    dtype: Any = node.get("dtype")
+    if not (
+        isinstance(name, str)
+        and isinstance(kind, str)
+        and kind in KINDS
+        and (kind != "key" or isinstance(node.get("impl"), str))
+        and isinstance(dtype, str)
+        and dtype in STORABLE_DTYPES
+        and isinstance(shape, list)
+        and all(type(dim) is int and dim >= 0 for dim in shape)
+    ):
         raise CorruptCheckpointError(
             f"{path}: malformed leaf {_brief(node)}", path=path, key_path=str(name)
         )

@@ -52,6 +52,8 @@ class Attached:
         self._modules: list[ModuleComponent] = []
         self.components: dict[str, Component] = {}
         self._rng = rng
+        self._name_parts: list[Any] = []
+        self._names: Mapping[int, tuple[tuple[str, ...], ...]] = {}
         self._functional = functional.FunctionalState()
 
         def module(value: Any, path: tuple[str, ...]) -> Component:
@@ -82,8 +84,16 @@ class Attached:
         """Whether a module is attached, whose own tensors hold the state to save."""
         return bool(self._modules)
 
-    def _parameter_names(self) -> dict[int, tuple[str, ...]]:
-        return {k: v for module in self._modules for k, v in module.parameter_names().items()}
+    def _parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
+        parts = [module.parameter_names() for module in self._modules]
+        if [id(part) for part in parts] != [id(part) for part in self._name_parts]:
+            self._name_parts = parts
+            merged: dict[int, tuple[tuple[str, ...], ...]] = {}
+            for part in parts:
+                for key, paths in part.items():
+                    merged[key] = (*merged.get(key, ()), *paths)
+            self._names = merged
+        return self._names
 
     def _placements(self) -> dict[int, Placement]:
         return {k: v for module in self._modules for k, v in module.placements().items()}

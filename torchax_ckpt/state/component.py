@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import UninitializedLeafError, UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Array, Encoder, Spec, decode
+from torchax_ckpt.state.leaf import Array, Spec
+from torchax_ckpt.state.tree import Encoder, decode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,9 +62,17 @@ def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
 
 
 def require_alive(captured: Captured) -> None:
-    """Raises UnsupportedLeafError if a leaf was donated and holds no data any more."""
+    """Raises UnsupportedLeafError, by name, if a leaf holds no data (any more)."""
     for name, array in zip(captured.form.names, captured.arrays, strict=True):
-        if isinstance(array, jax.Array) and array.is_deleted():
+        if not isinstance(array, jax.Array):
+            continue
+        if isinstance(array, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                f"{name}: is a JAX tracer, left behind by a jitted function. Put the arrays that "
+                "the function returned into the tensors, and save outside of it.",
+                key_path=name,
+            )
+        if array.is_deleted():
             raise UnsupportedLeafError(
                 f"{name}: its buffer was donated to a jitted step and is gone. Save the state that "
                 "the step returned: save(step, state=...).",
@@ -179,7 +192,11 @@ class Restoration:
         except BaseException:
             for call in reversed(done):
                 if call.undo is not None:
-                    call.undo()
+                    try:
+                        call.undo()
+                    except Exception:
+                        # What refuses any state cannot be helped; the others still can.
+                        logger.exception("undoing a failed restore failed")
             raise
 
 
@@ -224,6 +241,12 @@ def restore_by_call(
     return Write(call, undo, needs=tuple(child["array"] for child in array_nodes(node)))
 
 
+def thaw(captured: Captured) -> Any:
+    """A captured value again, sharing nothing that can change with the object it came from."""
+    arrays = captured.by_name()
+    return decode(captured.form.node, lambda n: revive(n, arrays[n["array"]]))
+
+
 def revive(node: Mapping[str, Any], value: Any) -> Any:
     """The leaf as it was: a torchax or CPU tensor, a JAX or numpy array, a scalar, a random key."""
     match node["kind"]:
@@ -235,5 +258,12 @@ def revive(node: Mapping[str, Any], value: Any) -> Any:
             return jax.random.wrap_key_data(value, impl=node["impl"])
         case "numpy_scalar":
             return value[()]
+        case "jax" if node.get("weak"):
+            return weakly_typed(value)
         case _:
             return value
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The array with JAX's weak type, which lets the dtype of what it meets win."""
+    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)

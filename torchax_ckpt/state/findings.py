@@ -45,7 +45,7 @@ class Findings:
         )
         lines.append(
             "Attach the program that wrote it, restore(strict=False) to take what matches, or use "
-            "another directory."
+            "another directory; for load, give an abstract_state that fits."
         )
         return MismatchError(
             "\n".join(lines),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
@@ -23,7 +24,8 @@ from torchax_ckpt.state.component import (
     revive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Spec, decode, describe, freeze, key_part, navigate
+from torchax_ckpt.state.leaf import Spec, describe, freeze
+from torchax_ckpt.state.tree import Encoder, decode, key_part, leaf_paths, navigate
 
 KEY_PATH = ("state",)
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -47,9 +49,15 @@ class FunctionalState:
         Raises:
           UnsupportedLeafError: a leaf cannot be stored, or was donated and is gone.
         """
-        leaves, treedef = jax.tree_util.tree_flatten(state)
-        signature = (treedef, [_signature_of(leaf) for leaf in leaves])
-        if signature == self._signature:
+        try:
+            leaves, treedef = jax.tree_util.tree_flatten(state)
+        except (TypeError, ValueError):  # dict keys that JAX cannot sort, such as 1 and "1"
+            captured = encoded(state, KEY_PATH)
+            require_alive(captured)
+            return captured
+        marks = [_signature_of(leaf) for leaf in leaves]
+        signature = None if None in marks else (treedef, marks)
+        if signature is not None and signature == self._signature:
             with backend.native_torch():
                 arrays = [freeze(leaves[i], KEY_PATH[0]) for i in self._order]
             captured = Captured(self._form, arrays)
@@ -61,7 +69,7 @@ class FunctionalState:
                 for i, (path, _) in enumerate(paths)
             }
             self._signature = None
-            if position.keys() >= set(captured.form.names):
+            if signature is not None and position.keys() >= set(captured.form.names):
                 self._signature, self._form = signature, captured.form
                 self._order = [position[name] for name in captured.form.names]
         require_alive(captured)
@@ -69,9 +77,27 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
+    """What decides the leaf's node; None where only encoding it anew can tell."""
+    if isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
+    if isinstance(leaf, jax.Array):
+        return type(leaf), leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
     if isinstance(leaf, _ARRAYS):
         return type(leaf), leaf.shape, leaf.dtype
-    return type(leaf), leaf
+    # Equal values of these types have equal nodes: 0.0 and -0.0 do not, and sets can change.
+    return (type(leaf), leaf) if type(leaf) in (int, bool, str, bytes) else None
+
+
+def same_form(abstract: Any, node: Node) -> bool:
+    """Whether the node is of the abstract value's form: a number, a text, a set, ..."""
+    return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
+
+
+def _tag(node: Node) -> str:
+    if isinstance(node, dict):
+        tag = next(iter(node))
+        return "number" if tag in ("int", "float") else tag
+    return "number" if type(node) in (int, float) else type(node).__name__
 
 
 class Request:
@@ -93,16 +119,16 @@ class Request:
         self._abstract = abstract_state
         self._nodes: list[Node] = []
         if abstract_state is None:
-            for node in array_nodes(root):
-                on_device = Spec.of_node(node).on_device
-                self._read(node, Local.DEFAULT_DEVICE if on_device else Local.HOST)
+            self._read_all(root)
             return
-        wanted: set[str] = set()
+        wanted: set[tuple[str, ...]] = set()
         for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
             parts = [key_part(entry) for entry in path]
             self._nodes.append(self._match(parts, abstract, prefix, findings))
-            wanted.update(n["array"] for n in array_nodes(self._nodes[-1]))
-        findings.unexpected += [n["array"] for n in array_nodes(root) if n["array"] not in wanted]
+            wanted.add(tuple(parts))
+        findings.unexpected += [
+            name for name, parts in leaf_paths(root, prefix) if not _starts(parts, wanted)
+        ]
 
     def _match(
         self, parts: list[str], abstract: Any, prefix: tuple[str, ...], findings: Findings
@@ -115,8 +141,10 @@ class Request:
             return None
         is_leaf = isinstance(node, dict) and "array" in node
         if not isinstance(abstract, _ARRAYS):
-            if is_leaf or isinstance(node, list):
+            if not same_form(abstract, node):
                 findings.mismatch(name, f"a {type(abstract).__name__}", _form(node))
+            else:
+                self._read_all(node)
             return node
         expected = describe(abstract, name)
         if not is_leaf:
@@ -133,7 +161,14 @@ class Request:
         self._read(node, _placement(abstract, expected))
         return {**node, "kind": expected.kind}
 
+    def _read_all(self, root: Node) -> None:
+        for node in array_nodes(root):
+            on_device = Spec.of_node(node).on_device
+            self._read(node, Local.DEFAULT_DEVICE if on_device else Local.HOST)
+
     def _read(self, node: Mapping[str, Any], placement: Placement) -> None:
+        if placement is not Local.HOST:
+            require_jax_dtype(node["dtype"], node["array"])
         self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
 
     def build(self, values: Values) -> Any:
@@ -165,6 +200,20 @@ def _placement(abstract: Any, spec: Spec) -> Placement:
     if spec.kind == "key" and not isinstance(array, jax.core.Tracer) and not array.is_deleted():
         array = jax.random.key_data(array)
     return placement_of(array)
+
+
+def require_jax_dtype(dtype: str, name: str) -> None:
+    """Raises UnsupportedLeafError where JAX would narrow the dtype, and 2**40 to 0."""
+    if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
+        raise UnsupportedLeafError(
+            f"{name}: is {dtype}, which JAX would narrow. Ask for a numpy array or a CPU tensor "
+            "in the abstract state, or set jax_enable_x64.",
+            key_path=name,
+        )
+
+
+def _starts(parts: list[str], wanted: set[tuple[str, ...]]) -> bool:
+    return any(tuple(parts[:length]) in wanted for length in range(len(parts) + 1))
 
 
 def _form(node: Node) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -39,26 +40,52 @@ def _name(name: object) -> str:
 
 def _check(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if backend.is_device_tensor(value):
-            value = backend.buffer(value)
-        else:
-            with backend.native_torch():
-                value = value.detach().to(torch.float64).numpy() if value.numel() == 1 else value
+        value = _array_of(name, value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if isinstance(value, jax.core.Tracer):
             raise MetricsError(f"metric {name!r} is a JAX tracer; record it outside of jit")
-        if value.size != 1 or value.dtype.kind in "OSUc":
+        if value.size != 1 or not _is_real(value.dtype):
             raise MetricsError(
                 f"metric {name!r}: expected a scalar, found {value.dtype}{list(value.shape)}"
             )
-        return value if isinstance(value, jax.Array) else _python_scalar(value)
+        if not isinstance(value, jax.Array):
+            return _python_scalar(value)
+        if value.is_deleted():
+            raise MetricsError(
+                f"metric {name!r}: its buffer was donated to a jitted step and is gone; record "
+                "what the step returned"
+            )
+        return value
     try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
         raise MetricsError(
             f"metric {name!r}: {value!r:.80} is neither a number nor JSON ({error})"
         ) from error
-    return value
+
+
+def _array_of(name: str, tensor: torch.Tensor) -> Any:
+    if backend.is_device_tensor(tensor):
+        return backend.buffer(tensor)
+    if tensor.is_meta or (why := backend.why_unsupported(tensor)) is not None:
+        why = "is on the meta device" if tensor.is_meta else why
+        raise MetricsError(f"metric {name!r}: {why}")
+    with backend.native_torch():
+        return backend.to_numpy(tensor)
+
+
+def _is_real(dtype: Any) -> bool:
+    if dtype.itemsize > 8 or jax.dtypes.issubdtype(dtype, np.timedelta64):
+        return False  # float128; and to numpy a timedelta64 is an integer
+    return any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.integer, np.floating))
+
+
+def hold(pending: Pending) -> dict[str, Any]:
+    """The metrics with device scalars copied on their devices, so that none can be donated."""
+    return {
+        name: jnp.copy(_check(name, value)) if isinstance(value, jax.Array) else value
+        for name, value in pending.items()
+    }
 
 
 def _python_scalar(value: Any) -> Any:

@@ -31,10 +31,11 @@ from torchax_ckpt.state.component import (
     encoded,
     require_alive,
     restore_by_call,
+    thaw,
 )
 from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
 from torchax_ckpt.state.slots import Slot, extra_state_modules, registered, same_objects, slots
-from torchax_ckpt.state.tree import Array, Spec, describe, freeze_all
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
 """From a tensor's name and abstract value to its sharding; None leaves it where it is."""
@@ -67,8 +68,10 @@ class ModuleComponent:
         self._init = init
         self._combined = Combined(self._node)
         self._registered: list[Any] = []
+        self._persistent: list[Slot] = []
         self._tensors: list[torch.Tensor] = []
         self._ties: list[list[str]] = []
+        self._names: dict[int, tuple[tuple[str, ...], ...]] = {}
         self._extra_state_modules: dict[str, torch.nn.Module] = {}
         self._specs: list[Any] | None = None
         self._form = Form(None, ())
@@ -90,7 +93,10 @@ class ModuleComponent:
                 key_path=names.join(self.key_path),
             )
         known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
-        known |= {f"{p}.{_EXTRA_STATE}" if p else _EXTRA_STATE for p in extra_state_modules(root)}
+        known |= {
+            f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
+            for path, _ in root.named_modules(remove_duplicate=False)
+        }
         if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
             name = self.name(unknown[0])
             raise UnsupportedLeafError(
@@ -107,13 +113,10 @@ class ModuleComponent:
         """The name as ``shardings`` and ``init`` get it: without the component."""
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
-    def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """id of every live parameter object -> its key path below ``model``."""
-        return {
-            id(tensor): (*self.key_path[1:], slot.fqn)
-            for slot in slots(self.module).values()
-            for tensor in slot.tensors
-        }
+    def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
+        """id of every live tensor -> its key paths below ``model``; one object until changed."""
+        self._refresh()
+        return self._names
 
     def placements(self) -> dict[int, Placement]:
         """id of every live tensor object -> where it will be once restored."""
@@ -138,22 +141,46 @@ class ModuleComponent:
 
     def _capture_tensors(self) -> Captured:
         """Tensors by reference; the walk over names happens only when the module has changed."""
-        live = registered(self.module)
-        if not same_objects(live, self._registered):
-            self._registered = live
-            self._extra_state_modules = extra_state_modules(self.module)
-            persistent = [s for s in slots(self.module).values() if s.persistent]
-            self._tensors = [s.tensor for s in persistent]
-            self._ties = [[alias, s.fqn] for s in persistent for alias in s.aliases]
-            self._specs = None
+        self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
             if _specs(self._tensors, arrays) == self._specs:
                 return Captured(self._form, arrays)
-        named = {s.fqn: s.tensor for s in slots(self.module).values() if s.persistent}
+        for slot in self._persistent:
+            self._require_one_value(slot)
+        named = {s.fqn: s.tensor for s in self._persistent}
         captured = encoded(named, self.key_path)
         self._specs, self._form = _specs(self._tensors, captured.arrays), captured.form
         return captured
+
+    def _require_one_value(self, slot: Slot) -> None:
+        # Only a JittableModule may hold more than its own tensor and one that replaced it.
+        if len({id(backend.buffer(t)) for t in slot.tensors[:-1]}) > 1:
+            name = self.name(slot.fqn)
+            raise UnsupportedLeafError(
+                f"{name}: is tied to {', '.join(slot.aliases)}, but the JittableModule's params "
+                "hold different values for them; build it with dedup_parameters=True",
+                key_path=name,
+            )
+
+    def _refresh(self) -> None:
+        """Walks over the names again if the module has changed."""
+        live = registered(self.module)
+        if same_objects(live, self._registered):
+            return
+        self._registered = live
+        self._extra_state_modules = extra_state_modules(self.module)
+        every = slots(self.module).values()
+        persistent = [s for s in every if s.persistent]
+        self._persistent = persistent
+        self._tensors = [s.tensor for s in persistent]
+        self._ties = [[alias, s.fqn] for s in persistent for alias in s.aliases]
+        self._names = {
+            id(tensor): tuple((*self.key_path[1:], n) for n in (slot.fqn, *slot.aliases))
+            for slot in every
+            for tensor in slot.tensors
+        }
+        self._specs = None
 
     def _node(self, nodes: list[Node]) -> Node:
         tensors, *extra = nodes
@@ -181,10 +208,10 @@ class ModuleComponent:
         considered: set[str] = set()
         with backend.native_torch():
             for slot in live.values():
-                sources = self._sources(slot, stored, ties, findings)
+                sources, same_ties = self._sources(slot, stored, ties, findings)
                 considered.update(sources)
                 # Which of several values a tied tensor should get is anyone's guess.
-                if len(sources) == 1 and self._fits(slot, stored[sources[0]], findings):
+                if same_ties and self._fits(slot, stored[sources[0]], findings):
                     supplied.add(slot.fqn)
                     restoration.read(stored[sources[0]], self._placement(slot))
                     leaf = stored[sources[0]]["array"]
@@ -194,24 +221,26 @@ class ModuleComponent:
         findings.unexpected += [self.name(fqn) for fqn in stored if fqn not in considered]
         self._prepare_extra_state(node, findings, restoration)
         self._fill_rest(restoration, supplied)
+        self._reshard_rest(restoration, supplied)
         return restoration
 
     def _sources(
         self, slot: Slot, stored: Mapping[str, Node], ties: Mapping[str, str], findings: Findings
-    ) -> list[str]:
-        """The stored tensors that the slot's names stand for: one, unless ties differ."""
+    ) -> tuple[list[str], bool]:
+        """The stored tensors that the slot's names stand for, and whether it is one, tied alike."""
         every_name = (slot.fqn, *slot.aliases)
         owners = [ties.get(name, name) for name in every_name]
         sources = list(dict.fromkeys(owner for owner in owners if owner in stored))
         if not sources:
             findings.missing.append(self.name(slot.fqn))
-            return []
+            return [], False
         groups = [{s, *(alias for alias, fqn in ties.items() if fqn == s)} for s in sources]
-        if groups != [set(every_name)]:
+        same_ties = groups == [set(every_name)]
+        if not same_ties:
             findings.mismatch(
                 self.name(slot.fqn), _tied(every_name), ", ".join(_tied(group) for group in groups)
             )
-        return sources
+        return sources, same_ties
 
     def _fits(self, slot: Slot, node: Node, findings: Findings) -> bool:
         spec, expected = Spec.of_node(node), self._expected(slot)
@@ -232,15 +261,14 @@ class ModuleComponent:
                 findings.unexpected.append(names.join((*self.key_path, path, _EXTRA_STATE)))
                 continue
             module = modules[path]
-            before = module.get_extra_state()
-            live = encoded(before, (*self.key_path, path, _EXTRA_STATE))
+            live = encoded(module.get_extra_state(), (*self.key_path, path, _EXTRA_STATE))
             restoration.calls.append(
                 restore_by_call(
                     child,
                     live.by_name(),
                     restoration,
                     do=module.set_extra_state,
-                    undo=functools.partial(module.set_extra_state, before),
+                    undo=functools.partial(_put_back, module, live),
                 )
             )
 
@@ -250,11 +278,16 @@ class ModuleComponent:
         """A start without a checkpoint: fills meta tensors and applies the sharding rule."""
         restoration = Restoration()
         self._fill_rest(restoration, set())
-        if self._rule is not None:
-            for slot in slots(self.module).values():
-                if backend.is_device_tensor(slot.tensor):
-                    restoration.writes.append(Write(self._resharder(slot)))
+        self._reshard_rest(restoration, set())
         return restoration
+
+    def _reshard_rest(self, restoration: Restoration, supplied: set[str]) -> None:
+        """Moves live tensors that the checkpoint does not supply to where the rule wants them."""
+        if self._rule is None:
+            return
+        for slot in slots(self.module).values():
+            if slot.fqn not in supplied and backend.is_device_tensor(slot.tensor):
+                restoration.writes.append(Write(self._resharder(slot)))
 
     def _resharder(self, slot: Slot) -> Callable[[Values], None]:
         placement = self._placement(slot)
@@ -342,6 +375,10 @@ def _fill(slot: Slot, array: Any) -> None:
 
 def _specs(tensors: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[Any]:
     return [(type(t), a.shape, a.dtype) for t, a in zip(tensors, arrays, strict=True)]
+
+
+def _put_back(module: torch.nn.Module, extra_state: Captured) -> None:
+    module.set_extra_state(thaw(extra_state))
 
 
 def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:

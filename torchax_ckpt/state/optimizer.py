@@ -26,15 +26,25 @@ from torchax_ckpt.state.component import (
     Values,
     Write,
     encoded,
+    require_alive,
     revive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Encoder, Spec, decode, describe, freeze_all
+from torchax_ckpt.state.leaf import Spec, describe, freeze_all
+from torchax_ckpt.state.tree import Encoder, decode
 
-ParameterNames = Callable[[], Mapping[int, tuple[str, ...]]]
-"""Gives id of a live parameter -> its key path below ``model``, as it is now."""
+ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
+"""Gives id of a live parameter -> its key paths below ``model``, as they are now.
+
+A tied parameter has several, the first of which names it when it is saved. It is the same object
+until a name changes.
+"""
 ParameterPlacements = Callable[[], Mapping[int, Placement]]
 """Gives id of a live parameter -> where it will be once its module is restored."""
+
+
+# Lists beside each other, in the group's own order; parameters are matched by name instead.
+_BY_POSITION = frozenset({"params", "param_names"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +78,7 @@ class OptimizerComponent:
         self._placements = placements
         self._combined = Combined(self._node)
         self._members: list[list[int]] = []
+        self._known: Mapping[int, tuple[tuple[str, ...], ...]] | None = None
         self._member_names: list[list[str]] = []
         self._signature: Any = None
         self._form = Form(None, ())
@@ -105,7 +116,7 @@ class OptimizerComponent:
             key_path=where,
         )
 
-    def _parameters(self) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, tuple[tuple[str, ...], ...]]]:
         known = self._parameter_names()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -117,13 +128,17 @@ class OptimizerComponent:
         """The optimizer as it is now."""
         groups = self.optimizer.param_groups
         members = [list(map(id, group["params"])) for group in groups]
-        hyperparameters = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        hyperparameters = [{k: v for k, v in g.items() if k not in _BY_POSITION} for g in groups]
+        known = self._parameter_names()
+        if members != self._members or known is not self._known:
+            self._check()
+            self._members, self._known, self._signature = members, known, None
+            self._member_names = [[names.join(known[key][0]) for key in keys] for keys in members]
         state = self._capture_state(members)
-        if members != self._members:
-            known = self._parameter_names()
-            self._members = members
-            self._member_names = [[names.join(known[key]) for key in keys] for keys in members]
-        return self._combined([encoded(hyperparameters, (*self.key_path, "param_groups")), state])
+        groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
+        captured = self._combined([groups_, state])
+        require_alive(captured)
+        return captured
 
     def _capture_state(self, members: list[list[int]]) -> Captured:
         """State tensors by reference; the walk over names happens only when kinds have changed."""
@@ -153,17 +168,17 @@ class OptimizerComponent:
         for parameter, value in self.optimizer.state.items():
             if not value:
                 continue
-            key_path = known.get(id(parameter))
-            if key_path is None:
+            paths = known.get(id(parameter))
+            if paths is None:
                 name = names.join((*self.key_path, "state"))
                 raise UnsupportedLeafError(
                     f"{name}: holds state under {str(parameter)[:60]!r}, which is not a parameter "
                     "of an attached module",
                     key_path=name,
                 )
-            stepped.append((key_path, dict(value)))
+            stepped.append((paths[0], dict(value)))
         # In the order of the parameters, as the fast way takes them.
-        order = {path: i for i, (_, path) in enumerate(self._parameters())}
+        order = {paths[0]: i for i, (_, paths) in enumerate(self._parameters())}
         stepped.sort(key=lambda item: order.get(item[0], len(order)))
         encoder = Encoder()
         nodes = encoder.encode_all(((*self.key_path, *path), value) for path, value in stepped)
@@ -192,7 +207,6 @@ class OptimizerComponent:
         """Compares class, parameters, hyperparameters and, where it exists, state."""
         restoration = Restoration()
         where = names.join(self.key_path)
-        live = {names.join(key_path): parameter for parameter, key_path in self._parameters()}
         if not (isinstance(node, dict) and "class" in node):
             findings.missing.append(where)
             findings.unexpected += [n["array"] for n in array_nodes(node)]
@@ -202,17 +216,27 @@ class OptimizerComponent:
             return restoration
         content = dict(node["dict"])
         group_of = {
-            member: _StoredGroup(index, {k: v for k, v in group["dict"] if k != "params"})
+            member: _StoredGroup(index, {k: v for k, v in group["dict"] if k not in _BY_POSITION})
             for index, group in enumerate(content["param_groups"])
             for member in dict(group["dict"])["params"]
         }
         state = dict(content["state"]["dict"])
+        # A tied parameter may have been saved under another of its names.
+        name_of = {
+            id(parameter): next((n for n in every if n in group_of), every[0])
+            for parameter, paths in self._parameters()
+            for every in [[names.join(path) for path in paths]]
+        }
+        first_name = {id(p): names.join(("model", *paths[0])) for p, paths in self._parameters()}
+        live = {name_of[id(parameter)]: parameter for parameter, _ in self._parameters()}
         findings.missing += [f"{where}/{name}" for name in live if name not in group_of]
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         homes = self._placements()
-        self._prepare_groups(group_of, homes, findings, restoration)
+        self._prepare_groups(group_of, name_of, homes, findings, restoration)
         for name, parameter in live.items():
-            if name in group_of:
+            # The model component came first and has said which parameters do not fit.
+            unfit = first_name[id(parameter)] in findings.mismatched
+            if name in group_of and not (unfit and name in state):
                 home, stored = homes[id(parameter)], state.get(name)
                 self._prepare_state(name, parameter, home, stored, findings, restoration)
         return restoration
@@ -220,15 +244,15 @@ class OptimizerComponent:
     def _prepare_groups(
         self,
         group_of: Mapping[str, _StoredGroup],
+        name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
         findings: Findings,
         restoration: Restoration,
     ) -> None:
         """Gives every live group the hyperparameters its parameters were stepped with."""
-        known = self._parameter_names()
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
-            members = [names.join(known[id(p)]) for p in group["params"]]
+            members = [name_of[id(p)] for p in group["params"]]
             sources = {s.index: s for m in members if (s := group_of.get(m)) is not None}
             if not sources:
                 continue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from torchax_ckpt.state.component import (
     revive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import Spec, decode
+from torchax_ckpt.state.leaf import Spec
+from torchax_ckpt.state.tree import decode
 
 
 class RandomStateComponent:
@@ -64,16 +66,46 @@ class RandomStateComponent:
             def leaf(child: Mapping[str, Any]) -> Any:
                 return revive(child, values[child["array"]])
 
-            state = decode(node, leaf)
-            backend.set_prng_key(state["torchax"])
-            with backend.native_torch():
-                torch.set_rng_state(state["torch"])
-            np.random.set_state(state["numpy"])
-            random.setstate(state["python"])
+            _set(decode(node, leaf))
 
         needs = tuple(child["array"] for child in array_nodes(node))
         restoration.writes.append(Write(write, needs=needs))
         return restoration
+
+
+def _get() -> dict[str, Any]:
+    with backend.native_torch():
+        torch_state = torch.get_rng_state()
+    return {
+        "torchax": backend.prng_key(),
+        "torch": torch_state,
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+
+
+def _set(state: Mapping[str, Any]) -> None:
+    backend.set_prng_key(state["torchax"])
+    with backend.native_torch():
+        torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+@contextlib.contextmanager
+def left_alone(*, on_success: bool) -> Iterator[None]:
+    """Takes back what user code draws within: always if it fails, else if ``on_success``.
+
+    Asked for its state, a loader that has not begun draws its seeds.
+    """
+    before = _get()
+    try:
+        yield
+    except BaseException:
+        _set(before)
+        raise
+    if on_success:
+        _set(before)
 
 
 def _key_placement() -> Any:

@@ -42,17 +42,17 @@ class Slot:
 def slots(module: torch.nn.Module) -> dict[str, Slot]:
     """Every tensor of the module by its first name, parameters before buffers."""
     root, overrides = backend.unwrap_jittable(module)
-    by_id: dict[int, list[str]] = {}
-    found: dict[int, tuple[torch.Tensor, bool]] = {}
+    found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     for fqn, tensor, persistent in _named_tensors(root):
-        by_id.setdefault(id(tensor), []).append(fqn)
-        found.setdefault(id(tensor), (tensor, persistent))
+        _, saved, unsaved = found.setdefault(id(tensor), (tensor, [], []))
+        (saved if persistent else unsaved).append(fqn)
     result = {}
-    for key, (fqn, *aliases) in by_id.items():
-        tensor, persistent = found[key]
-        live = next((overrides[n] for n in (fqn, *aliases) if n in overrides), tensor)
-        tensors = (tensor,) if live is tensor else (live, tensor)
-        result[fqn] = Slot(fqn, tuple(aliases), tensors, persistent)
+    for tensor, saved, unsaved in found.values():
+        # A buffer may be persistent under one name and not under another.
+        fqn, *aliases = saved or unsaved
+        live = [overrides[n] for n in (*saved, *unsaved) if n in overrides]
+        tensors = tuple({id(t): t for t in (*live, tensor)}.values())
+        result[fqn] = Slot(fqn, tuple(aliases), tensors, bool(saved))
     return result
 
 

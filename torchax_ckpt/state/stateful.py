@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
+from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call, thaw
 from torchax_ckpt.state.findings import Findings
 
 
@@ -55,8 +55,7 @@ class StatefulComponent:
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         """A call of ``load_state_dict``, undone with the present state if a later one fails."""
         restoration = Restoration()
-        before = self.value.state_dict()
-        live = encoded(before, self.key_path)
+        live = self.capture()
 
         def do(state: Any) -> None:
             self.value.load_state_dict(state)
@@ -72,7 +71,7 @@ class StatefulComponent:
                 live.by_name(),
                 restoration,
                 do=do,
-                undo=lambda: self.value.load_state_dict(before),
+                undo=lambda: self.value.load_state_dict(thaw(live)),
             )
         )
         return restoration

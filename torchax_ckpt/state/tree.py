@@ -9,21 +9,17 @@ list. Every JSON object is tagged by its one or first key:
     {"namedtuple": [[field, value], ...], "type": ...}   read back as a dict
     {"pytree": [[key, value], ...], "type": ...}         other JAX nodes; read back as a dict
     {"float": hex}  {"int": hex}  {"complex": [re, im]}  {"bytes": base64}
-
-The kind of a leaf says what it was: ``torchax`` and ``torch`` tensors, ``jax`` and ``numpy``
-arrays, ``numpy_scalar``, or a ``key``, a typed JAX random key stored as its key data.
 """
 
 from __future__ import annotations
 
 import base64
 import collections
-import dataclasses
-import functools
+import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,13 +28,12 @@ import torch
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Node
-
-Array = jax.Array | np.ndarray
-DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
+from torchax_ckpt.layout.manifest import STORABLE_DTYPES, Node
+from torchax_ckpt.state.leaf import Array, describe, freeze
 
 _MAPPINGS: Mapping[type, str] = {
     dict: "dict",
+    collections.defaultdict: "dict",  # its factory is code
     collections.OrderedDict: "OrderedDict",
     collections.Counter: "Counter",
 }
@@ -61,7 +56,6 @@ _FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
 _PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
 # Larger ints go through hex: other JSON readers round them, and Python limits decimal digits.
 _MAX_PLAIN_INT = 2**53
-_UNSTORABLE_DTYPES = frozenset("OSUVMm")
 
 
 class Encoder:
@@ -114,7 +108,7 @@ class Encoder:
             parts = _distinct([str(k) for k in value])
             return {
                 _MAPPINGS[kind]: [
-                    [self._encode(k, path), self._encode(v, (*path, part))]
+                    [self._encode_key(k, path), self._encode(v, (*path, part))]
                     for part, (k, v) in zip(parts, value.items(), strict=True)
                 ]
             }
@@ -132,7 +126,7 @@ class Encoder:
             return {"complex": [self._encode(value.real, path), self._encode(value.imag, path)]}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
-        if not jax.tree_util.all_leaves([value]):
+        if not jax.tree_util.all_leaves([value]):  # a node type that is registered with JAX
             children, _ = jax.tree_util.tree_flatten_with_path(
                 value, is_leaf=lambda child: child is not value
             )
@@ -150,6 +144,15 @@ class Encoder:
             key_path=names.join(path),
         )
 
+    def _encode_key(self, key: Any, path: tuple[object, ...]) -> Node:
+        """The node of a key of a dict: numpy's numbers stand in it, and are no leaves."""
+        if isinstance(key, np.generic):
+            describe(key, names.join(path))
+            return {"scalar": base64.b64encode(key.tobytes()).decode(), "type": key.dtype.name}
+        if type(key) is tuple:
+            return {"tuple": [self._encode_key(part, path) for part in key]}
+        return self._encode(key, path)
+
     def _leaf(self, value: Any, path: tuple[object, ...]) -> Node:
         name = names.join(path)
         spec = describe(value, name)
@@ -158,122 +161,6 @@ class Encoder:
             raise UnsupportedLeafError(f"{name}: two leaves have this name", key_path=name)
         self.leaves[name] = array
         return spec.node(name)
-
-
-def freeze(value: Any, name: str) -> Array:
-    """The array of a leaf, as it is now: device arrays by reference, host arrays copied.
-
-    Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
-    """
-    if isinstance(value, torch.Tensor):
-        if backend.is_device_tensor(value):
-            return backend.buffer(value)
-        if value.is_meta:
-            raise UnsupportedLeafError(
-                f"{name}: is on the meta device and holds no data; attach the module, so that a "
-                "checkpoint or `init` fills it",
-                key_path=name,
-            )
-        return backend.to_numpy(value)
-    if isinstance(value, jax.Array):
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(value) if is_key else value
-    return np.array(value)
-
-
-def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
-    """``freeze`` for many tensors; 0-d CPU tensors of one dtype are copied together."""
-    with backend.native_torch():
-        counters = backend.scalars_to_numpy(
-            [t for t in tensors if t.ndim == 0 and not backend.is_device_tensor(t)]
-        )
-        return [
-            counters[key] if (key := id(tensor)) in counters else freeze(tensor, name)
-            for tensor in tensors
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What a leaf is, apart from its content: kind, dtype, shape (of the stored array), impl."""
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    impl: str | None = None
-
-    def node(self, name: str) -> dict[str, Any]:
-        """The array node of a leaf of this spec."""
-        node = {"array": name, "kind": self.kind, "dtype": self.dtype, "shape": list(self.shape)}
-        if self.impl is not None:
-            node["impl"] = self.impl
-        return node
-
-    @classmethod
-    def of_node(cls, node: Mapping[str, Any]) -> Spec:
-        """The spec in an array node."""
-        return cls(node["kind"], node["dtype"], tuple(node["shape"]), node.get("impl"))
-
-    @property
-    def on_device(self) -> bool:
-        """Whether such a leaf lives on devices."""
-        return self.kind in DEVICE_KINDS
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes, over all devices."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def content(self) -> str:
-        """Dtype and shape, as they stand in messages."""
-        impl = f" ({self.impl})" if self.impl else ""
-        return f"{self.dtype}{list(self.shape)}{impl}"
-
-
-@functools.cache
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """numpy's or ml_dtypes' name of a dtype; numpy computes it anew at every access."""
-    return dtype.name
-
-
-def describe(value: Any, name: str) -> Spec:
-    """The spec of a tensor or array; of a ``jax.ShapeDtypeStruct`` too.
-
-    Raises:
-      UnsupportedLeafError: it cannot be stored as it is.
-    """
-
-    def refuse(why: str) -> UnsupportedLeafError:
-        return UnsupportedLeafError(f"{name}: {why}", key_path=name)
-
-    if isinstance(value, torch.Tensor):
-        if why := backend.why_unsupported(value):
-            raise refuse(why)
-        if backend.is_device_tensor(value):
-            array = backend.buffer(value)
-            return Spec("torchax", dtype_name(array.dtype), tuple(array.shape))
-        return Spec("torch", dtype_name(backend.numpy_dtype(value.dtype)), tuple(value.shape))
-    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-        if isinstance(value, jax.core.Tracer):
-            raise refuse("is a JAX tracer; save outside of jit, grad and other transformations")
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            data = jax.eval_shape(jax.random.key_data, value)
-            impl = str(jax.random.key_impl(cast(jax.Array, value)))
-            return Spec("key", dtype_name(data.dtype), tuple(data.shape), impl)
-        return Spec("jax", dtype_name(value.dtype), tuple(value.shape))
-    if value.dtype.kind in _UNSTORABLE_DTYPES and value.dtype.name not in _ML_DTYPES:
-        raise refuse(f"has numpy dtype {value.dtype}, which is not numeric")
-    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
-        raise refuse(f"is a {type(value).__name__}, a subclass of numpy.ndarray")
-    kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"
-    return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
-
-
-# numpy reports kind "V" for the types that ml_dtypes adds.
-_ML_DTYPES = frozenset(
-    ["bfloat16", "int4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-     "float8_e4m3b11fnuz", "float8_e8m0fnu", "float4_e2m1fn"]
-)  # fmt: skip
 
 
 def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
@@ -300,6 +187,9 @@ def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
                 return int(payload, 16)
             if tag == "float":
                 return struct.unpack(">d", bytes.fromhex(payload))[0]
+            if tag == "scalar":
+                dtype = np.dtype(node["type"] if node["type"] in STORABLE_DTYPES else None)
+                return np.frombuffer(base64.b64decode(payload, validate=True), dtype)[0]
             if tag == "complex":
                 return complex(*(decode(part, leaf) for part in payload))
             if tag == "bytes":
@@ -327,12 +217,35 @@ def navigate(node: Node, parts: Iterable[str]) -> Node:
                 raise KeyError(part)
             node = children[int(part)]
         elif tag in _PAIRS:
-            node = next((v for k, v in node[tag] if str(k) == part), KeyError)
+            node = next((v for k, v in node[tag] if str(_key(k)) == part), KeyError)
             if node is KeyError:
                 raise KeyError(part)
         else:
             raise KeyError(part)
     return node
+
+
+def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Name and keys of every leaf below a node, of plain values too; None is no leaf."""
+
+    def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
+        tag = next(iter(node), None) if isinstance(node, dict) else None
+        if isinstance(node, list) or tag == "tuple":
+            for i, child in enumerate(node if isinstance(node, list) else node["tuple"]):
+                yield from walk(child, [*parts, str(i)])
+        elif isinstance(node, dict) and tag in _PAIRS and tag != "Counter":
+            for key, child in node[tag]:
+                yield from walk(child, [*parts, str(_key(key))])
+        elif tag == "array":
+            yield node["array"], parts
+        elif node is not None:
+            yield names.join((*prefix, *parts)), parts
+
+    return walk(node, [])
+
+
+def _key(node: Node) -> Any:
+    return decode(node, lambda leaf: None) if isinstance(node, dict) else node
 
 
 def key_part(entry: Any) -> str:
@@ -345,9 +258,16 @@ def key_part(entry: Any) -> str:
 
 def _distinct(parts: list[str]) -> list[str]:
     """The parts, told apart where two keys of one dict (1 and "1") look the same as text."""
-    seen: collections.Counter[str] = collections.Counter()
+    if len(set(parts)) == len(parts):
+        return parts
+    taken = set(parts)
+    seen: set[str] = set()
     result = []
     for part in parts:
-        seen[part] += 1
-        result.append(part if seen[part] == 1 else f"{part}%{seen[part]}")
+        name = part
+        if part in seen:
+            name = next(n for i in itertools.count(2) if (n := f"{part}%{i}") not in taken)
+            taken.add(name)
+        seen.add(part)
+        result.append(name)
     return result

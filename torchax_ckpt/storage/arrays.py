@@ -137,6 +137,12 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
         return ocp.load(committed.path, abstract_state)
 
 
+def foreign_metadata(committed: CommittedStep) -> Any:
+    """What Orbax says of a step that bare Orbax wrote: a pytree of shapes and dtypes."""
+    with _as_corrupt(committed, "metadata"):
+        return ocp.metadata(committed.path).metadata
+
+
 def _host_abstract(leaf: Any) -> Any:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return abstract_array(tuple(leaf.shape), leaf.dtype, None)

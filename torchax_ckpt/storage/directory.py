@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from torchax_ckpt.storage.policies import CheckpointInfo
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary"
+_COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 _INCOMING = re.compile(r"incoming-(\d+)")
 _LEFTOVER = re.compile(r"deleting-\d+.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*")
 _STEP_NAMES = ocp.path.step.standard_name_format()
@@ -67,10 +69,22 @@ class StepDirectory:
     def __init__(self, directory: Any) -> None:
         try:
             self.path = epath.Path(directory)
+        except KeyError:
+            scheme = str(directory).partition("://")[0]
+            raise DirectoryError(
+                f"{directory}: {scheme}:// is not supported; use a local path or gs://",
+                path=str(directory),
+            ) from None
         except TypeError as error:
             raise DirectoryError(
                 f"directory: expected a path or a gs:// URL, found {directory!r:.100}"
             ) from error
+        if isinstance(directory, os.PathLike) and (match := _COLLAPSED.fullmatch(str(directory))):
+            raise DirectoryError(
+                f"{directory}: pathlib takes a bucket for a local path; give a string instead: "
+                f"gs://{match[1]}",
+                path=directory,
+            )
         scheme, separator, _ = str(self.path).partition("://")
         if not separator:
             self.path = self.path.expanduser().absolute()
@@ -87,6 +101,7 @@ class StepDirectory:
                     path=self.path,
                 )
         self._summaries: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._doubtful: set[int] = set()
 
     # --- reading ---
 
@@ -143,6 +158,12 @@ class StepDirectory:
             # Orbax takes any directory with a number for a name; only a commit leaves a time.
             if found.commit_timestamp_nsecs is not None:
                 yield CommittedStep(found.step, found.path, found.commit_timestamp_nsecs)
+            elif found.step not in self._doubtful and any(found.path.iterdir()):
+                self._doubtful.add(found.step)
+                logger.warning(
+                    "%s looks like a step, but its commit record cannot be read: ignoring it",
+                    found.path,
+                )
         for child in self.path.iterdir():
             if match := _INCOMING.fullmatch(child.name):
                 metadata = self._commit_time(child)
@@ -260,8 +281,9 @@ class StepDirectory:
             doomed = self.path / f"deleting-{committed.step}"
             if doomed.exists():
                 doomed.rmtree()
-            committed.path.rename(doomed)
-            doomed.rmtree()
+            if committed.path.exists():  # else somebody else has removed it
+                committed.path.rename(doomed)
+                doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
         """Deletes the steps that are not kept; returns their numbers."""

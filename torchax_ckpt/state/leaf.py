@@ -1,0 +1,169 @@
+"""Owns leaves: what a tensor or array is (its spec), whether it can be stored, and its array.
+
+The kind of a leaf says what it was: ``torchax`` and ``torch`` tensors, ``jax`` and ``numpy``
+arrays, ``numpy_scalar``, or a ``key``, a typed JAX random key stored as its key data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.layout.manifest import STORABLE_DTYPES
+
+Array = jax.Array | np.ndarray
+DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
+
+
+def freeze(value: Any, name: str) -> Array:
+    """The array of a leaf, as it is now: device arrays by reference, host arrays copied.
+
+    Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
+    """
+    if isinstance(value, torch.Tensor):
+        if backend.is_device_tensor(value):
+            return backend.buffer(value)
+        if value.is_meta:
+            raise UnsupportedLeafError(
+                f"{name}: is on the meta device and holds no data; attach the module, so that a "
+                "checkpoint or `init` fills it",
+                key_path=name,
+            )
+        return backend.to_numpy(value)
+    if isinstance(value, jax.Array):
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(value) if is_key else value
+    return np.array(value)
+
+
+def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
+    """``freeze`` for many tensors; 0-d CPU tensors of one dtype are copied together."""
+    with backend.native_torch():
+        counters = backend.scalars_to_numpy(
+            [t for t in tensors if not backend.is_device_tensor(t) and t.ndim == 0]
+        )
+        return [
+            counters[key] if (key := id(tensor)) in counters else freeze(tensor, name)
+            for tensor in tensors
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a leaf is, apart from its content: kind, dtype, shape (of the stored array), impl."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    impl: str | None = None
+    is_weak: bool = False
+
+    def node(self, name: str) -> dict[str, Any]:
+        """The array node of a leaf of this spec."""
+        node: dict[str, Any] = {
+            "array": name,
+            "kind": self.kind,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+        }
+        if self.impl is not None:
+            node["impl"] = self.impl
+        if self.is_weak:
+            node["weak"] = True
+        return node
+
+    @classmethod
+    def of_node(cls, node: Mapping[str, Any]) -> Spec:
+        """The spec in an array node."""
+        return cls(
+            node["kind"],
+            node["dtype"],
+            tuple(node["shape"]),
+            node.get("impl"),
+            bool(node.get("weak")),
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether such a leaf lives on devices."""
+        return self.kind in DEVICE_KINDS
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, over all devices."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def content(self) -> str:
+        """Dtype and shape, as they stand in messages."""
+        impl = f" ({self.impl})" if self.impl else ""
+        return f"{self.dtype}{list(self.shape)}{impl}"
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """numpy's or ml_dtypes' name of a dtype; numpy computes it anew at every access."""
+    return dtype.name
+
+
+def describe(value: Any, name: str) -> Spec:
+    """The spec of a tensor or array; of a ``jax.ShapeDtypeStruct`` too.
+
+    Raises:
+      UnsupportedLeafError: it cannot be stored as it is.
+    """
+
+    def refuse(why: str) -> UnsupportedLeafError:
+        return UnsupportedLeafError(f"{name}: {why}", key_path=name)
+
+    def require_storable(dtype: np.dtype[Any]) -> None:
+        if dtype_name(dtype) not in STORABLE_DTYPES:
+            raise refuse(f"has dtype {dtype}, which storage cannot hold")
+
+    if isinstance(value, torch.Tensor):
+        if why := backend.why_unsupported(value):
+            raise refuse(why)
+        if backend.is_device_tensor(value):
+            try:
+                array = backend.buffer(value)
+            except RuntimeError as error:  # a view of a tensor that is gone
+                raise refuse(
+                    f"its buffer was donated to a jitted step and is gone: {error}"
+                ) from error
+            if isinstance(array, jax.core.Tracer):
+                raise refuse(_TRACER)
+            require_storable(array.dtype)
+            return Spec("torchax", dtype_name(array.dtype), tuple(array.shape))
+        # why_unsupported has looked at the dtype
+        return Spec("torch", dtype_name(backend.numpy_dtype(value.dtype)), tuple(value.shape))
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        if isinstance(value, jax.core.Tracer):
+            raise refuse(_TRACER)
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, value)
+            if isinstance(value, jax.ShapeDtypeStruct):
+                value = jnp.empty((0,), value.dtype)  # key_impl wants an array
+            impl = str(jax.random.key_impl(value))
+            return Spec("key", dtype_name(data.dtype), tuple(data.shape), impl)
+        require_storable(value.dtype)
+        weak = bool(value.weak_type)
+        return Spec("jax", dtype_name(value.dtype), tuple(value.shape), is_weak=weak)
+    require_storable(value.dtype)
+    if not value.dtype.isnative:
+        raise refuse(f"has dtype {value.dtype}, in foreign byte order; convert it with astype")
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        raise refuse(f"is a {type(value).__name__}, a subclass of numpy.ndarray")
+    kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"
+    return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
+
+
+_TRACER = "is a JAX tracer; save outside of jit, grad and other transformations"
