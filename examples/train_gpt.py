@@ -185,6 +185,8 @@ def main() -> None:
                 tqdm.write(f"step {step}: loss {loss.item():.4f}")
             if step == args.crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if ckpt.reached_preemption(step):  # the default policy has saved this step
+                break
 
     print(f"devices: {args.devices}")
     print(f"final state: {digest(state)}")

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 STATE = "state"
 MANIFEST = "manifest"
+# Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
+_DATA_FILE_BYTES = 64 << 20
 # An item needs content; a state may have no stored arrays at all.
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
@@ -171,6 +173,7 @@ def _context(options: CheckpointOptions) -> Iterator[None]:
     context.checkpointables.registry = registry
     context.pytree.loading.partial_load = True
     context.array.saving.use_compression = options.compression
+    context.array.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
     context.memory.transfer_concurrent_bytes = options.max_host_bytes
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
