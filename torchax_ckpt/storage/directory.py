@@ -164,11 +164,17 @@ class StepDirectory:
                     "%s looks like a step, but its commit record cannot be read: ignoring it",
                     found.path,
                 )
-        for child in self.path.iterdir():
+        for child in self._children():
             if match := _INCOMING.fullmatch(child.name):
                 metadata = self._commit_time(child)
                 if metadata is not None:
                     yield CommittedStep(int(match[1]), child, metadata, is_incoming=True)
+
+    def _children(self) -> list[epath.Path]:
+        try:
+            return list(self.path.iterdir())
+        except FileNotFoundError:  # a bucket has no directories, only what is in them
+            return []
 
     def _commit_time(self, path: epath.Path) -> int | None:
         try:
@@ -219,7 +225,7 @@ class StepDirectory:
                 for committed in visible:
                     if committed.is_incoming:
                         self.settle(committed)
-            for child in list(self.path.iterdir()):
+            for child in self._children():
                 if _LEFTOVER.fullmatch(child.name):
                     logger.info("removing %s, left behind by a killed save or delete", child)
                     child.rmtree()
