@@ -35,6 +35,8 @@ SUMMARY = "summary"
 _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 _INCOMING = re.compile(r"incoming-(\d+)")
 _LEFTOVER = re.compile(r"deleting-\d+.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*")
+# What Orbax writes last into a step on a bucket.
+_COMMIT_MARK = "commit_success.txt"
 _STEP_NAMES = ocp.path.step.standard_name_format()
 
 
@@ -233,7 +235,13 @@ class StepDirectory:
     def path_for(self, step: int) -> epath.Path:
         """Where to save a step: under its number, or beside the abandoned step that has it."""
         final = self.path / _STEP_NAMES.build_name(step)
-        return self.path / f"incoming-{step}" if final.exists() else final
+        if not final.exists():
+            return final
+        if "://" in str(self.path) and not (final / _COMMIT_MARK).exists():
+            # A killed save: on a bucket, where nothing can be renamed, steps are written in place.
+            final.rmtree()
+            return final
+        return self.path / f"incoming-{step}"
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
         """Moves an incoming step to its own name; what was there is set aside."""
@@ -280,8 +288,7 @@ class StepDirectory:
         """
         with self._translated("delete from"):
             if "://" in str(self.path):
-                for mark in ("commit_success.txt", "_CHECKPOINT_METADATA"):
-                    (committed.path / mark).unlink(missing_ok=True)
+                (committed.path / _COMMIT_MARK).unlink(missing_ok=True)
                 committed.path.rmtree()
                 return
             doomed = self.path / f"deleting-{committed.step}"
