@@ -166,7 +166,12 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: i
 
 
 def run_python(
-    source: str, *args: str, devices: int = 8, check: bool = True, env: Mapping[str, str] = {}
+    source: str,
+    *args: str,
+    devices: int = 8,
+    check: bool = True,
+    env: Mapping[str, str] = {},
+    timeout_secs: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program in a fresh process; ``tests`` is importable there."""
     environment = {
@@ -181,7 +186,7 @@ def run_python(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_secs,
         check=False,
     )
     if check and result.returncode != 0:

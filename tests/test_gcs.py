@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 from support import run_python
 
 PROGRAM = """
@@ -78,6 +79,8 @@ PROGRAM = """
 """
 
 
+# Most of it is gcsfs waiting, a minute at a time, for services that the emulator does not have.
+@pytest.mark.timeout(600)
 def test_a_run_on_a_bucket_is_saved_pruned_resumed_and_goes_back() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,6 +90,7 @@ def test_a_run_on_a_bucket_is_saved_pruned_resumed_and_goes_back() -> None:
         PROGRAM,
         str(port),
         devices=1,
+        timeout_secs=580,
         env={
             "STORAGE_EMULATOR_HOST": url,
             "TENSORSTORE_GCS_HTTP_URL": url,
