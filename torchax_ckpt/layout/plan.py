@@ -19,7 +19,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
 
-# Where stacking stops paying: see benchmarks/README.md, "Which leaves are stacked".
+# An array costs storage about a millisecond or two, whatever its size: the time in which a disk
+# writes a few megabytes. Copying leaves smaller than that together pays, larger ones not.
 MAX_STACKED_LEAF_BYTES = 1 << 20
 # A stack passes through host memory as a whole when it is restored.
 MAX_STACK_BYTES = 64 << 20

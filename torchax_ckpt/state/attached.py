@@ -79,11 +79,6 @@ class Attached:
         if rng:
             self.components["rng"] = RandomStateComponent()
 
-    @property
-    def is_trained_in_place(self) -> bool:
-        """Whether a module is attached, whose own tensors hold the state to save."""
-        return bool(self._modules)
-
     def _parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
         parts = [module.parameter_names() for module in self._modules]
         if [id(part) for part in parts] != [id(part) for part in self._name_parts]:

@@ -35,8 +35,7 @@ class RandomStateComponent:
 
     def capture(self) -> Captured:
         """All four; the key stays on its device, so nothing waits for it."""
-        key = backend.prng_key()
-        if isinstance(key, jax.core.Tracer):
+        if isinstance(backend.prng_key(), jax.core.Tracer):
             raise UnsupportedLeafError(
                 "rng/torchax: torchax's random key is a JAX tracer: a random operation (dropout, "
                 "say) ran inside a jitted function and left its traced key behind. Draw a key "
@@ -44,15 +43,7 @@ class RandomStateComponent:
                 "`with env.override_property(prng=key):`. This also makes every step draw anew.",
                 key_path="rng/torchax",
             )
-        with backend.native_torch():
-            torch_state = torch.get_rng_state()
-        state = {
-            "torchax": key,
-            "torch": torch_state,
-            "numpy": np.random.get_state(legacy=False),
-            "python": random.getstate(),
-        }
-        return encoded(state, self.key_path)
+        return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         """Writes all four, last of all: loading other state may draw random numbers."""
