@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 # Two processes, as most of a test's time is Python's and XLA's compiler's, which use one core.
 PYTEST_FLAGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench torture torture-kill torture-flips torture-gcs torture-fuzz \
+    torture-endurance clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -28,6 +29,29 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py
+
+# The long forms of tests/faults; each has a target of its own, and prints a table.
+torture: torture-kill torture-flips torture-gcs torture-fuzz torture-endurance
+
+KILLS ?= 300
+torture-kill: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_kill.py --kills $(KILLS)
+
+FLIPS ?= 2000
+torture-flips: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_flips.py --flips $(FLIPS)
+
+GCS_SAVES ?= 500
+torture-gcs: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_gcs.py --saves $(GCS_SAVES)
+
+INPUTS ?= 100000
+torture-fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.faults.fuzz --inputs $(INPUTS)
+
+SAVES ?= 10000
+torture-endurance: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_endurance.py --saves $(SAVES)
 
 # Installs again only when the dependencies may have changed.
 $(INSTALLED): pyproject.toml

@@ -177,6 +177,10 @@ def main() -> None:
             if step == args.crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    if ckpt.reached_preemption():
+        print(f"preempted: saved step {ckpt.latest_step()}")
+        sys.exit(128 + signal.SIGTERM)  # a failure, so that the scheduler starts it again
+
     model.eval()
     accuracy = (model(test_images).argmax(dim=1) == test_labels).float().mean().item()
     print(f"test accuracy: {accuracy:.1%}")

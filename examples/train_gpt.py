@@ -185,9 +185,12 @@ def main() -> None:
                 tqdm.write(f"step {step}: loss {loss.item():.4f}")
             if step == args.crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if ckpt.reached_preemption(step):  # the default policy has saved this step
+            if ckpt.reached_preemption(step):  # save has waited until this step was durable
                 break
 
+    if ckpt.reached_preemption():
+        print(f"preempted: saved step {ckpt.latest_step()}")
+        sys.exit(128 + signal.SIGTERM)  # a failure, so that the scheduler starts it again
     print(f"devices: {args.devices}")
     print(f"final state: {digest(state)}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")

@@ -2,10 +2,12 @@
 
 Prints one JSON object: a digest of every part of the final state, and what each step saw.
 
-    python resume_program.py STYLE DIRECTORY FIRST LAST SEED
+    python resume_program.py STYLE DIRECTORY FIRST LAST SEED [LAYOUT-SNAPSHOT ...]
 
 trains up to step LAST; from FIRST on it resumes from DIRECTORY. DIRECTORY "-" trains without a
-checkpointer.
+checkpointer. With layouts and snapshot modes (``flat-copy``) it keeps one directory of that name
+for each under DIRECTORY: one run from the start fills all of them, and then each is resumed from,
+one after the other; then a list is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from support import bits, fsdp_mesh, fsdp_rule
 from torchax import interop, train
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
 
 BATCH, EXAMPLES = 8, 40  # five batches an epoch
@@ -69,7 +71,50 @@ def loss_of(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output, y)
 
 
-def main(style: str, directory: str, first: int, last: int, seed: int) -> None:
+class Together:
+    """Several checkpointers in one run, saving the same steps at the same time."""
+
+    def __init__(self, checkpointers: list[TorchaxCheckpointer]) -> None:
+        self._all = checkpointers
+
+    def attach(self, *args: Any, **kwargs: Any) -> int:
+        (start,) = {ckpt.attach(*args, **kwargs) for ckpt in self._all}
+        return start
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        for ckpt in self._all:
+            ckpt.save(*args, **kwargs)
+
+    def close(self) -> None:
+        for ckpt in self._all:
+            ckpt.close()
+
+
+def checkpointer(directory: str, way: str, **policy: Any) -> TorchaxCheckpointer:
+    """One that stores in this layout, from snapshots of this mode."""
+    layout, snapshot = way.split("-")
+    options = CheckpointOptions(layout=layout, snapshot=snapshot)  # type: ignore[arg-type]
+    return TorchaxCheckpointer(f"{directory}/{way}", options=options, **policy)
+
+
+def main(style: str, directory: str, first: int, last: int, seed: int, *ways: str) -> None:
+    result: Any
+    if directory == "-":
+        result = run(style, None, first, last, seed)
+    elif not ways:
+        result = run(style, TorchaxCheckpointer(directory), first, last, seed)
+    elif not first:
+        several = Together([checkpointer(directory, way) for way in ways])
+        result = run(style, several, first, last, seed)
+    else:
+        policy = policies.FixedIntervalPolicy(last)
+        each = (checkpointer(directory, way, save_decision_policy=policy) for way in ways)
+        result = [run(style, ckpt, first, last, seed) for ckpt in each]
+    print(json.dumps(result))
+
+
+def run(style: str, ckpt: Any, first: int, last: int, seed: int) -> Any:
+    """Trains with fresh objects and this seed."""
     torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
     torchax.enable_globally()
     env = torchax.default_env()
@@ -82,9 +127,8 @@ def main(style: str, directory: str, first: int, last: int, seed: int) -> None:
             backend.set_buffer(tensor, jax.device_put(backend.buffer(tensor), rule(name, tensor)))
     loader = StatefulDataLoader(Examples(), BATCH, shuffle=True)
     seen: list[Any] = []
-    run = {"a": style_a, "b": style_b, "c": style_c, "d": style_a}[style]
-    ckpt = None if directory == "-" else TorchaxCheckpointer(directory)
-    state = run(net, loader, ckpt, first, last, seen)
+    train_style = {"a": style_a, "b": style_b, "c": style_c, "d": style_a}[style]
+    state = train_style(net, loader, ckpt, first, last, seen)
     state["rng"] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False)["state"]["key"],
@@ -93,7 +137,7 @@ def main(style: str, directory: str, first: int, last: int, seed: int) -> None:
     }
     if ckpt is not None:
         ckpt.close()
-    print(json.dumps({"state": digests(state), "seen": seen}))
+    return {"state": digests(state), "seen": seen}
 
 
 def digests(state: Any, where: str = "") -> dict[str, str]:
@@ -109,6 +153,13 @@ def digests(state: Any, where: str = "") -> dict[str, str]:
 def leaf_bits(leaf: Any) -> Any:
     is_array = isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray, np.generic))
     return bits(leaf) if is_array else leaf
+
+
+def delete(donated: Any) -> None:
+    """Makes sure that donated buffers are gone: on CPU, one that numpy looks at is not donated."""
+    for leaf in jax.tree.leaves(interop.jax_view(donated)):
+        if not leaf.is_deleted():
+            leaf.delete()
 
 
 def draw(batch: Any, seen: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,6 +250,7 @@ def style_b(net: Any, loader: Any, ckpt: Any, first: int, last: int, seen: list[
             (x, interop.torch_view(fresh_key())),
             y,
         )
+        delete((state["weights"], state["opt_state"]))
         state = {"weights": weights, "opt_state": opt_state, "buffers": state["buffers"]}
         if ckpt is not None:
             ckpt.save(step, state=state, metrics={"loss": value}, force=step == last)
@@ -256,7 +308,9 @@ def style_c(net: Any, loader: Any, ckpt: Any, first: int, last: int, seen: list[
         lr = optimizer.param_groups[0]["lr"]
         kept = backend.buffer(lr)
         inputs = (backend.buffer(x), backend.buffer(y), fresh_key())
-        value, arrays = jitted(kept, [backend.buffer(t) for t in live], *inputs)
+        donated = [backend.buffer(t) for t in live]
+        value, arrays = jitted(kept, donated, *inputs)
+        delete(donated)
         for tensor, array in zip(live, arrays, strict=True):
             backend.set_buffer(tensor, array)
         backend.set_buffer(lr, kept)
@@ -272,4 +326,4 @@ def style_c(net: Any, loader: Any, ckpt: Any, first: int, last: int, seen: list[
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(int(a) for a in sys.argv[3:6]))
+    main(sys.argv[1], sys.argv[2], *(int(a) for a in sys.argv[3:6]), *sys.argv[6:])  # type: ignore[arg-type]

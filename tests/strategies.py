@@ -60,7 +60,7 @@ def make_leaf(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Any:
             return array
 
 
-_DTYPES_BY_KIND = {
+DTYPES_BY_KIND = {
     "torch": TORCH_DTYPES,
     "torchax": TORCHAX_DTYPES,
     "jax": JAX_DTYPES,
@@ -73,8 +73,8 @@ _DTYPES_BY_KIND = {
 @st.composite
 def array_leaves(draw: st.DrawFn) -> Any:
     """Tensors, arrays, numpy scalars and random keys of every dtype and some shapes."""
-    kind = draw(st.sampled_from(sorted(_DTYPES_BY_KIND)))
-    dtype = draw(st.sampled_from(_DTYPES_BY_KIND[kind]))
+    kind = draw(st.sampled_from(sorted(DTYPES_BY_KIND)))
+    dtype = draw(st.sampled_from(DTYPES_BY_KIND[kind]))
     shape = () if kind == "numpy_scalar" else draw(st.sampled_from(SHAPES))
     return make_leaf(kind, dtype, shape, draw(st.integers(0, 2**32 - 1)))
 

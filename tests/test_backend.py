@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 from support import bits
 from torch import nn
 from torchax.interop import JittableModule
-from torchax.tensor import RuntimeProperty, Tensor
+from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -304,6 +304,16 @@ def test_the_installed_torchax_passes_the_check() -> None:
     assert backend.check_internals.cache_info().currsize == 1
 
 
+@pytest.mark.usefixtures("_check_again")
+def test_a_checkpointer_leaves_the_key_to_the_seed_that_the_program_sets_next(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchax takes its key from torch's seed when its environment is made.
+    monkeypatch.setattr(torchax, "_env", None)
+    TorchaxCheckpointer(directory).close()
+    assert torchax._env is None
+
+
 def _no_jax_method(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(Tensor, "jax")
 
@@ -317,7 +327,13 @@ def _no_view_update(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_property(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(torchax.default_env(), "_property")
+    original = Environment.__init__
+
+    def init(self: Any) -> None:
+        original(self)
+        del self._property
+
+    patch.setattr(Environment, "__init__", init)
 
 
 def _no_override(patch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from strategies import trees
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest, array_nodes
+from torchax_ckpt.layout.manifest import FORMAT, VERSION, Digests, Manifest, array_nodes
 from torchax_ckpt.layout.plan import Plan
 from torchax_ckpt.state.tree import Encoder, decode
+from torchax_ckpt.storage import digests
 
 EMPTY: dict[str, Any] = {
     "format": FORMAT,
@@ -25,6 +26,7 @@ EMPTY: dict[str, Any] = {
     "document": {},
     "stacks": {},
     "empty": [],
+    "digests": {},
 }
 LEAF: dict[str, Any] = {"array": "model/w", "kind": "jax", "dtype": "float32", "shape": [2]}
 
@@ -36,9 +38,15 @@ def read(raw: Any) -> Manifest:
 def manifest_of(tree: Any) -> Manifest:
     encoder = Encoder()
     document = {"state": encoder.encode(tree, ("state",))}
-    scalars = tuple(n for n, a in encoder.leaves.items() if a.shape == ())
+    stacks: dict[str, tuple[str, ...]] = {}
+    for name, array in encoder.leaves.items():
+        if array.shape == ():
+            stack = f"host_scalars/{array.dtype.name}"
+            stacks[stack] = (*stacks.get(stack, ()), name)
     empty = frozenset(n for n, a in encoder.leaves.items() if a.size == 0)
-    return Manifest(document, Plan({"stack*": scalars}, empty), {"torch": "2", "jax": "0.1"})
+    taken = {n: Digests((1,) * a.ndim, a.tobytes()) for n, a in encoder.leaves.items()}
+    versions = {"torch": "2", "jax": "0.1"}
+    return Manifest(document, Plan(stacks, empty), versions, taken)
 
 
 @given(trees())
@@ -209,9 +217,9 @@ def test_load_names_the_path_of_a_step_with_a_malformed_node(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(7, state=state)
     (path,) = (directory / "7" / "manifest").iterdir()
-    raw = json.loads(path.read_text())
+    raw = digests.unseal(json.loads(path.read_text()))
     raw["document"]["state"]["dict"][1][1] = node
-    path.write_text(json.dumps(raw))
+    path.write_text(json.dumps(digests.seal(raw)))
     with pytest.raises(CorruptCheckpointError) as caught:
         TorchaxCheckpointer(directory).load(7, {"w": state["w"], "x": 1} if abstract else None)
     assert caught.value.step == 7
@@ -221,4 +229,4 @@ def test_load_names_the_path_of_a_step_with_a_malformed_node(
 
 
 def test_a_plan_locates_no_leaf_of_an_empty_manifest() -> None:
-    assert read(EMPTY) == Manifest({}, Plan({}, frozenset()), {})
+    assert read(EMPTY) == Manifest({}, Plan({}, frozenset()), {}, {})

@@ -30,7 +30,7 @@ from support import (
     train_step,
 )
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import ForeignCheckpointError, MismatchError
 
@@ -44,21 +44,27 @@ class Run:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     step: Path
+    options: CheckpointOptions
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"layout": "stacked"}, {"layout": "flat"}, {"compression": True}],
+    ids=["auto", "stacked", "flat", "compressed"],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A model with equal layers on 8 devices, trained one step and saved; no test changes it."""
     directory = tmp_path_factory.mktemp("run")
     sizes = [8, 16, 16, 16, 4]
     layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
     model = torch.nn.Sequential(*layers).to("jax")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with TorchaxCheckpointer(directory) as ckpt:
+    options = CheckpointOptions(**request.param)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.attach(model, optimizer, shardings=fsdp_rule(fsdp_mesh()))
         train_step(model, optimizer, 0)
         ckpt.save(1, force=True)
-    return Run(model, optimizer, directory / "1")
+    return Run(model, optimizer, directory / "1", options)
 
 
 def arrays_of(metadata: Any) -> dict[str, Any]:
@@ -84,6 +90,12 @@ def read_manifest(step: Path) -> dict[str, Any]:
 def test_orbax_alone_sees_arrays_under_torch_names(run: Run) -> None:
     metadata = ocp.checkpointables_metadata(run.step).metadata["state"]
     shapes = {name: leaf.shape for name, leaf in metadata["model"].items()}
+    if run.options.layout == "flat":
+        assert shapes == {n: tuple(p.shape) for n, p in run.model.named_parameters()}
+        assert metadata["optimizer"].keys() == {
+            f"{name}/{what}" for name in shapes for what in ("exp_avg", "exp_avg_sq", "step")
+        }
+        return
     assert shapes == {
         "0.weight": (16, 8),
         "*.weight": (2, 16, 16),  # 1.weight and 2.weight
@@ -134,7 +146,7 @@ def test_the_manifest_explains_every_stored_array(run: Run) -> None:
     leaves = {leaf["array"]: leaf for leaf in array_nodes(manifest["document"])}
     stacks = manifest["stacks"]
     stacked = [member for members in stacks.values() for member in members]
-    assert stacked
+    assert bool(stacked) == (run.options.layout != "flat")
     assert stored.keys() == {*stacks, *(leaves.keys() - set(stacked))}
     for name, array in stored.items():
         members = stacks.get(name, [name])
@@ -149,6 +161,25 @@ def test_the_manifest_is_strict_json_that_names_what_wrote_it(run: Run) -> None:
     assert json.loads(json.dumps(manifest, allow_nan=False)) == manifest
     assert manifest["format"] == "torchax_ckpt"
     assert manifest["versions"].keys() >= {"torchax_ckpt", "torch", "torchax", "jax"}
+
+
+@pytest.mark.parametrize("compression", [False, True])
+def test_what_orbax_reads_is_compressed_if_and_only_if_asked_for(
+    compression: bool, directory: Path
+) -> None:
+    state = {"w": jnp.zeros((1024, 1024))}
+    options = CheckpointOptions(compression=compression)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=state)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    assert (size < state["w"].nbytes / 10) == compression
+    whole = NamedSharding(fsdp_mesh(4), P())
+    abstract = {"state": {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=whole)}}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        loaded: Any = ocp.load(directory / "1", abstract, checkpointable_name="state")
+    assert bits(loaded["state"]["w"]) == bits(state["w"])
 
 
 def test_names_with_odd_characters_are_escaped_and_explained(directory: Path) -> None:

@@ -7,26 +7,44 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+
+from torchax_ckpt.options import Layout, SnapshotMode
 
 PROGRAM = Path(__file__).parent / "resume_program.py"
 LAST = 12  # more than two epochs of five steps
 
 
-def start(style: str, directory: Path | str, first: int, last: int, seed: int) -> Any:
+def start(style: str, directory: Path | str, first: int, last: int, seed: int, *ways: str) -> Any:
     return subprocess.Popen(
-        [sys.executable, PROGRAM, style, str(directory), str(first), str(last), str(seed)],
+        [sys.executable, PROGRAM, style, str(directory), str(first), str(last), str(seed), *ways],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(PROGRAM.parent)},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{PROGRAM.parent}{os.pathsep}{PROGRAM.parents[1]}",
+            **(kept_programs(directory) if ways else {}),
+        },
     )
 
 
+def kept_programs(directory: Path | str) -> dict[str, str]:
+    """Has JAX keep what it compiles: the same programs come a dozen times."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": f"{directory}/compiled",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def result(process: Any) -> Any:
-    out, err = process.communicate(timeout=200)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()  # if it hangs
     assert process.returncode == 0, err[-3000:]
     return json.loads(out.splitlines()[-1])
 
@@ -51,3 +69,28 @@ def test_a_resumed_run_ends_on_the_same_bits(
     assert began["seen"] + resumed["seen"] == expected["seen"]
     assert resumed["state"] == expected["state"]
     assert began["state"] != expected["state"]
+
+
+@pytest.mark.parametrize(
+    ("style", "donates"),
+    [
+        pytest.param("a", False, id="eager-optimizer"),
+        pytest.param("b", True, id="optax-functional-donated"),
+        pytest.param("c", True, id="whole-step-jitted-donated"),
+        pytest.param("d", False, id="fsdp-on-8-devices"),
+    ],
+)
+def test_so_does_one_in_every_layout_and_snapshot_mode(
+    style: str, donates: bool, directory: Path
+) -> None:
+    """One run saves in all ways at once, which keeps the saves waiting for each other."""
+    modes = [m for m in get_args(SnapshotMode) if not (donates and m == "reference")]
+    ways = [f"{layout}-{mode}" for layout in get_args(Layout) for mode in modes]
+    straight = start(style, "-", 0, 6, 1)
+    began = result(start(style, directory, 0, 3, 1, *ways))
+    resumed = result(start(style, directory, 3, 6, 23, *ways))
+    expected = result(straight)
+    assert len(resumed) == len(ways)
+    for way, found in zip(ways, resumed, strict=True):
+        assert began["seen"] + found["seen"] == expected["seen"], way
+        assert found["state"] == expected["state"], way

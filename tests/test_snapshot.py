@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.errors import SaveError
+from torchax_ckpt.errors import DonatedBufferError, SaveError
+from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.snapshot import Snapshot, Snapshotter, free_device_bytes
 from torchax_ckpt.storage import arrays as storage
 
@@ -22,11 +25,25 @@ double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnum
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
 
 
+def deleting(tree: Any) -> Any:
+    """As on a device: on CPU, an array is not donated while numpy looks at it."""
+    result = fresh(tree)
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+    return result
+
+
 def start() -> dict[str, jax.Array]:
     return {f"layers.{i}.w": jnp.full((64, 64), float(i + 1)) for i in range(3)}
 
 
-def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 8) -> None:
+def assert_as_it_was(ckpt: TorchaxCheckpointer, step: int) -> None:
+    loaded = ckpt.load(step)
+    for name, first in start().items():
+        assert np.array_equal(loaded[name], np.asarray(first) * np.float32(2.0**step))
+
+
+def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 6) -> None:
     """Trains, saves every step, and checks that every one holds what was there then."""
     state = start()
     with TorchaxCheckpointer(
@@ -38,21 +55,99 @@ def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 
         ckpt.wait_until_finished()
     assert ckpt.all_steps() == list(range(1, steps + 1))
     for step in ckpt.all_steps():
-        loaded = ckpt.load(step)
-        for name, first in start().items():
-            assert np.array_equal(loaded[name], np.asarray(first) * np.float32(2.0**step))
+        assert_as_it_was(ckpt, step)
 
 
-@pytest.mark.parametrize("layout", ["auto", "flat"])
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing falls behind the training, now before and now after it has looked at the leaves."""
+    write, stored = storage.write_step, Snapshot.stored
+    looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
+
+    def late_write(*args: Any, **kwargs: Any) -> None:
+        time.sleep(next(writes))
+        write(*args, **kwargs)
+
+    def late_look(self: Snapshot) -> Any:
+        time.sleep(next(looks))
+        return stored(self)
+
+    monkeypatch.setattr(storage, "write_step", late_write)
+    monkeypatch.setattr(Snapshot, "stored", late_look)
+
+
+donating = pytest.mark.parametrize("step_fn", [double, deleting], ids=["donated", "deleted"])
+layouts = pytest.mark.parametrize("layout", get_args(Layout))
+
+
+@donating
+@layouts
 @pytest.mark.parametrize("mode", ["auto", "copy", "transfer"])
-def test_donated_buffers_are_saved_as_they_were(mode: Any, layout: Any, directory: Path) -> None:
+def test_donated_buffers_are_saved_as_they_were(
+    mode: Any, layout: Any, step_fn: Any, directory: Path, busy: None
+) -> None:
     options = CheckpointOptions(snapshot=mode, layout=layout)
-    run(directory, double, options)
+    run(directory, step_fn, options)
 
 
-@pytest.mark.parametrize("mode", ["auto", "reference", "copy", "transfer"])
-def test_buffers_that_are_not_donated_are_saved_in_every_way(mode: Any, directory: Path) -> None:
-    run(directory, fresh, CheckpointOptions(snapshot=mode))
+@layouts
+@pytest.mark.parametrize("mode", get_args(SnapshotMode))
+def test_buffers_that_are_not_donated_are_saved_in_every_way(
+    mode: Any, layout: Any, directory: Path, busy: None
+) -> None:
+    run(directory, fresh, CheckpointOptions(snapshot=mode, layout=layout), steps=3)
+
+
+@donating
+@layouts
+def test_a_donated_reference_is_saved_as_it_was_or_not_at_all(
+    layout: Any, step_fn: Any, directory: Path, busy: None
+) -> None:
+    """Training runs ahead of the storage without waiting for anything."""
+    options = CheckpointOptions(snapshot="reference", layout=layout)
+    ckpt = TorchaxCheckpointer(
+        directory, options=options, preservation_policy=policies.PreserveAll()
+    )
+    began = []
+    state = start()
+    for step in range(1, 61):
+        state = step_fn(state)
+        if ckpt.save(step, state=state):
+            began.append(step)
+        time.sleep(0.004)
+    ckpt.save(61, state=(state := step_fn(state)), force=True)  # nothing comes after it
+    ckpt.close()
+    failures = ckpt._saver._unread
+    assert failures
+    assert all(isinstance(failure.__cause__, DonatedBufferError) for failure in failures)
+    # Equal failures are reported once, so that not every step that failed is among them.
+    assert {61} <= set(ckpt.all_steps()) < {*began, 61}
+    for step in ckpt.all_steps():
+        assert_as_it_was(ckpt, step)
+
+
+@donating
+@layouts
+def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
+    layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    stored = Snapshot.stored
+    monkeypatch.setattr(Snapshot, "stored", lambda self: go.wait(60) and stored(self))
+    options = CheckpointOptions(snapshot="reference", layout=layout)
+    ckpt = TorchaxCheckpointer(directory, options=options)
+    state = step_fn(start())
+    ckpt.save(1, state=state)
+    state = step_fn(state)
+    go.set()
+    with pytest.raises(SaveError, match=r"step 1 .*state/layers\.0\.w: its buffer was") as caught:
+        ckpt.wait_until_finished()
+    assert isinstance(caught.value.__cause__, DonatedBufferError)
+    assert ckpt.all_steps() == []
+    assert ckpt.save(2, state=state, force=True)
+    ckpt.close()
+    assert ckpt.all_steps() == [2]
+    assert_as_it_was(ckpt, 2)
 
 
 @pytest.fixture
@@ -117,6 +212,40 @@ def test_auto_goes_on_with_references_if_nothing_was_donated_and_back_if_it_is()
     snapshotter.donated()
     ways.append(snapshotter.take(names, list(state.values())).way)
     assert ways == ["copy", "reference", "reference", "copy"]
+
+
+@donating
+@layouts
+def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
+    layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    go.set()
+    stored = Snapshot.stored
+    monkeypatch.setattr(Snapshot, "stored", lambda self: go.wait(60) and stored(self))
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(layout=layout),
+        preservation_policy=policies.PreserveAll(),
+    )
+    state = start()
+    for step in range(1, 8):
+        state = (fresh if step <= 4 else step_fn)(state)
+        if step == 5:  # what was saved at step 4 is gone before it is looked at
+            go.set()
+            ckpt._saver.wait()
+        if step == 4:
+            ckpt.wait_until_finished()
+            go.clear()
+        ckpt.save(step, state=state, force=True)
+    ckpt.close()
+    with pytest.raises(SaveError, match="step 4 ") as caught:
+        ckpt.check_for_errors()
+    assert isinstance(caught.value.__cause__, DonatedBufferError)
+    ckpt.check_for_errors()
+    assert ckpt.all_steps() == [1, 2, 3, 5, 6, 7]
+    for step in ckpt.all_steps():
+        assert_as_it_was(ckpt, step)
 
 
 def test_auto_transfers_where_memory_does_not_hold_copies(

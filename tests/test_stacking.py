@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import math
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -12,8 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
+from strategies import DTYPES_BY_KIND, make_leaf
 from support import (
     P,
     assert_trees_identical,
@@ -26,7 +31,9 @@ from support import (
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout import plan as planning
+from torchax_ckpt.options import SnapshotMode
 from torchax_ckpt.snapshot import Planner, execute
 
 LAYOUTS = ("auto", "stacked", "flat")
@@ -109,6 +116,35 @@ def test_layers_are_stored_as_one_array_under_their_pattern(directory: Path) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"capturable": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.ASGD, {}),
+    ],
+    ids=["adamw", "adamw_capturable", "sgd", "asgd"],
+)
+def test_state_made_by_an_eager_first_step_on_sharded_parameters_is_stacked(
+    kind: Any, settings: dict[str, Any], directory: Path
+) -> None:
+    """It begins as ``zeros_like``, which is on one device; what the step makes of it counts."""
+    stored = []
+    for step in (1, 2):  # fresh, and in a program that was restored
+        model, _ = deep(rule=fsdp_rule(fsdp_mesh(8)))
+        lr: Any = torch.tensor(1e-2, device="jax") if "capturable" in settings else 1e-2
+        optimizer = kind(model.parameters(), lr=lr, **settings)
+        with TorchaxCheckpointer(directory) as ckpt:
+            assert ckpt.attach(model, optimizer) == step - 1
+            train_step(model, optimizer, step)
+            ckpt.save(step, force=True)
+        stored.append(stored_names(directory, step))
+    assert {n for n in stored[0] if "layers.*.mlp.weight" in n} > {"model/layers.*.mlp.weight"}
+    assert not any("layers.0" in name or "*2" in name for name in stored[0])
+    assert stored[0] == stored[1]
+
+
 def test_flat_stores_every_leaf_under_its_own_name(directory: Path) -> None:
     saved(directory, "flat")
     stored = stored_names(directory)
@@ -137,16 +173,19 @@ def test_with_orbax_alone_a_stack_is_an_array_with_a_leading_axis(directory: Pat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_added_to_the_model_keep_what_they_have(layout: str, directory: Path) -> None:
-    saved(directory, layout)
-    model, _ = deep(depth=6)
+@pytest.mark.parametrize("rule", [None, fsdp_rule(fsdp_mesh(4))], ids=["one_device", "fsdp4"])
+def test_layers_added_to_the_model_keep_what_they_have(
+    layout: str, rule: Any, directory: Path
+) -> None:
+    saved(directory, layout, fsdp_rule(fsdp_mesh(8)))
+    model, _ = deep(depth=6, rule=rule)
     kept = {n: bits(t) for n, t in model.state_dict().items() if "layers.4" in n or "layers.5" in n}
     ckpt = TorchaxCheckpointer(directory)
     ckpt.attach(model, resume=False, rng=False)
     report = ckpt.restore(strict=False)
     assert set(report.missing) == {f"model/{n}" for n in kept}
     assert {n: bits(model.state_dict()[n]) for n in kept} == kept
-    shallow, _ = deep(depth=2)
+    shallow, _ = deep(depth=2, rule=rule)
     other = TorchaxCheckpointer(directory)
     other.attach(shallow, resume=False, rng=False)
     assert "model/layers.3.mlp.weight" in other.restore(strict=False).unexpected
@@ -196,42 +235,80 @@ def test_layers_and_experts_share_one_stack() -> None:
     assert plan(specs).stacks == {"model/layers.*.experts.*.w1": tuple(specs)}
 
 
-DTYPES = ("float32", "bfloat16", "int8", "bool", "float8_e4m3fn")
-PARTS = st.sampled_from(["layers", "w", "0", "1", "7", "12", "a.b", "x/y", "*", "%", "3d"])
+WORDS = ("w", "a.b", "x/y", "*", "%", "%2A", "3d", "é ü", "\n", "layers", "")
+PATTERNS = ("layers.{}.w", "{}", "a/{}/b", "*.{}", "{}.%.{}", "é.{}.w", "mlp.{}")
+SHAPES = ((), (0, 3), (1,), (8,), (8, 4), (3, 8), (2, 3, 8))
+# Meshes of one and two axes, of all devices, some, and in another order.
+GRID = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+TURNED = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("a", "b"))
+SPECS = (
+    P(), P("a"), P(None, "b"), P("a", "b"), P("b", "a"), P(("a", "b")), P(None, None, ("b", "a")),
+)  # fmt: skip
+SHARDINGS: tuple[Any, ...] = (
+    None,  # not committed
+    *(SingleDeviceSharding(jax.devices()[i]) for i in (0, 5)),
+    *(NamedSharding(mesh, spec) for mesh in (GRID, TURNED) for spec in SPECS),
+    NamedSharding(fsdp_mesh(2), P("fsdp")),
+)
+DEVICE_KINDS = ("jax", "torchax", "key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a leaf of a drawn tree is, but for where it is."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def make(self, seed: int, sharding: Any) -> Any:
+        """One of arbitrary bits."""
+        leaf = make_leaf(self.kind, self.dtype, self.shape, seed)
+        if sharding is None or self.kind not in DEVICE_KINDS:
+            return leaf
+        if self.kind == "torchax":
+            return backend.wrap(jax.device_put(backend.buffer(leaf), self.fit(sharding)))
+        return jax.device_put(leaf, self.fit(sharding))
+
+    def fit(self, sharding: Any) -> Any:
+        """The sharding without the mesh axes that do not divide their dim."""
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        spec = []
+        for length, axes in itertools.zip_longest(self.shape, sharding.spec[: len(self.shape)]):
+            names_ = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+            divides = length % math.prod(sharding.mesh.shape[a] for a in names_) == 0
+            spec.append(axes if divides else None)
+        return NamedSharding(sharding.mesh, P(*spec))
 
 
 @st.composite
-def leaves(draw: st.DrawFn) -> dict[str, Any]:
-    from torchax_ckpt.layout import names
-
-    keys = draw(
-        st.sets(st.lists(PARTS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=12)
-    )
-    mesh = fsdp_mesh(4)
-    result: dict[str, Any] = {}
-    for number, key in enumerate(sorted(keys)):
-        name = names.join(("model", ".".join(key)))
-        shape = draw(st.sampled_from([(), (4,), (4, 2), (0, 3)]))
-        dtype = draw(st.sampled_from(DTYPES))
-        where = draw(st.sampled_from(["host", "one", "sharded", "replicated"]))
-        count = np.arange(number, number + np.prod(shape, dtype=int))
-        host = count.reshape(shape).astype(np.dtype(dtype))
-        if where == "host":
-            result[name] = host
-        else:
-            spec_ = P("fsdp") if where == "sharded" and shape[:1] == (4,) else P()
-            one = SingleDeviceSharding(jax.devices()[1])
-            result[name] = jax.device_put(
-                host, one if where == "one" else NamedSharding(mesh, spec_)
-            )
-    return result
+def trees_of_layers(draw: st.DrawFn) -> dict[str, tuple[Leaf, Any, Any]]:
+    """Names -> leaf, where it is, and where it shall be; groups of equals among them."""
+    tree: dict[str, tuple[Leaf, Any, Any]] = {}
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(sorted(DTYPES_BY_KIND.keys() - {"numpy_scalar"})))
+        leaf = Leaf(
+            kind, draw(st.sampled_from(DTYPES_BY_KIND[kind])), draw(st.sampled_from(SHAPES))
+        )
+        pattern = draw(st.sampled_from(PATTERNS) | st.lists(st.sampled_from(WORDS)).map(".".join))
+        before, after = draw(st.sampled_from(SHARDINGS)), draw(st.sampled_from(SHARDINGS))
+        for i in draw(st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True)):
+            # Now and then one of the group is elsewhere.
+            where = draw(st.sampled_from((*[before] * 7, SHARDINGS[-1])))
+            tree.setdefault(pattern.replace("{}", str(i)), (leaf, where, after))
+    return dict(sorted(tree.items()))  # as JAX orders dicts
 
 
 @settings(max_examples=40)
-@given(leaves(), st.sampled_from(LAYOUTS), st.booleans())
+@given(trees_of_layers(), st.sampled_from(LAYOUTS), st.booleans())
 def test_every_leaf_is_found_where_the_plan_says(
-    tree: dict[str, Any], layout: Any, copy: bool
+    drawn: dict[str, tuple[Leaf, Any, Any]], layout: Any, copy: bool
 ) -> None:
+    tree: dict[str, Any] = {}
+    for seed, (name, (leaf, where, _)) in enumerate(drawn.items()):
+        if leaf.kind in ("jax", "numpy"):  # what others are captured as
+            tree[names.join(("model", name))] = leaf.make(seed, where)
     found = Planner(layout)(list(tree), list(tree.values()))
     stored = execute(found, tree, copy=copy)
     located = found.locate()
@@ -247,13 +324,28 @@ def test_every_leaf_is_found_where_the_plan_says(
     assert set(stored) == set(found.stacks) | (set(tree) - set(located) - found.empty)
 
 
-@settings(max_examples=6)
-@given(leaves(), st.sampled_from(LAYOUTS), st.sampled_from(["reference", "copy", "transfer"]))
-def test_any_tree_survives_any_layout_and_snapshot(
-    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any], layout: Any, snapshot: Any
+@settings(max_examples=60)
+@given(
+    trees_of_layers(),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(get_args(SnapshotMode)),
+    st.booleans(),
+)
+def test_any_tree_survives_any_layout_snapshot_and_change_of_mesh(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: dict[str, tuple[Leaf, Any, Any]],
+    layout: Any,
+    snapshot: Any,
+    compression: bool,
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
-    options = CheckpointOptions(layout=layout, snapshot=snapshot)
+    options = CheckpointOptions(layout=layout, snapshot=snapshot, compression=compression)
+    items = list(enumerate(drawn.items()))
     with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.save(1, state=tree)
-    assert_trees_identical(TorchaxCheckpointer(directory).load(abstract_state=tree), tree)
+        ckpt.save(1, state={name: leaf.make(seed, at) for seed, (name, (leaf, at, _)) in items})
+    expected = {name: leaf.make(seed, to) for seed, (name, (leaf, _, to)) in items}
+    others = {name: leaf.make(seed + 99, to) for seed, (name, (leaf, _, to)) in items}
+    reader = TorchaxCheckpointer(directory)
+    assert_trees_identical(reader.load(abstract_state=others), expected)
+    assert_trees_identical(reader.load(), expected, shardings=False)
+    shutil.rmtree(directory)

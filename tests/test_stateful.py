@@ -487,8 +487,11 @@ def assert_nothing_changes(directory: Path, refusing: Box | None, **boxes: Box) 
     model.refuse = refusing is None
     everyone = [box for box in boxes.values() if box is not refusing]
     before = state_of(model, optimizer, scheduler, *everyone)
-    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(RuntimeError, match="no thanks"):
+    refused = pytest.raises(MismatchError, match="refused the stored state.*no thanks")
+    with TorchaxCheckpointer(directory) as ckpt, refused as caught:
         ckpt.attach(model, optimizer, lr_scheduler=scheduler, stateful=boxes)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert caught.value.step == 1
     assert_trees_identical(state_of(model, optimizer, scheduler, *everyone), before)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from support import mlp, train_step
 
-from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import TorchaxCheckpointer, policies, preemption
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError, MetricsError, StepTypeError
-from torchax_ckpt.preemption import Preemption
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -103,12 +103,15 @@ def test_record_refuses_what_is_no_metric(directory: Path) -> None:
 def test_a_preemption_saves_waits_and_ends_the_loop(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Preemption, "reached", lambda self, step: step >= 3)
     with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
         ckpt.attach(mlp())
-        assert list(ckpt.steps(10)) == [1, 2, 3]
+        for step in ckpt.steps(10):
+            if step == 3:
+                monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+        assert step == 3
         assert ckpt.all_steps() == [3]
         assert ckpt.reached_preemption(3)
+    assert ckpt.reached_preemption()
 
 
 def test_steps_needs_attach_and_an_int(directory: Path) -> None:

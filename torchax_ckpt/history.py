@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
@@ -32,13 +32,16 @@ class History:
         self.committed: list[CommittedStep] = []
         self.abandoned: list[CommittedStep] = []
         self._in_flight: CheckpointInfo | None = None
-        self._infos: dict[tuple[int, int], CheckpointInfo] = {}
+        # Ascending. Replaced as a whole, never changed: it is asked for at every step of the
+        # training, while the save's thread adds to it.
+        self._checkpoints: tuple[CheckpointInfo, ...] = ()
         self._is_open = False
 
     def open(self) -> None:
         """Lists the directory, if that has not been done yet."""
         if not self._is_open:
             self.committed = self._directory.steps()
+            self._look()
             self._is_open = True
 
     def go_on_from(self, step: int | None) -> None:
@@ -51,18 +54,28 @@ class History:
     def begin(self, step: int) -> None:
         """A save of this step begins; whatever is newer belongs to another branch."""
         self.open()
-        self._abandon(s for s in self.committed if s.step > step)
+        if self.committed and self.committed[-1].step > step:
+            self._abandon(s for s in self.committed if s.step > step)
         now = time.time_ns()
         self._in_flight = CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
         )
+        self._checkpoints = (*self._checkpoints, self._in_flight)
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
         """The save has ended: with a durable step, or without."""
-        if durable is not None:
+        self._in_flight = None
+        if durable is None:
+            self._checkpoints = self._checkpoints[:-1]
+        else:
             self._directory.know_summary(durable, summary or {})
             self.committed.append(durable)
-        self._in_flight = None  # last: whoever asks meanwhile finds the step once or twice
+            self._checkpoints = (*self._checkpoints[:-1], _info(durable))
+
+    def settle(self, settled: CommittedStep) -> None:
+        """The newest step has moved to its own name."""
+        self.committed[-1] = settled
+        self._look()
 
     def refresh(self) -> None:
         """Looks up anew where the steps lie, after something was moved."""
@@ -70,38 +83,30 @@ class History:
         for known in (self.committed, self.abandoned):
             keys = [(s.step, s.commit_timestamp_nsecs) for s in known]
             known[:] = [now_at[key] for key in keys if key in now_at]
+        self._look()
 
     def forget(self, steps: Iterable[int]) -> None:
         """Strikes deleted steps."""
-        gone = set(steps)
-        self.committed = [s for s in self.committed if s.step not in gone]
-        self.abandoned = [s for s in self.abandoned if s.step not in gone]
+        if gone := set(steps):
+            self.committed = [s for s in self.committed if s.step not in gone]
+            self.abandoned = [s for s in self.abandoned if s.step not in gone]
+            self._look()
 
     def has(self, step: int) -> bool:
         """Whether this run has the step, or is saving it."""
-        in_flight = self._in_flight
-        if in_flight is not None and in_flight.step == step:
-            return True
-        return any(s.step == step for s in reversed(self.committed))
+        for checkpoint in reversed(self._checkpoints):
+            if checkpoint.step <= step:
+                return checkpoint.step == step
+        return False
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """The steps as save decision policies see them, the one in flight included."""
-        in_flight = self._in_flight
-        infos = [self._info(s) for s in self.committed]
-        if in_flight is None or (infos and infos[-1].step == in_flight.step):
-            return infos
-        return [*infos, in_flight]
+    def checkpoints(self) -> Sequence[CheckpointInfo]:
+        """The steps as save decision policies see them, oldest first, the one in flight last."""
+        return self._checkpoints
 
-    def _info(self, committed: CommittedStep) -> CheckpointInfo:
-        key = (committed.step, committed.commit_timestamp_nsecs)
-        if key not in self._infos:
-            self._infos[key] = CheckpointInfo(
-                committed.step,
-                committed.path,
-                metadata=None,
-                commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
-            )
-        return self._infos[key]
+    def _look(self) -> None:
+        """Takes a new look at all steps, after others than the newest have come or gone."""
+        in_flight = () if self._in_flight is None else (self._in_flight,)
+        self._checkpoints = (*map(_info, self.committed), *in_flight)
 
     def _abandon(self, steps: Iterable[CommittedStep]) -> None:
         abandoned = list(steps)
@@ -115,3 +120,13 @@ class History:
         )
         self.abandoned += abandoned
         self.committed = [s for s in self.committed if s not in abandoned]
+        self._look()
+
+
+def _info(committed: CommittedStep) -> CheckpointInfo:
+    return CheckpointInfo(
+        committed.step,
+        committed.path,
+        metadata=None,
+        commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 Layout = Literal["auto", "stacked", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "transfer"]
+Verify = Literal["restore", "never"]
+OnSaveError = Literal["continue", "raise"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,24 +28,54 @@ class CheckpointOptions:
       restore_in_budget: free the device buffers that a restore replaces before the new ones
         arrive, part by part, for a state that fills the devices. A failure on the way then leaves
         the program without a usable state (every buffer deleted, never a mix of old and new).
+      verify: "restore" compares everything that is read with the digests taken when it was saved;
+        "never" does not. Digests are taken in any case.
+      on_save_error: what a failed save does to training: "continue" reports it and tries again with
+        the next save; "raise" raises it from the next call of ``save``, or in ``steps``.
+      read_only: the checkpointer only reads, so a bucket need not grant it permission to write;
+        ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes and per process, on array data that is on its way
         between devices and storage at one time; None for no bound.
+      preemption_grace_secs: how long the process may go on after a SIGTERM, from ``attach`` or
+        the first ``save`` on until ``close``; then it ends at once. State what the scheduler
+        gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None
+        leaves SIGTERM alone. Without effect under ``jax.distributed``, where JAX has SIGTERM.
+      save_timeout_secs: a save in flight for longer is logged, with where it stands and its
+        thread's stack, again at twice that and so on; and whoever waits for it gets a
+        SaveTimeoutError, while the save goes on. None waits for as long as it takes.
     """
 
     compression: bool = False
     layout: Layout = "auto"
     snapshot: SnapshotMode = "auto"
     restore_in_budget: bool = False
+    verify: Verify = "restore"
+    on_save_error: OnSaveError = "continue"
+    read_only: bool = False
     max_host_bytes: int | None = None
+    preemption_grace_secs: float | None = 30.0
+    save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("compression", "restore_in_budget"):
+        for name in ("compression", "restore_in_budget", "read_only"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, found {getattr(self, name)!r}")
-        for name, choices in (("layout", get_args(Layout)), ("snapshot", get_args(SnapshotMode))):
+        for name, choices in (
+            ("layout", get_args(Layout)),
+            ("snapshot", get_args(SnapshotMode)),
+            ("verify", get_args(Verify)),
+            ("on_save_error", get_args(OnSaveError)),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(choices)}, found {getattr(self, name)!r}"
+                )
+        for name in ("preemption_grace_secs", "save_timeout_secs"):
+            secs = getattr(self, name)
+            is_number = isinstance(secs, (int, float)) and not isinstance(secs, bool)
+            if secs is not None and not (is_number and 0 < secs < math.inf):
+                raise ValueError(
+                    f"{name}: expected None or a positive number of seconds, found {secs!r}"
                 )
         if self.max_host_bytes is not None and (
             isinstance(self.max_host_bytes, bool)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,26 +17,31 @@ from jax.sharding import Sharding
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
+    MismatchError,
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.sharding import Local, put
-from torchax_ckpt.state import functional, random_state
+from torchax_ckpt.sharding import Local, Placement, put
+from torchax_ckpt.snapshot import free_device_bytes
+from torchax_ckpt.state import checks, functional, random_state
 from torchax_ckpt.state.attached import STATE, Attached
 from torchax_ckpt.state.component import Read, Restoration, Write
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.tree import decode, key_part
+from torchax_ckpt.state.leaf import require_jax_dtype
+from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import inspection, reading
 from torchax_ckpt.storage.directory import CommittedStep
+from torchax_ckpt.storage.placing import Wanted
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How much is freed and read at a time under restore_in_budget: what a restore then needs beyond
-# the state itself. Smaller parts would read stacks more often.
-PART_BYTES = 256 << 20
+# What is freed and read at a time under restore_in_budget, per device, where no more is free or
+# nobody knows. Smaller parts would read stacks more often.
+_LEAST_PART_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +96,12 @@ def restore_attached(
     manifest = read_manifest(committed)
     findings = Findings()
     brings_rng = "rng" in attached.components and "rng" in manifest.document
-    with random_state.left_alone(on_success=not brings_rng):
+    with _about(committed), random_state.left_alone(on_success=not brings_rng):
         restoration = attached.prepare(manifest.document, findings)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
+        _require_plausible(committed, manifest, restoration.reads)
         if options.restore_in_budget:
             _apply_in_budget(committed, manifest, restoration, options)
         else:
@@ -119,12 +127,12 @@ def _apply_in_budget(
       UnusableStateError: it failed on the way; then every buffer concerned is deleted.
     """
     reads = restoration.reads
-    early = {name for call in restoration.calls for name in call.needs}
+    early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
     restoration.apply_calls(
         read_leaves(committed, manifest, {name: reads[name] for name in early}, options)
     )
     try:
-        for part in _parts(restoration.writes, reads):
+        for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
             for write in part:
                 if write.release is not None:
                     write.release()
@@ -144,19 +152,45 @@ def _apply_in_budget(
         ) from error
 
 
-def _parts(writes: Sequence[Write], reads: Mapping[str, Read]) -> Iterator[list[Write]]:
-    """The writes in parts of at most so many bytes, or of one write."""
+def _part_bytes(reads: Iterable[Read]) -> int:
+    """How much to free and read at a time, per device: half of what devices have left over.
+
+    What is left over at their peak: a restore must not need more than the training it is for.
+    """
+    placements = {read.placement for read in reads}
+    devices: set[Any] = {
+        d for p in placements if isinstance(p, Sharding) for d in p.addressable_devices
+    }
+    if Local.DEFAULT_DEVICE in placements:
+        devices.add(jax.local_devices()[0])
+    free = [f for device in devices if (f := free_device_bytes(device)) is not None]
+    shared = len(devices) if any(d.platform == "cpu" for d in devices) else 1
+    return max(_LEAST_PART_BYTES, min(free, default=0) // shared // 2)
+
+
+def _parts(
+    writes: Sequence[Write], reads: Mapping[str, Read], part_bytes: int
+) -> Iterator[list[Write]]:
+    """The writes in parts of at most so many bytes per device, or of one write."""
     part: list[Write] = []
     size = 0
     for write in writes:
-        more = sum(reads[name].spec.nbytes for name in write.needs)
-        if part and size + more > PART_BYTES:
+        more = sum(_device_bytes(reads[name]) for name in write.needs)
+        if part and size + more > part_bytes:
             yield part
             part, size = [], 0
         part.append(write)
         size += more
     if part:
         yield part
+
+
+def _device_bytes(read: Read) -> int:
+    """What a leaf takes on each of its devices."""
+    if isinstance(read.placement, Sharding):
+        shard = read.placement.shard_shape(read.spec.shape)
+        return math.prod(shard) * np.dtype(read.spec.dtype).itemsize
+    return read.spec.nbytes if read.placement is Local.DEFAULT_DEVICE else 0
 
 
 def load_state(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
@@ -179,11 +213,13 @@ def load_state(committed: CommittedStep, abstract_state: Any, options: Checkpoin
         root = {
             "dict": [[n, d] for n, d in manifest.document.items() if asked is None or n in asked]
         }
-    request = functional.Request(root, abstract_state, prefix, findings)
-    if findings:
-        raise findings.error(committed.step, str(committed.path))
-    values = read_leaves(committed, manifest, request.reads, options)
-    return request.build(values)
+    with _about(committed):
+        request = functional.Request(root, abstract_state, prefix, findings)
+        if findings:
+            raise findings.error(committed.step, str(committed.path))
+        _require_plausible(committed, manifest, request.reads)
+        values = read_leaves(committed, manifest, request.reads, options)
+        return request.build(values)
 
 
 def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
@@ -227,7 +263,7 @@ def _require_there(committed: CommittedStep, abstract_state: Any) -> None:
             findings.missing.append(name)
         elif (read := functional.as_read(abstract)) is not None:
             if read.placement is not Local.HOST:
-                functional.require_jax_dtype(read.spec.dtype, name)
+                require_jax_dtype(read.spec.dtype, name)
             shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
             if (shape, dtype) != (read.spec.shape, np.dtype(read.spec.dtype)):
                 text = f"{dtype}{list(shape)}" if shape is not None else repr(found)
@@ -240,23 +276,62 @@ _ABSENT = object()
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
-    """The checked manifest of a step."""
-    path = str(committed.path / storage.MANIFEST)
-    try:
+    """The manifest of a step; what it says was checked, and can be used.
+
+    Raises:
+      ForeignCheckpointError: the step has none: bare Orbax wrote it.
+      CorruptCheckpointError: it is not one that this package has written.
+    """
+    with _about(committed):
+        with storage.as_corrupt(committed, "folders"):
+            inspection.require_contained(committed.path, committed.step)
+        path = str(committed.path / storage.MANIFEST)
         manifest = Manifest.from_json(storage.read_manifest(committed), path=path)
-        for node in manifest.document.values():
-            decode(node, lambda leaf: leaf["array"])
-    except CorruptCheckpointError as error:
-        if error.step is not None:
-            raise
-        where = "" if str(committed.path) in str(error) else f"{path}: "
-        raise CorruptCheckpointError(
-            f"step {committed.step}: {where}{error}",
-            step=committed.step,
-            path=path,
-            key_path=error.key_path,
-        ) from error
+        checks.check_document(manifest.document)
     return manifest
+
+
+@contextlib.contextmanager
+def _about(committed: CommittedStep) -> Iterator[None]:
+    """Has errors that come out say which step they are about, and where it is."""
+    try:
+        yield
+    except (CorruptCheckpointError, MismatchError) as error:
+        if error.step is None:
+            where = "" if str(committed.path) in error.message else f" in {committed.path}"
+            error.message = f"step {committed.step}{where}: {error.message}"
+            error.step = committed.step
+            error.path = error.path or str(committed.path)
+        raise
+
+
+def _require_plausible(
+    committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
+) -> None:
+    """Refuses arrays that are not stored as the manifest says, before memory is taken for them.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, has another dtype or shape, or a layout this
+        package does not write; or more would pass through this host than it has memory.
+    """
+    with storage.as_corrupt(committed, "array metadata"):
+        inspection.require_stored(committed.path, committed.step, manifest.stored(reads))
+    located = manifest.plan.locate()
+    whole = {
+        name: read.spec.nbytes
+        for name, read in reads.items()
+        if name in located
+        or isinstance(read.placement, Local)
+        or read.placement.is_fully_replicated
+    }
+    total, memory = sum(whole.values()), inspection.host_memory_bytes()
+    if total > memory:
+        largest = max(whole, key=lambda name: whole[name])
+        raise CorruptCheckpointError(
+            f"{largest}: expected leaves that this host can hold, {memory} bytes, found {total} "
+            f"bytes, {whole[largest]} of them in this one",
+            key_path=largest,
+        )
 
 
 def read_leaves(
@@ -271,32 +346,36 @@ def read_leaves(
       CorruptCheckpointError: one is not stored as the manifest says.
     """
     located = manifest.plan.locate()
-    wanted: dict[str, tuple[tuple[int, ...], str, Sharding | None]] = {}
+    stacks: dict[str, dict[str, Placement]] = {}
+    wanted: dict[str, Wanted] = {}
+    empty: dict[str, Any] = {}
     for name, read in reads.items():
-        if name in located:
-            # Stacks pass through the host: their members go on to their devices as one batch,
-            # which takes no compilation. Cutting them on the devices would.
-            stored, _ = located[name]
-            shape = (len(manifest.plan.stacks[stored]), *read.spec.shape)
-            wanted[stored] = (shape, read.spec.dtype, None)
-        elif name not in manifest.plan.empty:
-            wanted[name] = (read.spec.shape, read.spec.dtype, _sharding(read))
-    arrays = storage.read_arrays(committed, wanted, options)
-    values: dict[str, Any] = {}
-    to_move: dict[str, Any] = {}
-    for name, read in reads.items():
-        if name in located:
-            stored, index = located[name]
-            value: Any = arrays[stored][index, ...]
-            if read.placement is Local.HOST:
-                value = value.copy()  # not a view that would keep the whole stack alive
-        elif name in manifest.plan.empty:
-            value = np.zeros(read.spec.shape, np.dtype(read.spec.dtype))
+        shape, dtype = read.spec.shape, read.spec.dtype
+        if name in manifest.plan.empty:
+            empty[name] = np.zeros(shape, np.dtype(dtype))
+        elif name not in located:
+            known = _digests(manifest, name, options)
+            wanted[name] = Wanted(shape, dtype, {name: read.placement}, known)
         else:
-            value = arrays[name]
-        (values if isinstance(value, jax.Array) else to_move)[name] = value
-    moved = put(to_move, {name: reads[name].placement for name in to_move})
-    return {**values, **moved}
+            stored, _ = located[name]
+            if stored not in stacks:
+                stacks[stored] = {}
+                members = manifest.plan.stacks[stored]
+                known = _digests(manifest, stored, options)
+                wanted[stored] = Wanted(
+                    (len(members), *shape), dtype, stacks[stored], known, members
+                )
+            stacks[stored][name] = read.placement
+    leaves = reading.read_arrays(committed, wanted, options)
+    return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}
+
+
+def _digests(manifest: Manifest, stored: str, options: CheckpointOptions) -> Digests | None:
+    if options.verify == "never":
+        return None
+    if stored not in manifest.digests:
+        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
+    return manifest.digests[stored]
 
 
 def _sharding(read: Read) -> Sharding | None:

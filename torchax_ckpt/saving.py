@@ -2,16 +2,20 @@
 
 The training thread hands over a capture and goes on; a thread of its own writes it. At most one
 save is in flight, and a save in flight is finished even if the program ends without ``close``.
+
+A save that fails costs that save and nothing else. Each of them tries anew, so saving goes on by
+itself once the medium does; what is wrong is said once, when it changes, and when it is over.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import logging
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,14 +23,16 @@ from typing import Any
 from torchax_ckpt.errors import (
     CheckpointError,
     DonatedBufferError,
+    LeaseError,
     SaveError,
     SaveTimeoutError,
 )
 from torchax_ckpt.history import History
-from torchax_ckpt.layout.manifest import Manifest, Node
+from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Snapshot
 from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import digests, location, medium
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
 
@@ -71,12 +77,31 @@ class SaveCost:
 class _InFlight:
     """A save that is being written."""
 
-    def __init__(self, step: int, write: Callable[[_InFlight], None]) -> None:
+    def __init__(self, step: int, began: float, write: Callable[[_InFlight], None]) -> None:
         self.step = step
+        self._began = began
+        self.enter("starting its thread")
+        self.is_known_overdue = False
         self.handed_over = threading.Event()
         self.blocking_secs = 0.0
         self.transferred = threading.Event()
         self.thread = threading.Thread(target=write, args=(self,), name=f"save-{step}", daemon=True)
+
+    @property
+    def age_secs(self) -> float:
+        return time.perf_counter() - self._began
+
+    def enter(self, phase: str) -> None:
+        self._phase = phase, time.perf_counter()
+
+    def where(self) -> str:
+        """What it is at, and for how long."""
+        phase, since = self._phase
+        return f"{phase}, for {time.perf_counter() - since:.1f} s"
+
+    def on_transferred(self) -> None:
+        self.enter("writing and committing")
+        self.transferred.set()
 
 
 class Saver:
@@ -102,10 +127,12 @@ class Saver:
         self._history = history
         self._preservation_policy = preservation_policy
         self._options = options
-        self._versions = _versions()
+        self._versions = installed_versions()
         self._on_donated = on_donated
         self._in_flight: _InFlight | None = None
-        self._is_claimed = False
+        self._was_claimed = self._is_claimed = False
+        self._num_failures = 0
+        self._reported: dict[str, str] = {}
         self._unread: list[CheckpointError] = []
         self.newest_failure: SaveError | None = None
         self.finished: list[SaveCost] = []
@@ -118,14 +145,16 @@ class Saver:
         return self._in_flight is not None and self._in_flight.thread.is_alive()
 
     def claim(self) -> None:
-        """Makes sure, before the first save, that the directory can be written."""
-        if not self._is_claimed:
+        """Makes sure, before the first save, that the directory can be written, and takes it."""
+        # Once only: after a failure the save's own thread does it, as the medium may keep it long.
+        if not self._was_claimed:
             self._directory.claim()
+            self._was_claimed = True
 
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
-        save = _InFlight(capture.step, functools.partial(self._run, capture))
+        save = _InFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
         try:
@@ -135,8 +164,11 @@ class Saver:
             self._history.end(None)
             raise
         try:
-            if capture.snapshot.way == "transfer":
-                save.transferred.wait()
+            if self._options.save_timeout_secs is not None:
+                name = f"watch-save-{save.step}"
+                threading.Thread(target=self._watch, args=(save,), name=name, daemon=True).start()
+            if capture.snapshot.way == "transfer" and not save.transferred.wait(self._left(save)):
+                raise self._timeout_error(save)
         finally:  # also when interrupted: the save's thread waits for this
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
@@ -145,63 +177,128 @@ class Saver:
         """Waits until no save is in flight; failures are left for ``check_for_errors``.
 
         Raises:
-          SaveTimeoutError: it took longer than ``timeout_secs``; the save goes on.
+          SaveTimeoutError: it took longer than ``timeout_secs``, or in all longer than
+            ``save_timeout_secs``; the save goes on.
         """
         save = self._in_flight
         if save is None:
             return
+        bounds = [s for s in (timeout_secs, self._left(save)) if s is not None]
         # Until its very end: a thread that is still on its way out when the interpreter shuts
         # down is killed inside whatever C++ it is in, which aborts the process.
-        save.thread.join(timeout_secs)
+        save.thread.join(min(bounds, default=None))
         if save.thread.is_alive():
-            raise SaveTimeoutError(
-                f"the save of step {save.step} to {self._directory.path} is still in flight after "
-                f"{timeout_secs} s",
-                step=save.step,
-                path=self._directory.path,
-            )
+            raise self._timeout_error(save)
+
+    def close(self) -> None:
+        """Finishes the save in flight, and lets others write to the directory."""
+        self.wait()
+        self._directory.release()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure that nobody has read yet, once."""
+        """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
         if self._unread:
             raise self._unread.pop(0)
+        save = self._in_flight
+        if save is None or not save.thread.is_alive() or save.is_known_overdue:
+            return
+        if self._left(save) == 0:
+            save.is_known_overdue = True
+            raise self._timeout_error(save)
+
+    def _left(self, save: _InFlight) -> float | None:
+        """Seconds until the save has taken too long; None if nothing is too long."""
+        limit = self._options.save_timeout_secs
+        return None if limit is None else max(0.0, limit - save.age_secs)
+
+    def _timeout_error(self, save: _InFlight) -> SaveTimeoutError:
+        return SaveTimeoutError(
+            f"the save of step {save.step} to {self._directory.path} is still in flight after "
+            f"{save.age_secs:.2f} s. It stands at: {save.where()}. It goes on; earlier steps are "
+            "intact.",
+            step=save.step,
+            path=self._directory.path,
+        )
+
+    def _watch(self, save: _InFlight) -> None:
+        """Says where a save stands that takes too long; at growing distances, until it ends."""
+        limit = self._options.save_timeout_secs
+        assert limit is not None
+        while True:
+            save.thread.join(max(0.0, limit - save.age_secs))
+            frame = sys._current_frames().get(save.thread.ident or 0)
+            if not save.thread.is_alive() or frame is None:
+                return
+            if save.age_secs >= limit:
+                stack = "".join(traceback.format_stack(frame))
+                logger.error("%s Its thread:\n%s", self._timeout_error(save), stack)
+                limit *= 2
 
     # --- on the save's own thread ---
 
     def _run(self, capture: Capture, save: _InFlight) -> None:
         try:
-            durable = self._write(capture, save.transferred.set)
+            durable = self._write(capture, save)
         except BaseException as error:  # whatever it is, it must reach the training thread
             self._fail(capture, error)
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
             logger.info("saved step %d to %s in %.2f s", durable.step, durable.path, durable_secs)
+            if self._num_failures:
+                logger.warning(
+                    "saving to %s works again after %d failed saves: step %d is durable",
+                    self._directory.path,
+                    self._num_failures,
+                    durable.step,
+                )
+            self._num_failures = 0
+            self._reported.pop("saving", None)
+            save.enter("deleting what no rule keeps")
             self._tidy(durable)
             save.handed_over.wait()
             self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
         finally:
             save.transferred.set()
 
-    def _write(self, capture: Capture, transferred: Callable[[], None]) -> CommittedStep:
+    def _write(self, capture: Capture, save: _InFlight) -> CommittedStep:
         if not self._is_claimed:
+            save.enter("cleaning up the directory")
+            if self._num_failures:
+                self._directory.claim()
             self._directory.recover()
             self._history.refresh()
             self._is_claimed = True
+        save.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
             self._report(problem)
+        save.enter("stacking the arrays")
         plan, stored = capture.snapshot.stored()
-        manifest = Manifest(capture.document, plan, self._versions)
+        save.enter("digesting the arrays")
+        if self._options.max_host_bytes is None:
+            digests.prefetch(stored.values())
+        taken = {
+            name: digests.take(array, is_stack=name in plan.stacks)
+            for name, array in stored.items()
+        }
+        manifest = Manifest(capture.document, plan, self._versions, taken)
         summary = {
             "metrics": metrics,
             "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
         }
         path = self._directory.path_for(capture.step)
+        save.enter("transferring the arrays from the devices")
         storage.write_step(
-            path, stored, manifest.to_json(), summary, self._options, on_transferred=transferred
+            path,
+            stored,
+            manifest.to_json(),
+            summary,
+            self._options,
+            on_transferred=save.on_transferred,
+            before_commit=self._directory.fence,
         )
-        durable = self._directory.committed(capture.step, path)
+        durable = self._directory.commit(capture.step, path)
         self._history.end(durable, summary)
         return durable
 
@@ -213,58 +310,68 @@ class Saver:
             self._directory.set_aside(history.abandoned)
             history.abandoned.clear()
             if durable.is_incoming:
-                history.committed[-1] = self._directory.settle(durable)
+                history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
             keep = preserved(self._preservation_policy, infos)
             history.forget(self._directory.prune(keep, history.committed))
         except Exception as error:
             failure = SaveError(
                 f"step {step} is durable in {self._directory.path}, but tidying up after it "
-                f"failed: {error}",
+                f"failed: {self._explained(error)}",
                 step=step,
                 path=self._directory.path,
             )
             failure.__cause__ = error
-            self._report(failure)
+            self._is_claimed = False  # what it left undone is done before the next save
+            self._report(failure, "tidying", medium.kind(error))
+        else:
+            self._reported.pop("tidying", None)
 
     def _fail(self, capture: Capture, error: BaseException) -> None:
         step = capture.step
-        if isinstance(error, RuntimeError) and "deleted" in str(error):
+        if "has been deleted" in str(error):
             # An array that was held by reference is gone: say which one.
             try:
                 capture.snapshot.require_alive()
             except DonatedBufferError as donated:
-                donated.__cause__ = error
+                donated.__context__ = error
                 error = donated
         if isinstance(error, DonatedBufferError):
             self._on_donated()
+        does_end = isinstance(error, LeaseError)
         failure = SaveError(
-            f"saving step {step} to {self._directory.path} failed: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Earlier steps are intact; the next save tries again.",
+            f"saving step {step} to {self._directory.path} failed: {self._explained(error)} "
+            + ("" if does_end else "Earlier steps are intact; the next save tries again."),
             step=step,
             path=getattr(error, "path", None) or self._directory.path,
             key_path=getattr(error, "key_path", None),
         )
         failure.__cause__ = error
         self.newest_failure = failure
-        self._history.end(None)
+        self._num_failures += 1
         self._is_claimed = False  # what it left behind is removed before the next one
-        self._report(failure)
-
-    def _report(self, failure: CheckpointError) -> None:
-        logger.error("%s", failure)
-        self._unread.append(failure)
-
-
-def _versions() -> dict[str, str]:
-    """The libraries at work, for the manifest."""
-    found = {}
-    for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
+        self._history.end(None)
+        self._report(failure, "saving", medium.kind(error))
+        if does_end:
+            self._was_claimed = False  # the next save finds out anew, and raises
+            return
         try:
-            found[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            found[library] = "unknown"
-    return found
+            self._directory.recover()  # and now, if the medium lets it: a full disk needs the room
+        except Exception as in_the_way:
+            logger.debug("leftovers stay until the next save: %s", in_the_way)
+
+    def _explained(self, error: BaseException) -> str:
+        advice = medium.advice(error, is_bucket=location.is_bucket(self._directory.path))
+        return f"{medium.said(error)}. {advice}".rstrip()
+
+    def _report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
+        """Says a failure, and keeps it for ``check_for_errors``; one of a kind until it is over."""
+        is_known = bool(action) and self._reported.get(action) == kind
+        logger.log(logging.DEBUG if is_known else logging.ERROR, "%s", failure)
+        if action:
+            self._reported[action] = kind
+        if not is_known or not self._unread:
+            self._unread.append(failure)
 
 
 _unfinished: weakref.WeakSet[Saver] = weakref.WeakSet()
@@ -277,9 +384,14 @@ def _finish_at_exit() -> None:
                 "the program is ending without close(): finishing the save of step %d",
                 saver._in_flight.step,
             )
-            saver.wait()
+            try:
+                saver.wait()
+            except SaveTimeoutError as error:
+                logger.error("giving up: %s", error)
+                continue
             if saver.newest_failure is None:
                 logger.warning("step %d is saved", saver._in_flight.step)
+        saver.close()
 
 
 # The interpreter refuses new threads and executor work once its shutdown has begun, which a save

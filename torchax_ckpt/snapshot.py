@@ -104,7 +104,7 @@ class Snapshot:
         plan = self._planner(self.names, self._arrays)
         try:
             return plan, execute(plan, dict(zip(self.names, self._arrays, strict=True)), copy=False)
-        except RuntimeError:
+        except Exception:  # of a jitted call JAX raises ValueError, of others RuntimeError
             self.require_alive()
             raise
 

@@ -23,7 +23,7 @@ import torch
 import torch.utils._mode_utils
 import torchax
 from torchax.interop import JittableModule
-from torchax.tensor import RuntimeProperty, Tensor
+from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
 from torchax_ckpt.errors import BackendError, UnsupportedLeafError
@@ -52,7 +52,7 @@ def check_internals() -> None:
       BackendError: names the torchax release and what was not as expected.
     """
     try:
-        env = torchax.default_env()
+        env = Environment()  # the program's own takes its key from torch's seed when it is made
         before, after = jnp.zeros(2, jnp.float32), jnp.ones((2,), jnp.float32)
         tensor = Tensor(before, env)
         assert tensor.jax() is before, "Tensor.jax() does not return the buffer"

@@ -1,7 +1,10 @@
 """Owns the manifest: the JSON that explains every array of a step, and its checks.
 
-    {"format": "torchax_ckpt", "version": 0, "versions": {...}, "document": {component: node},
-     "stacks": {stored name: [member names]}, "empty": [names]}
+    {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
+     "stacks": {stored name: [member names]}, "empty": [names],
+     "digests": {stored name: {"block": [dims], "xxh3_64": base64}}}
+
+``digests`` has 8 octets, little-endian, for every block of an array, in C order of the blocks.
 
 ``document`` describes the whole state; its array nodes name the leaves. What a node looks like
 is owned by ``state/tree.py``, which writes and reads them.
@@ -9,16 +12,21 @@ is owned by ``state/tree.py``, which writes and reads them.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-from collections.abc import Iterator, Mapping
+import importlib.metadata
+import math
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.plan import Plan
 
 FORMAT = "torchax_ckpt"
-# 0 while the format may still change; readers refuse what is newer than they are.
-VERSION = 0
+# Specified in docs/format.md. Readers refuse what is newer than they are, and read what is older.
+VERSION = 1
 
 KINDS = frozenset({"torchax", "torch", "jax", "numpy", "numpy_scalar", "key"})
 # What TensorStore holds: numpy's dtypes but float128 and complex256, and most of ml_dtypes'.
@@ -29,8 +37,27 @@ STORABLE_DTYPES = frozenset(
      "float8_e8m0fnu"]
 )  # fmt: skip
 
+# How far a state may be nested, in containers. Whoever reads JSON recurses three times as deep.
+MAX_DEPTH = 100
+# More elements than any machine holds, and few enough that no size computed from them overflows.
+_MAX_ELEMENTS = 2**56
+_MAX_RANK = 32  # TensorStore's
+
 Node = Any
 """One node of the document: JSON (None, bool, int, float, str, list, dict)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Digests:
+    """The digests of a stored array.
+
+    Attributes:
+      block: the shape of the blocks it is cut into.
+      values: 8 octets, little-endian, for each block, in C order of the blocks.
+    """
+
+    block: tuple[int, ...]
+    values: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +68,13 @@ class Manifest:
       document: component (``model``, ``optimizer``, ...) -> its node.
       plan: where each leaf is stored.
       versions: the libraries that wrote the step, by name; for people, not for decisions.
+      digests: stored name -> the digests of its bytes.
     """
 
     document: Mapping[str, Node]
     plan: Plan
     versions: Mapping[str, str]
+    digests: Mapping[str, Digests]
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON-able Python."""
@@ -56,6 +85,13 @@ class Manifest:
             "document": dict(self.document),
             "stacks": {stored: list(members) for stored, members in self.plan.stacks.items()},
             "empty": sorted(self.plan.empty),
+            "digests": {
+                stored: {
+                    "block": list(known.block),
+                    "xxh3_64": base64.b64encode(known.values).decode("ascii"),
+                }
+                for stored, known in self.digests.items()
+            },
         }
 
     @classmethod
@@ -70,12 +106,7 @@ class Manifest:
                 f"{path}: expected a manifest with format {FORMAT!r}, found {_brief(raw)}",
                 path=path,
             )
-        if raw.get("version") != VERSION:
-            raise CorruptCheckpointError(
-                f"{path}: expected manifest version {VERSION}, found {raw.get('version')!r}. "
-                "Read it with the release of torchax_ckpt that wrote it.",
-                path=path,
-            )
+        _check_version(raw, path)
         document, stacks, empty = raw.get("document"), raw.get("stacks"), raw.get("empty")
         if (
             not isinstance(document, dict)
@@ -84,36 +115,74 @@ class Manifest:
             or not all(isinstance(m, list) for m in stacks.values())
             or not all(isinstance(name, str) for part in (empty, *stacks.values()) for name in part)
             or not isinstance(raw.get("versions"), dict)
+            or not all(isinstance(version, str) for version in raw["versions"].values())
         ):
             raise CorruptCheckpointError(
                 f"{path}: the manifest lacks 'document', 'stacks', 'empty' or 'versions', or they "
                 "have the wrong form",
                 path=path,
             )
+        plan = Plan(
+            {stored: tuple(members) for stored, members in stacks.items()}, frozenset(empty)
+        )
+        leaves: dict[str, dict[str, Any]] = {}
         for component in document.values():
             for node in array_nodes(component):
                 _check_array_node(node, path)
-        return cls(
-            document=document,
-            plan=Plan(
-                stacks={stored: tuple(members) for stored, members in stacks.items()},
-                empty=frozenset(empty),
-            ),
-            versions=raw["versions"],
-        )
+                if node["array"] in leaves:
+                    raise _corrupt(path, node["array"], "one leaf of this name", "two")
+                leaves[node["array"]] = node
+        _check_plan(plan, leaves, path)
+        digests = _digests(raw.get("digests"), path)
+        return cls(document=document, plan=plan, versions=raw["versions"], digests=digests)
+
+    def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Stored name -> shape and dtype of the arrays that hold these leaves."""
+        located = self.plan.locate()
+        specs = {
+            node["array"]: (tuple(node["shape"]), node["dtype"])
+            for component in self.document.values()
+            for node in array_nodes(component)
+        }
+        result = {}
+        for name in wanted:
+            shape, dtype = specs[name]
+            if name in located:
+                stored, _ = located[name]
+                result[stored] = ((len(self.plan.stacks[stored]), *shape), dtype)
+            elif name not in self.plan.empty:
+                result[name] = (shape, dtype)
+        return result
 
 
 def array_nodes(node: Node) -> Iterator[dict[str, Any]]:
-    """Every array node at or below this node, in order."""
-    if isinstance(node, dict):
-        if "array" in node:
-            yield node
-        else:
-            for child in node.values():
-                yield from array_nodes(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from array_nodes(child)
+    """Every array node at or below this node, in order, however deep."""
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, dict):
+            if "array" in current:
+                yield current
+            else:
+                stack.extend(reversed(current.values()))
+        elif isinstance(current, list):
+            stack.extend(reversed(current))
+
+
+def _check_version(raw: Mapping[str, Any], path: str) -> None:
+    version = raw.get("version")
+    if type(version) is int and version == VERSION:
+        return
+    what_to_do = "Read it with the release of torchax_ckpt that wrote it."
+    if type(version) is int and version > VERSION:
+        writers = raw.get("versions")
+        writer = writers.get("torchax_ckpt") if isinstance(writers, dict) else None
+        by = f", {_brief(writer)}" if isinstance(writer, str) else ""
+        what_to_do = f"Install the release of torchax_ckpt that wrote it{by}, or a newer one."
+    raise CorruptCheckpointError(
+        f"{path}: expected manifest version {VERSION}, found {_brief(version)}. {what_to_do}",
+        path=path,
+    )
 
 
 def _check_array_node(node: dict[str, Any], path: str) -> None:
@@ -121,6 +190,7 @@ def _check_array_node(node: dict[str, Any], path: str) -> None:
     dtype: Any = node.get("dtype")
     if not (
         isinstance(name, str)
+        and names.is_name(name)
         and isinstance(kind, str)
         and kind in KINDS
         and (kind != "key" or isinstance(node.get("impl"), str))
@@ -128,12 +198,83 @@ def _check_array_node(node: dict[str, Any], path: str) -> None:
         and dtype in STORABLE_DTYPES
         and isinstance(shape, list)
         and all(type(dim) is int and dim >= 0 for dim in shape)
+        and (kind != "numpy_scalar" or not shape)
     ):
         raise CorruptCheckpointError(
-            f"{path}: malformed leaf {_brief(node)}", path=path, key_path=str(name)
+            f"{path}: malformed leaf {_brief(node)}",
+            path=path,
+            key_path=name if isinstance(name, str) else _brief(name),
+        )
+    if len(shape) > _MAX_RANK or math.prod(dim for dim in shape if dim) > _MAX_ELEMENTS:
+        raise _corrupt(
+            path, name, f"at most {_MAX_RANK} dims and {_MAX_ELEMENTS} elements", _brief(shape)
         )
 
 
-def _brief(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _digests(raw: Any, path: str) -> dict[str, Digests]:
+    if not isinstance(raw, dict):
+        raise CorruptCheckpointError(f"{path}: the manifest lacks 'digests'", path=path)
+    digests = {}
+    for stored, entry in raw.items():
+        try:
+            block, values = entry["block"], base64.b64decode(entry["xxh3_64"], validate=True)
+        except (TypeError, KeyError, ValueError):
+            block, values = None, b""
+        if not isinstance(block, list) or not all(type(dim) is int and dim > 0 for dim in block):
+            raise CorruptCheckpointError(
+                f"{path}: {stored}: malformed digests {_brief(entry)}", path=path, key_path=stored
+            )
+        digests[stored] = Digests(tuple(block), values)
+    return digests
+
+
+def _check_plan(plan: Plan, leaves: Mapping[str, dict[str, Any]], path: str) -> None:
+    """Every stack holds leaves that are there, are alike, and are stored nowhere else."""
+    for name in plan.empty ^ {n for n, node in leaves.items() if 0 in node["shape"]}:
+        if name not in leaves:
+            raise _corrupt(path, name, "a leaf of the name listed in 'empty'", "none")
+        expected, found = "not in 'empty'", "there"
+        if name not in plan.empty:
+            expected, found = "in 'empty', having no elements", "not there"
+        raise _corrupt(path, name, expected, found)
+    stacked: set[str] = set()
+    for stored, members in plan.stacks.items():
+        if not names.is_name(stored.replace("*", "-")) or stored in leaves:
+            raise _corrupt(path, stored, "a stack's name", "another")
+        if not members:
+            raise _corrupt(path, stored, "a stack of leaves", "an empty one")
+        for member in members:
+            if member not in leaves:
+                raise _corrupt(path, member, f"a leaf in stack {_brief(stored)}", "none")
+            if member in stacked or member in plan.empty:
+                raise _corrupt(path, member, "a leaf stored in one place", "one stored twice")
+            stacked.add(member)
+        looks = {(leaves[m]["dtype"], tuple(leaves[m]["shape"])) for m in members}
+        if len(looks) > 1:
+            raise _corrupt(path, stored, "leaves of one dtype and shape", _brief(sorted(looks)))
+
+
+def _corrupt(path: str, name: str, expected: str, found: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: {_brief(name)}: expected {expected}, found {found}", path=path, key_path=name
+    )
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+def _brief(value: Any) -> str:
+    """A value of whatever size and depth, for a message."""
+    return _REPR.repr(value)
+
+
+def installed_versions() -> dict[str, str]:
+    """The libraries at work, for the manifest."""
+    found = {}
+    for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            found[library] = "unknown"
+    return found

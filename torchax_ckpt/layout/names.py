@@ -16,6 +16,8 @@ from collections.abc import Iterable
 _UNSAFE = re.compile(r"[%/*\x00-\x1f\x7f\ud800-\udfff]")
 # A key of no characters; "%" alone is never produced by an escape.
 _EMPTY = "%"
+# What no name holds; "%" and "/" are part of names.
+_FOREIGN = re.compile(r"[*\x00-\x1f\x7f\ud800-\udfff]")
 _SEPARATOR = "/"
 
 
@@ -47,6 +49,11 @@ def join(key_path: Iterable[object]) -> str:
 def split(name: str) -> tuple[str, ...]:
     """The key path of a name, as strings; inverse of ``join``."""
     return tuple(unescape(part) for part in name.split(_SEPARATOR))
+
+
+def is_name(text: str) -> bool:
+    """Whether a text could be a leaf's name: not empty, and nothing in it that is escaped."""
+    return bool(text) and not _FOREIGN.search(text)
 
 
 def component_and_rest(name: str) -> tuple[str, str]:

@@ -19,9 +19,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
 
-# An array costs storage about a millisecond or two, whatever its size: the time in which a disk
-# writes a few megabytes. Copying leaves smaller than that together pays, larger ones not.
-MAX_STACKED_LEAF_BYTES = 1 << 20
+# An array costs storage some milliseconds, whatever its size: copying leaves together pays as long
+# as that takes less. Measured by benchmarks/stacking.py; at 8 MiB it no longer does.
+MAX_STACKED_LEAF_BYTES = 4 << 20
 # A stack passes through host memory as a whole when it is restored.
 MAX_STACK_BYTES = 64 << 20
 

@@ -13,7 +13,7 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Placement, auto_axes, resolve_rule
-from torchax_ckpt.state import functional
+from torchax_ckpt.state import checks, functional
 from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.module import Init, ModuleComponent, Rule
@@ -146,7 +146,7 @@ class _Group:
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         restoration = Restoration()
         is_group = isinstance(node, dict) and node.get("group") is True
-        stored = dict(node["dict"]) if is_group else {}
+        stored = checks.fields(node, names.join(self._key_path)) if is_group else {}
         if not is_group:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
         for name, member in self._members.items():

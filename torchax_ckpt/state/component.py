@@ -11,11 +11,16 @@ import jax
 from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.errors import UninitializedLeafError, UnsupportedLeafError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    MismatchError,
+    UninitializedLeafError,
+    UnsupportedLeafError,
+)
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Array, Spec
+from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
 from torchax_ckpt.state.tree import Encoder, decode
 
 logger = logging.getLogger(__name__)
@@ -137,24 +142,33 @@ class Restoration:
 
     Attributes:
       reads: leaf name -> what to read.
+      checks: look at what was read, and raise before anything is changed.
       calls: writes that run user code (``load_state_dict``).
       writes: in-place writes of buffers and hyperparameters, which cannot fail.
       unfilled: names of meta tensors that neither the checkpoint nor ``init`` fills.
     """
 
     reads: dict[str, Read] = dataclasses.field(default_factory=dict)
+    checks: list[Write] = dataclasses.field(default_factory=list)
     calls: list[Write] = dataclasses.field(default_factory=list)
     writes: list[Write] = dataclasses.field(default_factory=list)
     unfilled: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, node: Mapping[str, Any], placement: Placement) -> None:
-        """Asks for the leaf of an array node."""
+        """Asks for the leaf of an array node.
+
+        Raises:
+          UnsupportedLeafError: it goes to devices, and JAX would narrow its dtype there.
+        """
+        if placement is not Local.HOST:
+            require_jax_dtype(node["dtype"], node["array"])
         self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
 
     def extend(self, others: Iterable[Restoration]) -> None:
         """Appends what others need, in order."""
         for other in others:
             self.reads.update(other.reads)
+            self.checks.extend(other.checks)
             self.calls.extend(other.calls)
             self.writes.extend(other.writes)
             self.unfilled.extend(other.unfilled)
@@ -184,6 +198,8 @@ class Restoration:
 
     def apply_calls(self, values: Values) -> None:
         """Makes the changes that run user code, or none of them."""
+        for check in self.checks:
+            check.do(values)
         done: list[Write] = []
         try:
             for call in self.calls:
@@ -214,19 +230,24 @@ class Component(Protocol):
 
 def restore_by_call(
     node: Node,
-    live: Mapping[str, Any],
+    live: Captured,
     restoration: Restoration,
     *,
-    do: Callable[[Any], Any],
-    undo: Callable[[], Any],
+    where: str,
+    owner: object,
+    take: Callable[[Any], Any],
 ) -> Write:
     """The call that hands a decoded node to user code; asks for the leaves it needs.
 
-    A leaf goes where the live leaf of its name is, or else where arrays of its kind go.
+    It is undone by giving ``owner`` its attributes back, since it may have taken some of a state it
+    then refused, and handing over what is live now. A leaf goes where the live leaf of its name is,
+    or else where arrays of its kind go. Whatever the user's code raises comes out as a
+    MismatchError that names ``where``.
     """
+    arrays = live.by_name()
     for child in array_nodes(node):
         spec = Spec.of_node(child)
-        counterpart = live.get(child["array"])
+        counterpart = arrays.get(child["array"])
         if not spec.on_device:
             placement: Placement = Local.HOST
         elif isinstance(counterpart, jax.Array) and counterpart.shape == spec.shape:
@@ -236,9 +257,25 @@ def restore_by_call(
         restoration.read(child, placement)
 
     def call(values: Values) -> None:
-        do(decode(node, lambda n: revive(n, values[n["array"]])))
+        state = decode(node, lambda n: revive(n, values[n["array"]]))
+        try:
+            take(state)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            why = f"refused the stored state: {type(error).__name__}: {error}"
+            raise MismatchError(f"{where}: {why}", mismatched={where: why}) from error
 
-    return Write(call, undo, needs=tuple(child["array"] for child in array_nodes(node)))
+    attributes = dict(getattr(owner, "__dict__", {}))
+
+    def undo() -> None:
+        if hasattr(owner, "__dict__"):
+            owner.__dict__.clear()
+            owner.__dict__.update(attributes)
+        take(thaw(live))
+
+    needs = tuple(child["array"] for child in array_nodes(node))
+    return Write(call, undo, needs=needs)
 
 
 def thaw(captured: Captured) -> Any:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
@@ -24,7 +23,7 @@ from torchax_ckpt.state.component import (
     revive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, describe, freeze
+from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
 from torchax_ckpt.state.tree import Encoder, decode, key_part, leaf_paths, navigate
 
 KEY_PATH = ("state",)
@@ -200,16 +199,6 @@ def _placement(abstract: Any, spec: Spec) -> Placement:
     if spec.kind == "key" and not isinstance(array, jax.core.Tracer) and not array.is_deleted():
         array = jax.random.key_data(array)
     return placement_of(array)
-
-
-def require_jax_dtype(dtype: str, name: str) -> None:
-    """Raises UnsupportedLeafError where JAX would narrow the dtype, and 2**40 to 0."""
-    if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
-        raise UnsupportedLeafError(
-            f"{name}: is {dtype}, which JAX would narrow. Ask for a numpy array or a CPU tensor "
-            "in the abstract state, or set jax_enable_x64.",
-            key_path=name,
-        )
 
 
 def _starts(parts: list[str], wanted: set[tuple[str, ...]]) -> bool:

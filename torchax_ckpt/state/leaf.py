@@ -166,4 +166,14 @@ def describe(value: Any, name: str) -> Spec:
     return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
 
 
+def require_jax_dtype(dtype: str, name: str) -> None:
+    """Raises UnsupportedLeafError where JAX would narrow the dtype, and 2**40 to 0."""
+    if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
+        raise UnsupportedLeafError(
+            f"{name}: is {dtype}, which JAX would narrow. Set jax_enable_x64, or, for load, ask "
+            "for a numpy array or a CPU tensor in the abstract state.",
+            key_path=name,
+        )
+
+
 _TRACER = "is a JAX tracer; save outside of jit, grad and other transformations"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -92,7 +91,8 @@ def _python_scalar(value: Any) -> Any:
     # item() of an ml_dtypes scalar is not a Python number.
     scalar = np.asarray(value).reshape(())
     if scalar.dtype.kind == "V":
-        scalar = scalar.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            scalar = scalar.astype(np.float64)
     return scalar.item()
 
 
@@ -125,7 +125,7 @@ def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int
         value = metrics.get(name)
         if value is None or isinstance(value, jax.Array):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise MetricsError(
                 f"metric {name!r} at step {step} is {value!r}, which a best-N rule cannot rank. "
                 "Give a number, or leave the metric out at this step.",

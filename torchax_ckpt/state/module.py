@@ -7,7 +7,6 @@ once, under the first of them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torchax_ckpt.errors import AttachError, UninitializedLeafError, Unsupported
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of, put
+from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
@@ -31,7 +31,6 @@ from torchax_ckpt.state.component import (
     encoded,
     require_alive,
     restore_by_call,
-    thaw,
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
@@ -202,8 +201,9 @@ class ModuleComponent:
             findings.missing += [self.name(fqn) for fqn in live]
             findings.unexpected += [n["array"] for n in array_nodes(node)]
             return restoration
-        stored = dict(node["dict"])
-        ties = dict(node["ties"])
+        where = names.join(self.key_path)
+        stored = checks.leaves(node, where)
+        ties = checks.named_texts(node["ties"], where)
         supplied: set[str] = set()
         considered: set[str] = set()
         with backend.native_torch():
@@ -253,22 +253,28 @@ class ModuleComponent:
         self, node: Node, findings: Findings, restoration: Restoration
     ) -> None:
         modules = extra_state_modules(self.module)
-        stored = dict(node["extra_state"])
-        for path in modules.keys() - stored.keys():
-            findings.missing.append(names.join((*self.key_path, path, _EXTRA_STATE)))
-        for path, child in stored.items():
+        stored = checks.named(node.get("extra_state"), names.join(self.key_path))
+        for path in dict.fromkeys((*modules, *stored)):
+            key_path = (*self.key_path, path, _EXTRA_STATE)
+            where = names.join(key_path)
+            if path not in stored:
+                findings.missing.append(where)
+                continue
+            child = stored[path]
+            checks.check(child, where)
             if path not in modules:
-                findings.unexpected.append(names.join((*self.key_path, path, _EXTRA_STATE)))
+                findings.unexpected.append(where)
                 continue
             module = modules[path]
-            live = encoded(module.get_extra_state(), (*self.key_path, path, _EXTRA_STATE))
+            live = encoded(module.get_extra_state(), key_path)
             restoration.calls.append(
                 restore_by_call(
                     child,
-                    live.by_name(),
+                    live,
                     restoration,
-                    do=module.set_extra_state,
-                    undo=functools.partial(_put_back, module, live),
+                    where=where,
+                    owner=module,
+                    take=module.set_extra_state,
                 )
             )
 
@@ -375,10 +381,6 @@ def _fill(slot: Slot, array: Any) -> None:
 
 def _specs(tensors: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[Any]:
     return [(type(t), a.shape, a.dtype) for t, a in zip(tensors, arrays, strict=True)]
-
-
-def _put_back(module: torch.nn.Module, extra_state: Captured) -> None:
-    module.set_extra_state(thaw(extra_state))
 
 
 def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:

@@ -18,6 +18,7 @@ from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of, replicated_like
+from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
@@ -211,16 +212,11 @@ class OptimizerComponent:
             findings.missing.append(where)
             findings.unexpected += [n["array"] for n in array_nodes(node)]
             return restoration
-        if node["class"] != (kind := type(self.optimizer).__qualname__):
-            findings.mismatch(where, kind, node["class"])
+        (stored_class,) = checks.texts([node["class"]], where)
+        if stored_class != (kind := type(self.optimizer).__qualname__):
+            findings.mismatch(where, kind, stored_class)
             return restoration
-        content = dict(node["dict"])
-        group_of = {
-            member: _StoredGroup(index, {k: v for k, v in group["dict"] if k not in _BY_POSITION})
-            for index, group in enumerate(content["param_groups"])
-            for member in dict(group["dict"])["params"]
-        }
-        state = dict(content["state"]["dict"])
+        group_of, state = _parse(node, where)
         # A tied parameter may have been saved under another of its names.
         name_of = {
             id(parameter): next((n for n in every if n in group_of), every[0])
@@ -307,7 +303,7 @@ class OptimizerComponent:
         made); then it has none again.
         """
         live = self.optimizer.state.get(parameter) or {}
-        stored = {} if node is None else dict(node["dict"])
+        stored = {} if node is None else checks.keyed(node, f"{names.join(self.key_path)}/{name}")
         for key, child in stored.items():
             where = f"{names.join(self.key_path)}/{name}/{names.escape(str(key))}"
             if not _compatible(child, live.get(key), where, findings):
@@ -343,6 +339,23 @@ class OptimizerComponent:
         if isinstance(live, torch.Tensor) and backend.is_device_tensor(live):
             return placement_of(backend.buffer(live))
         return replicated_like(home)
+
+
+def _parse(node: Node, where: str) -> tuple[dict[str, _StoredGroup], dict[str, Node]]:
+    """Parameter -> its stored group, and parameter -> the node of its state."""
+    content = checks.fields(node, where)
+    groups = content.get("param_groups")
+    if not isinstance(groups, list):
+        raise checks.corrupt(f"{where}/param_groups", "a list", f"a {type(groups).__name__}")
+    group_of: dict[str, _StoredGroup] = {}
+    for index, group in enumerate(groups):
+        found = checks.fields(group, f"{where}/param_groups/{index}")
+        stored = _StoredGroup(index, {k: v for k, v in found.items() if k not in _BY_POSITION})
+        for member in checks.texts(found.get("params"), f"{where}/param_groups/{index}/params"):
+            if member in group_of:
+                raise checks.corrupt(f"{where}/{member}", "one group with it", "two")
+            group_of[member] = stored
+    return group_of, checks.fields(content.get("state"), f"{where}/state")
 
 
 def _same(a: Node, b: Node) -> bool:

@@ -15,6 +15,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, placement_of
+from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
     Captured,
     Restoration,
@@ -26,6 +27,8 @@ from torchax_ckpt.state.component import (
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.tree import decode
+
+_STATES = frozenset({"torchax", "torch", "numpy", "python"})
 
 
 class RandomStateComponent:
@@ -46,21 +49,25 @@ class RandomStateComponent:
         return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings) -> Restoration:
-        """Writes all four, last of all: loading other state may draw random numbers."""
+        """Writes all four, last of all: loading other state may draw random numbers.
+
+        What is to be written is first tried on generators that nobody uses.
+        """
         restoration = Restoration()
+        stored = checks.fields(node, "rng")
+        if stored.keys() != _STATES:
+            raise checks.corrupt("rng", f"the states {sorted(_STATES)}", f"{sorted(stored)!r:.80}")
         for child in array_nodes(node):
             on_device = Spec.of_node(child).on_device
             placement = _key_placement() if on_device else Local.HOST
             restoration.read(child, placement)
 
-        def write(values: Values) -> None:
-            def leaf(child: Mapping[str, Any]) -> Any:
-                return revive(child, values[child["array"]])
-
-            _set(decode(node, leaf))
+        def decoded(values: Values) -> Any:
+            return decode(node, lambda child: revive(child, values[child["array"]]))
 
         needs = tuple(child["array"] for child in array_nodes(node))
-        restoration.writes.append(Write(write, needs=needs))
+        restoration.checks.append(Write(lambda values: _check(decoded(values)), needs=needs))
+        restoration.writes.append(Write(lambda values: _set(decoded(values)), needs=needs))
         return restoration
 
 
@@ -73,6 +80,50 @@ def _get() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
     }
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    """Raises CorruptCheckpointError unless ``_set`` will take the state."""
+    for part, attempt in (
+        ("torchax", _try_key),
+        ("torch", _try_torch),
+        ("numpy", _try_numpy),
+        ("python", _try_python),
+    ):
+        try:
+            attempt(state[part])
+        except Exception as error:  # each generator has its own ways to refuse
+            raise checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
+
+
+def _try_key(key: Any) -> None:
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"a {type(key).__name__} for a key")
+    jax.eval_shape(jax.random.split, key)
+
+
+def _try_torch(state: Any) -> None:
+    with backend.native_torch():
+        torch.Generator().set_state(state)
+
+
+def _try_numpy(state: Any) -> None:
+    # numpy takes any position, and would then read words from beyond the end.
+    twister = state["state"]
+    for position, words in (
+        (twister.get("pos"), twister.get("key")),  # MT19937
+        (state.get("buffer_pos"), state.get("buffer")),  # Philox
+    ):
+        if position is not None and not 0 <= position <= len(words):
+            raise ValueError(f"position {position} of {len(words)} words")
+    generator = type(np.random.get_bit_generator())()  # type: ignore[attr-defined]
+    np.random.RandomState(generator).set_state(state)
+
+
+def _try_python(state: Any) -> None:
+    random.Random().setstate(state)
+    if not isinstance(state[2], float | None):
+        raise TypeError(f"a {type(state[2]).__name__} for the next Gaussian")
 
 
 def _set(state: Mapping[str, Any]) -> None:

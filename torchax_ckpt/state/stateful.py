@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call, thaw
+from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import Findings
 
 
@@ -55,9 +55,8 @@ class StatefulComponent:
     def prepare(self, node: Node, findings: Findings) -> Restoration:
         """A call of ``load_state_dict``, undone with the present state if a later one fails."""
         restoration = Restoration()
-        live = self.capture()
 
-        def do(state: Any) -> None:
+        def take(state: Any) -> None:
             self.value.load_state_dict(state)
             if self.key_path[0] == "dataloader":
                 # torchdata's loader draws from torch's random state when it first acts on a
@@ -65,13 +64,10 @@ class StatefulComponent:
                 # restored, and not in the middle of the resumed run.
                 self.value.state_dict()
 
+        where = names.join(self.key_path)
         restoration.calls.append(
             restore_by_call(
-                node,
-                live.by_name(),
-                restoration,
-                do=do,
-                undo=lambda: self.value.load_state_dict(thaw(live)),
+                node, self.capture(), restoration, where=where, owner=self.value, take=take
             )
         )
         return restoration

@@ -17,6 +17,7 @@ import base64
 import collections
 import itertools
 import math
+import reprlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import STORABLE_DTYPES, Node
+from torchax_ckpt.layout.manifest import MAX_DEPTH, STORABLE_DTYPES, Node
 from torchax_ckpt.state.leaf import Array, describe, freeze
 
 _MAPPINGS: Mapping[type, str] = {
@@ -56,6 +57,8 @@ _FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
 _PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
 # Larger ints go through hex: other JSON readers round them, and Python limits decimal digits.
 _MAX_PLAIN_INT = 2**53
+# What components put around the states they encode.
+_COMPONENT_DEPTH = 16
 
 
 class Encoder:
@@ -85,7 +88,7 @@ class Encoder:
             try:
                 for key_path, value in items:
                     nodes.append(self._encode(value, key_path))
-            except RecursionError:
+            except (RecursionError, _TooDeepError):
                 raise UnsupportedLeafError(
                     f"{names.join(key_path)}: nested too deeply, or contains itself",
                     key_path=names.join(key_path),
@@ -93,6 +96,8 @@ class Encoder:
         return nodes
 
     def _encode(self, value: Any, path: tuple[object, ...]) -> Node:
+        if len(path) > MAX_DEPTH:
+            raise _TooDeepError
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -144,13 +149,15 @@ class Encoder:
             key_path=names.join(path),
         )
 
-    def _encode_key(self, key: Any, path: tuple[object, ...]) -> Node:
+    def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
         """The node of a key of a dict: numpy's numbers stand in it, and are no leaves."""
+        if len(path) + depth > MAX_DEPTH:
+            raise _TooDeepError
         if isinstance(key, np.generic):
             describe(key, names.join(path))
             return {"scalar": base64.b64encode(key.tobytes()).decode(), "type": key.dtype.name}
         if type(key) is tuple:
-            return {"tuple": [self._encode_key(part, path) for part in key]}
+            return {"tuple": [self._encode_key(part, path, depth + 1) for part in key]}
         return self._encode(key, path)
 
     def _leaf(self, value: Any, path: tuple[object, ...]) -> Node:
@@ -167,31 +174,52 @@ def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
     """The value of a node; ``leaf`` gives the value of each array node.
 
     Raises:
-      CorruptCheckpointError: the node has no known form.
+      CorruptCheckpointError: the node has no known form, or is nested deeper than any that is
+        written.
     """
-    if node is None or isinstance(node, (bool, int, float, str)):
+    return _decode(node, leaf, 0)
+
+
+def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH + _COMPONENT_DEPTH:
+        raise CorruptCheckpointError(f"the manifest nests deeper than {MAX_DEPTH} levels")
+    depth += 1
+    if node is None or isinstance(node, (bool, int, str)):
+        return node
+    if isinstance(node, float) and math.isfinite(node):
         return node
     if isinstance(node, list):
-        return [decode(child, leaf) for child in node]
+        return [_decode(child, leaf, depth) for child in node]
     if isinstance(node, dict) and node:
         if "array" in node:
             return leaf(node)
         tag, payload = next(iter(node.items()))
         try:
-            if tag in _PAIRS:
-                pairs = [(decode(k, leaf), decode(v, leaf)) for k, v in payload]
-                return _FROM_TAG[tag](pairs)
             if tag in _FROM_TAG:
-                return _FROM_TAG[tag]([decode(child, leaf) for child in payload])
+                if not isinstance(payload, list):
+                    raise TypeError(f"expected a list, found a {type(payload).__name__}")
+                if tag not in _PAIRS:
+                    return _FROM_TAG[tag]([_decode(child, leaf, depth) for child in payload])
+                if not all(isinstance(pair, list) and len(pair) == 2 for pair in payload):
+                    raise TypeError("expected pairs")
+                return _FROM_TAG[tag](
+                    [(_decode(k, leaf, depth), _decode(v, leaf, depth)) for k, v in payload]
+                )
             if tag == "int":
                 return int(payload, 16)
             if tag == "float":
                 return struct.unpack(">d", bytes.fromhex(payload))[0]
             if tag == "scalar":
-                dtype = np.dtype(node["type"] if node["type"] in STORABLE_DTYPES else None)
-                return np.frombuffer(base64.b64decode(payload, validate=True), dtype)[0]
+                dtype = node.get("type")
+                if dtype not in STORABLE_DTYPES:
+                    raise ValueError(f"unknown dtype {dtype!r:.40}")
+                (scalar,) = np.frombuffer(base64.b64decode(payload, validate=True), np.dtype(dtype))
+                return scalar
             if tag == "complex":
-                return complex(*(decode(part, leaf) for part in payload))
+                real, imag = (_decode(part, leaf, depth) for part in payload)
+                if type(real) is not float or type(imag) is not float:
+                    raise TypeError("expected two floats")
+                return complex(real, imag)
             if tag == "bytes":
                 return base64.b64decode(payload, validate=True)
         except (TypeError, ValueError, struct.error) as error:
@@ -200,7 +228,11 @@ def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
             raise CorruptCheckpointError(
                 f"malformed {tag!r} node in the manifest: {error}"
             ) from error
-    raise CorruptCheckpointError(f"unknown node in the manifest: {str(node)[:80]}")
+    raise CorruptCheckpointError(f"unknown node in the manifest: {reprlib.repr(node)}")
+
+
+class _TooDeepError(Exception):
+    """A value is nested deeper than a manifest may be."""
 
 
 def navigate(node: Node, parts: Iterable[str]) -> Node:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -14,19 +15,37 @@ from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
-from torchax_ckpt.errors import CorruptCheckpointError, ForeignCheckpointError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryError,
+    ForeignCheckpointError,
+)
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage import commits, digests, inspection, location, medium, modes
 from torchax_ckpt.storage.directory import SUMMARY, CommittedStep
+from torchax_ckpt.storage.inspection import STATE
 
 logger = logging.getLogger(__name__)
 
-STATE = "state"
 MANIFEST = "manifest"
 # Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
 _DATA_FILE_BYTES = 64 << 20
+# Larger shards are stored in several chunks, so that reading a part of one, on another mesh, does
+# not fetch all of it.
+_CHUNK_BYTES = digests.MAX_BLOCK_BYTES
+# How Orbax names what it will rename to commit it.
+_TMP_SUFFIX = ".orbax-checkpoint-tmp"
 # An item needs content; a state may have no stored arrays at all.
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
+
+one_at_a_time = threading.RLock()
+"""Held while Orbax saves or loads, by every checkpointer of the process.
+
+Orbax numbers its operations per process and has the parts of a save wait for each other under the
+newest number: a save or load that begins meanwhile makes the running save fail, or hang.
+"""
 
 
 def write_step(
@@ -37,6 +56,7 @@ def write_step(
     options: CheckpointOptions,
     *,
     on_transferred: Callable[[], None],
+    before_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
 
@@ -46,28 +66,40 @@ def write_step(
       manifest, summary: JSON.
       options: compression and memory bounds.
       on_transferred: called as soon as all arrays are on the host.
+      before_commit: called when everything else is written, right before the commit mark is; what
+        it raises keeps the step from being committed.
     """
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
-    with _context(options):
-        response = ocp.save_checkpointables_async(
-            path,
-            {STATE: tree or _PLACEHOLDER, MANIFEST: dict(manifest), SUMMARY: dict(summary)},
-        )
-        on_transferred()
-        response.result()
+    _FencedPath.fences[str(path)] = before_commit
+    try:
+        with modes.closed_while_written(path) as mode, _context(options, _FencedPath, mode):
+            response = ocp.save_checkpointables_async(
+                path,
+                {
+                    STATE: tree or _PLACEHOLDER,
+                    MANIFEST: digests.seal(manifest),
+                    SUMMARY: digests.seal(summary),
+                },
+            )
+            on_transferred()
+            response.result()
+    finally:
+        del _FencedPath.fences[str(path)]
 
 
 def read_manifest(committed: CommittedStep) -> Any:
-    """The manifest of a step, as JSON.
+    """The manifest of a step, as JSON. Its summary is checked as well.
 
     Raises:
       ForeignCheckpointError: the step has none: bare Orbax wrote it.
-      CorruptCheckpointError: it cannot be read.
+      CorruptCheckpointError: one of them cannot be read, or is not what was written.
     """
-    if not (committed.path / MANIFEST).exists():
+    with as_corrupt(committed, "manifest"):
+        is_foreign = not (committed.path / MANIFEST).exists()
+    if is_foreign:
         raise ForeignCheckpointError(
             f"step {committed.step} in {committed.path} has no manifest: it was not written by "
             "torchax_ckpt, so its arrays cannot be matched with torch's names. Read it with "
@@ -75,48 +107,10 @@ def read_manifest(committed: CommittedStep) -> Any:
             step=committed.step,
             path=committed.path,
         )
-    with _as_corrupt(committed, "manifest"):
-        return ocp.load_checkpointables(committed.path, {MANIFEST: None})[MANIFEST]
-
-
-def read_arrays(
-    committed: CommittedStep,
-    wanted: Mapping[str, tuple[tuple[int, ...], str, Sharding | None]],
-    options: CheckpointOptions,
-) -> dict[str, Any]:
-    """Reads some arrays of a step.
-
-    Args:
-      committed: the step.
-      wanted: stored name -> shape, dtype and sharding; None for a numpy array.
-      options: memory bounds.
-
-    Raises:
-      CorruptCheckpointError: an array is not there, or cannot be read.
-    """
-    if not wanted:
-        return {}
-    abstract: dict[str, dict[str, Any]] = {}
-    for name, (shape, dtype, sharding) in wanted.items():
-        component, rest = names.component_and_rest(name)
-        abstract.setdefault(component, {})[rest] = abstract_array(shape, dtype, sharding)
-    with _as_corrupt(committed, "arrays"), _context(options):
-        loaded = ocp.load_checkpointables(committed.path, {STATE: abstract})[STATE]
-    result = {}
-    for name, (shape, dtype, _) in wanted.items():
-        component, rest = names.component_and_rest(name)
-        array = loaded.get(component, {}).get(rest)
-        found = getattr(array, "dtype", None), getattr(array, "shape", None)
-        if not isinstance(array, (jax.Array, np.ndarray)) or found != (np.dtype(dtype), shape):
-            raise CorruptCheckpointError(
-                f"step {committed.step} in {committed.path}: {name}: expected an array "
-                f"{dtype}{list(shape)}, found {type(array).__name__} {found[0]}{found[1]}",
-                step=committed.step,
-                path=committed.path,
-                key_path=name,
-            )
-        result[name] = array
-    return result
+    with as_corrupt(committed, SUMMARY):
+        digests.read_sealed(committed.path / SUMMARY)
+    with as_corrupt(committed, MANIFEST):
+        return digests.read_sealed(committed.path / MANIFEST)
 
 
 def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
@@ -130,19 +124,31 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
     Raises:
       CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
     """
-    with _as_corrupt(committed, "checkpoint"), _context(options):
+    metadata = foreign_metadata(committed)
+    with as_corrupt(committed, "checkpoint"), _context(options):
         if abstract_state is None:
             # Without an abstract state Orbax rebuilds the mesh it was saved on, which fails on
             # any other; host arrays need none.
-            metadata = ocp.metadata(committed.path).metadata
             abstract_state = jax.tree.map(_host_abstract, metadata)
         return ocp.load(committed.path, abstract_state)
 
 
 def foreign_metadata(committed: CommittedStep) -> Any:
     """What Orbax says of a step that bare Orbax wrote: a pytree of shapes and dtypes."""
-    with _as_corrupt(committed, "metadata"):
-        return ocp.metadata(committed.path).metadata
+    with as_corrupt(committed, "metadata"):
+        inspection.require_names_within(committed.path, committed.step)
+        metadata = ocp.metadata(committed.path).metadata
+        paths, _ = jax.tree_util.tree_flatten_with_path(metadata)
+        inspection.require_modest(
+            committed.path,
+            committed.step,
+            {
+                jax.tree_util.keystr(path): leaf
+                for path, leaf in paths
+                if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+            },
+        )
+    return metadata
 
 
 def _host_abstract(leaf: Any) -> Any:
@@ -162,8 +168,26 @@ def abstract_array(
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
+class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
+    """A path of Orbax's that looks at the fence of its step before the commit mark is written.
+
+    The fences lie outside, as Orbax keeps paths in caches.
+    """
+
+    fences: ClassVar[dict[str, Callable[[], None]]] = {}
+
+    def write_text(self, *args: Any, **kwargs: Any) -> int:
+        if self.name == commits.MARK:
+            self.fences[str(self.parent).partition(_TMP_SUFFIX)[0]]()
+        return super().write_text(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def _context(options: CheckpointOptions) -> Iterator[None]:
+def _context(
+    options: CheckpointOptions,
+    path_class: type[epath.Path] = epath.Path,
+    folder_mode: int | None = None,
+) -> Iterator[None]:
     _use_coordination_service()
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
@@ -171,14 +195,23 @@ def _context(options: CheckpointOptions) -> Iterator[None]:
         registry.add(ocp.handlers.JsonHandler, checkpointable_name=item)
     context = ocp.Context()
     context.checkpointables.registry = registry
+    # Where folders are made in the background and that fails, Orbax's other threads wait for them
+    # for minutes, and the program cannot end.
+    context.async_options.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
+    context.file.path_class = path_class
+    context.file.path_permission_mode = folder_mode
     context.array.saving.use_compression = options.compression
     context.array.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    # Version 3 would put a shard's chunks and their index into one value: one more copy of
+    # every byte, a seventh of the time of a save.
+    context.array.saving.use_zarr3 = False
     context.memory.transfer_concurrent_bytes = options.max_host_bytes
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
-    with context:
+    with one_at_a_time, context:
         yield
 
 
@@ -196,14 +229,25 @@ def _use_coordination_service() -> None:
 
 
 @contextlib.contextmanager
-def _as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
+def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
+    """Damage, as CorruptCheckpointError; a medium that cannot be read now, as DirectoryError."""
     try:
         yield
-    except CorruptCheckpointError:
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # Orbax wraps what went wrong in many ways, Exception among them
+        cause = medium.said(error)
+        if medium.is_unavailable(error):
+            advice = medium.advice(error, is_bucket=location.is_bucket(committed.path))
+            raise DirectoryError(
+                f"step {committed.step} in {committed.path}: its {what} cannot be read now, which "
+                f"does not mean that the step is damaged: {cause}. {advice} Then try again; or "
+                "name an older step.",
+                step=committed.step,
+                path=committed.path,
+            ) from error
         raise CorruptCheckpointError(
-            f"step {committed.step} in {committed.path}: cannot read its {what}: {error}",
+            f"step {committed.step} in {committed.path}: cannot read its {what}: {cause}",
             step=committed.step,
             path=committed.path,
         ) from error

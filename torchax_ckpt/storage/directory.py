@@ -4,40 +4,53 @@
     DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
-    DIRECTORY/120.orbax-...    a save in flight, or one that was killed
+    DIRECTORY/writing-120-...  a save in flight, or one that was killed
+    DIRECTORY/lease            who is writing, see ``lease.py``; not there when nobody is
 
 After going back to an older step, the newer ones are abandoned once a new step is durable. The
 new step itself says so in its summary, by the commit times of the steps it abandons: a process
-killed before it could set them aside does not bring them back.
+killed before it could set them aside does not bring them back. What cannot be read for now is an
+error here, never an absent step: a run must not go back, or start anew, for a passing failure.
 
-Listing and reading change nothing. One process at a time may write.
+On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
+mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
+incoming step stays where it is. A writer that loses its lease in the middle of a step may then
+still overwrite single objects of the same step that its successor writes; locally it cannot, as
+every writer's saves have names of their own until they are committed.
+
+Listing and reading change nothing. One process at a time may write: whoever holds the lease.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from etils import epath
-from orbax.checkpoint import v1 as ocp
 
-from torchax_ckpt.errors import DirectoryError, StepNotFoundError
+from torchax_ckpt.errors import CheckpointError, DirectoryError, StepNotFoundError
+from torchax_ckpt.storage import bucket, commits, digests, inspection, location, medium, modes
+from torchax_ckpt.storage import lease as lease_room
 from torchax_ckpt.storage.policies import CheckpointInfo
+from torchax_ckpt.storage.record import DRAFT_SUFFIX
 
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary"
-_COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
-_INCOMING = re.compile(r"incoming-(\d+)")
-_LEFTOVER = re.compile(r"deleting-\d+.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*")
-# What Orbax writes last into a step on a bucket.
-_COMMIT_MARK = "commit_success.txt"
-_STEP_NAMES = ocp.path.step.standard_name_format()
+_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})")
+_LEFTOVER = re.compile(
+    r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
+    rf"|{lease_room.NAME}-.*{re.escape(DRAFT_SUFFIX)}"
+)
+# What is no step, nor one set aside, as long as it has no commit mark.
+_MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,47 +76,26 @@ class StepDirectory:
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
+      read_only: refuse to write; a bucket that this account may not write to is good enough.
 
     Raises:
-      DirectoryError: it is a file, or not a path.
+      DirectoryError: it is a file, or not a path; a bucket that is not there or may not be used.
     """
 
-    def __init__(self, directory: Any) -> None:
-        try:
-            self.path = epath.Path(directory)
-        except KeyError:
-            scheme = str(directory).partition("://")[0]
-            raise DirectoryError(
-                f"{directory}: {scheme}:// is not supported; use a local path or gs://",
-                path=str(directory),
-            ) from None
-        except TypeError as error:
-            raise DirectoryError(
-                f"directory: expected a path or a gs:// URL, found {directory!r:.100}"
-            ) from error
-        if isinstance(directory, os.PathLike) and (match := _COLLAPSED.fullmatch(str(directory))):
-            raise DirectoryError(
-                f"{directory}: pathlib takes a bucket for a local path; give a string instead: "
-                f"gs://{match[1]}",
-                path=directory,
-            )
-        scheme, separator, _ = str(self.path).partition("://")
-        if not separator:
-            self.path = self.path.expanduser().absolute()
-        elif scheme not in ("gs", "gcs"):
-            raise DirectoryError(
-                f"{self.path}: {scheme}:// is not supported; use a local path or gs://",
-                path=self.path,
-            )
+    def __init__(self, directory: Any, *, read_only: bool = False) -> None:
+        self.path = location.resolve(directory)
+        self._is_bucket = location.is_bucket(self.path)
+        if self._is_bucket:
+            bucket.check(self.path, for_writing=not read_only)
         with self._translated("read"):
             if self.path.exists() and not self.path.is_dir():
-                raise DirectoryError(
-                    f"{self.path}: expected a directory, found a file. Give a path of its own to "
-                    "every run.",
-                    path=self.path,
-                )
+                text = "expected a directory, found a file. Give a path of its own to every run."
+                raise DirectoryError(f"{self.path}: {text}", path=self.path)
         self._summaries: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self._doubtful: set[int] = set()
+        self._commit_times = commits.CommitTimes()
+        self._is_read_only = read_only
+        self._num_writes = 0
+        self._lease = lease_room.Lease(self.path)
 
     # --- reading ---
 
@@ -141,7 +133,8 @@ class StepDirectory:
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """The metrics saved with a step; {} if there are none."""
-        return dict(self._summary(committed).get("metrics") or {})
+        metrics = self._summary(committed).get("metrics")
+        return dict(metrics) if isinstance(metrics, dict) else {}
 
     def info(self, committed: CommittedStep) -> CheckpointInfo:
         """The step as policies see it."""
@@ -154,69 +147,77 @@ class StepDirectory:
         )
 
     def _visible(self) -> Iterator[CommittedStep]:
-        if not self.path.exists():
-            return
-        for found in _STEP_NAMES.find_all(self.path):
-            # Orbax takes any directory with a number for a name; only a commit leaves a time.
-            if found.commit_timestamp_nsecs is not None:
-                yield CommittedStep(found.step, found.path, found.commit_timestamp_nsecs)
-            elif found.step not in self._doubtful and any(found.path.iterdir()):
-                self._doubtful.add(found.step)
-                logger.warning(
-                    "%s looks like a step, but its commit record cannot be read: ignoring it",
-                    found.path,
-                )
-        for child in self._children():
-            if match := _INCOMING.fullmatch(child.name):
-                metadata = self._commit_time(child)
-                if metadata is not None:
-                    yield CommittedStep(int(match[1]), child, metadata, is_incoming=True)
+        found = [(child, m) for child in self._children() if (m := _STEP.fullmatch(child.name))]
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
+            times = pool.map(self._commit_times.read, (child for child, _ in found))
+            for (child, match), commit_time in zip(found, times, strict=True):
+                # Any directory may have a number for a name; only a commit leaves a time.
+                if commit_time is not None:
+                    yield CommittedStep(int(match[2]), child, commit_time, bool(match[1]))
 
     def _children(self) -> list[epath.Path]:
         try:
             return list(self.path.iterdir())
-        except FileNotFoundError:  # a bucket has no directories, only what is in them
+        except (FileNotFoundError, NotADirectoryError):  # a bucket knows only what is in them
             return []
-
-    def _commit_time(self, path: epath.Path) -> int | None:
-        try:
-            return ocp.checkpointables_metadata(path).commit_timestamp_nsecs
-        except (ValueError, FileNotFoundError):
-            return None  # not committed
 
     def _summary(self, committed: CommittedStep) -> Mapping[str, Any]:
         key = (committed.step, committed.commit_timestamp_nsecs)
         if key not in self._summaries:
             try:
-                loaded = ocp.load_checkpointables(committed.path, {SUMMARY: None})[SUMMARY]
-            except (KeyError, ValueError, OSError):
-                loaded = None  # not written by this package, or unreadable: restoring will tell
+                inspection.require_contained(committed.path, committed.step)
+                loaded = digests.read_sealed(committed.path / SUMMARY)
+            except Exception as error:
+                if medium.is_unavailable(error):
+                    raise self._error("read", error) from error
+                loaded = None  # not written by this package, or damaged: restoring will tell
             self._summaries[key] = loaded if isinstance(loaded, dict) else {}
         return self._summaries[key]
 
     def _abandoned_by(self, committed: CommittedStep) -> set[tuple[int, int]]:
         # Only the newest commit can name steps that are still in place: whoever writes next
         # first finishes setting them aside.
-        listed = self._summary(committed).get("abandons") or []
-        return {(int(step), int(time)) for step, time in listed}
+        listed = self._summary(committed).get("abandons")
+        return {
+            (entry[0], entry[1])
+            for entry in (listed if isinstance(listed, list) else [])
+            if isinstance(entry, list) and [type(part) for part in entry] == [int, int]
+        }
 
     # --- writing ---
 
     def claim(self) -> None:
-        """Creates the directory and proves that it can be written.
+        """Creates the directory, takes the lease, and proves that it can be written.
 
         Raises:
-          DirectoryError: it cannot be created or written.
+          DirectoryError: it cannot be created or written, or is only to be read.
+          LeaseError: another program writes to it.
         """
+        self._require_writable()
         with self._translated("create and write"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            modes.make_folder(self.path)
+            self.fence()
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
             probe.unlink()
 
+    def fence(self) -> None:
+        """Makes sure, right before something becomes visible, that this program may write.
+
+        Raises:
+          LeaseError: another program writes to the directory.
+        """
+        if jax.process_index() == 0:  # the process that commits, moves and deletes for all
+            self._lease.hold()
+
+    def release(self) -> None:
+        """Ends writing: others may."""
+        self._lease.release()
+
     def recover(self) -> None:
         """Finishes or removes what a killed process left behind. For the one writer only."""
         with self._translated("clean up"):
+            self.fence()
             visible = list(self._visible())
             if visible:
                 newest = max(visible, key=lambda s: s.commit_timestamp_nsecs)
@@ -228,39 +229,66 @@ class StepDirectory:
                     if committed.is_incoming:
                         self.settle(committed)
             for child in self._children():
-                if _LEFTOVER.fullmatch(child.name):
+                if _LEFTOVER.fullmatch(child.name) or (
+                    _MARKED.fullmatch(child.name) and not commits.is_marked(child)
+                ):
                     logger.info("removing %s, left behind by a killed save or delete", child)
-                    child.rmtree()
+                    _remove_leftover(child)
 
     def path_for(self, step: int) -> epath.Path:
-        """Where to save a step: under its number, or beside the abandoned step that has it."""
-        final = self.path / _STEP_NAMES.build_name(step)
-        if not final.exists():
-            return final
-        if "://" in str(self.path) and not (final / _COMMIT_MARK).exists():
-            # A killed save: on a bucket, where nothing can be renamed, steps are written in place.
-            final.rmtree()
-            return final
-        return self.path / f"incoming-{step}"
+        """Where to write a step until it is committed."""
+        if not self._is_bucket:
+            # Every save under a name of its own: what a failed one still has in flight, or a writer
+            # that was stalled and lost its lease, must not write into the step of a later one.
+            # Several processes must agree, though.
+            self._num_writes += 1
+            writer = f"{self._lease.token}-{self._num_writes}"
+            return self.path / f"writing-{step}-{writer if jax.process_count() == 1 else 'all'}"
+        for name in (str(step), f"incoming-{step}"):
+            path = self.path / name
+            if path.exists() and not commits.is_marked(path):
+                self.fence()
+                path.rmtree()  # a killed save
+            elif path.exists():
+                continue
+            return path
+        raise DirectoryError(
+            f"{self.path}: {step} and incoming-{step} are both taken", path=self.path, step=step
+        )
+
+    def commit(self, step: int, written: epath.Path) -> CommittedStep:
+        """Makes a written step visible, under its number or beside an abandoned step that has it.
+
+        Raises:
+          LeaseError: another program writes to the directory by now.
+        """
+        path = written
+        if not self._is_bucket:
+            path = self.path / str(step)
+            if path.exists():
+                path = self.path / f"incoming-{step}"
+            self.fence()
+            written.rename(path)
+        commit_time = self._commit_times.read(path)
+        if commit_time is None:
+            raise DirectoryError(
+                f"{path}: was written, but is not committed: something else removes or changes "
+                "files here",
+                path=path,
+                step=step,
+            )
+        return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
         """Moves an incoming step to its own name; what was there is set aside."""
-        final = self.path / _STEP_NAMES.build_name(incoming.step)
+        if self._is_bucket:
+            return incoming
+        final = self.path / str(incoming.step)
         if final.exists():
             self._move_aside(final, incoming.step)
+        self.fence()
         incoming.path.rename(final)
         return dataclasses.replace(incoming, path=final, is_incoming=False)
-
-    def committed(self, step: int, path: epath.Path) -> CommittedStep:
-        """The step that was just committed at this path."""
-        is_incoming = path.name != _STEP_NAMES.build_name(step)
-        if is_incoming:
-            commit_time = self._commit_time(path)
-        else:
-            commit_time = _STEP_NAMES.find_step(self.path, step).commit_timestamp_nsecs
-        if commit_time is None:
-            raise DirectoryError(f"{path}: was written, but is not committed", path=path, step=step)
-        return CommittedStep(step, path, commit_time, is_incoming)
 
     def know_summary(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
         """Takes the summary that was just written, which then need not be read."""
@@ -278,18 +306,29 @@ class StepDirectory:
         while target.exists():
             count += 1
             target = self.path / f"abandoned-{step}-{count}"
+        self.fence()
         logger.warning("setting aside step %d of an abandoned branch as %s", step, target)
+        if not self._is_bucket:
+            path.rename(target)
+            return
+        # Object by object: a process killed meanwhile leaves two halves without a mark, which are
+        # removed, and never one that looks like a step.
+        mark = (path / commits.MARK).read_text()
+        (path / commits.MARK).unlink()
         path.rename(target)
+        (target / commits.MARK).write_text(mark)
 
     def delete(self, committed: CommittedStep) -> None:
         """Removes a step: first its name or commit mark, then its files.
 
         A process killed in between leaves nothing that looks like a checkpoint.
         """
+        self._require_writable()
         with self._translated("delete from"):
-            if "://" in str(self.path):
-                (committed.path / _COMMIT_MARK).unlink(missing_ok=True)
-                committed.path.rmtree()
+            self.fence()
+            if self._is_bucket:
+                (committed.path / commits.MARK).unlink(missing_ok=True)
+                committed.path.rmtree(missing_ok=True)
                 return
             doomed = self.path / f"deleting-{committed.step}"
             if doomed.exists():
@@ -305,16 +344,39 @@ class StepDirectory:
             self.delete(committed)
         return [s.step for s in doomed]
 
+    def _require_writable(self) -> None:
+        if self._is_read_only:
+            raise DirectoryError(
+                f"{self.path}: is only to be read here: CheckpointOptions(read_only=True)",
+                path=self.path,
+            )
+
     @contextlib.contextmanager
     def _translated(self, action: str) -> Iterator[None]:
-        """Turns the operating system's refusals into a DirectoryError that says what to do."""
+        """Turns what the medium refuses into a DirectoryError that says what to do."""
         try:
             yield
-        except DirectoryError:
+        except CheckpointError:
             raise
-        except OSError as error:
-            raise DirectoryError(
-                f"cannot {action} {self.path}: {error}. Check that the path is a directory and "
-                "that this process may use it.",
-                path=self.path,
-            ) from error
+        except Exception as error:
+            if not isinstance(error, OSError) and not medium.is_unavailable(error):
+                raise
+            raise self._error(action, error) from error
+
+    def _error(self, action: str, error: BaseException) -> DirectoryError:
+        advice = medium.advice(error, is_bucket=self._is_bucket)
+        return DirectoryError(
+            f"cannot {action} {self.path}: {medium.said(error)}. "
+            + (advice or "Check that the path is a directory and that this process may use it."),
+            path=self.path,
+        )
+
+
+def _remove_leftover(path: epath.Path) -> None:
+    """Removes what it can: Orbax goes on writing the other files of a save that failed."""
+    try:
+        path.rmtree()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise
+        logger.info("%s is still being written to: it is removed later", path)

@@ -27,6 +27,7 @@ from orbax.checkpoint.experimental.v1.training import preservation_policies as _
 from orbax.checkpoint.experimental.v1.training import save_decision_policies as _saving
 
 from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.storage.appointments import Appointments
 
 SaveDecisionPolicy: TypeAlias = _saving.SaveDecisionPolicy
 DecisionContext: TypeAlias = _saving.DecisionContext
@@ -79,8 +80,9 @@ __all__ = [
 class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """Saves whenever the last save is durable; the shortest interval the storage allows.
 
-    On several processes Orbax's policy decides on one and tells the others. On one process that
-    exchange would only leave a key behind at every step, so it is left out.
+    On several processes the first decides, some steps ahead, and tells the others in the
+    background. Orbax's own policy has them wait for the first one at every step, and gives each of
+    these exchanges the number of an operation, which a save in flight takes for its own.
 
     Attributes:
       minimum_interval_secs: seconds that must lie between the last checkpoint and the next; None
@@ -88,13 +90,27 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """
 
     minimum_interval_secs: float | None = None
+    _appointments: Appointments | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
         """True unless a save is in flight or the last checkpoint is too recent."""
-        if jax.process_count() > 1:
-            return super().should_save(step, previous_steps, context=context)
+        if jax.process_count() == 1:
+            return self._is_due(step, previous_steps, context)
+        if self._appointments is None:
+            self._appointments = Appointments()
+        newest = None
+        if previous_steps and not context.is_saving_in_progress:
+            newest = previous_steps[-1].step
+        return self._appointments.ask(
+            step.step, lambda: self._is_due(step, previous_steps, context), newest
+        )
+
+    def _is_due(self, step: Any, previous_steps: Sequence[Any], context: DecisionContext) -> bool:
+        """What one process would decide on its own."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -122,6 +138,9 @@ class OptimalIntervalPolicy:
     mtbf_secs: float
     _blocking_secs: list[float] = dataclasses.field(default_factory=list, repr=False)
     _durable_secs: list[float] = dataclasses.field(default_factory=list, repr=False)
+    _continuous: ContinuousCheckpointingPolicy = dataclasses.field(
+        default_factory=ContinuousCheckpointingPolicy, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not self.mtbf_secs > 0 or not math.isfinite(self.mtbf_secs):
@@ -153,9 +172,8 @@ class OptimalIntervalPolicy:
     ) -> bool:
         """True once the interval has passed since the last snapshot and no save is in flight."""
         # The time of a checkpoint is that of its commit, P after its snapshot.
-        since_commit = max(0.0, self.interval_secs - self._durable)
-        policy = ContinuousCheckpointingPolicy(minimum_interval_secs=since_commit)
-        return policy.should_save(step, previous_steps, context=context)
+        self._continuous.minimum_interval_secs = max(0.0, self.interval_secs - self._durable)
+        return self._continuous.should_save(step, previous_steps, context=context)
 
 
 _OBSERVED = 5
@@ -196,7 +214,7 @@ class BestN:
 
     def _value(self, checkpoint: Any) -> float | None:
         value = (checkpoint.metrics or {}).get(self.metric)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             return None
         return value
 

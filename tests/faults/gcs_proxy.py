@@ -1,0 +1,208 @@
+"""A proxy that misbehaves: refusals, resets, slow and truncated answers, outages, by seed."""
+
+from __future__ import annotations
+
+import collections
+import http.client
+import json
+import random
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import gcs_server
+
+KINDS = ("429", "500", "503", "reset", "reset after", "slow", "truncated")
+_DROPPED = {"connection", "transfer-encoding", "content-length", "server", "date"}
+
+
+class FaultProxy:
+    """Stands between clients and the server.
+
+    Attributes:
+      rate: the share of requests that meet a fault.
+      kinds: which faults.
+      concerned: a pattern of "METHOD path"; the faults meet only what it is found in.
+      is_out: an outage: "refuse" answers 503 to everything, "hang" answers nothing, "down"
+        closes every connection; "" for none.
+      allows_reads, allows_writes: what the caller may do.
+      needs_credentials: whether a caller without a token is refused.
+      hook: called with every "METHOD path" before it is handled.
+      counts: what happened to requests, by kind.
+    """
+
+    def __init__(self, server: gcs_server.GcsServer, seed: int = 0) -> None:
+        self.server = server
+        self.rate = 0.0
+        self.kinds: tuple[str, ...] = KINDS
+        self.concerned = ""
+        self.is_out = ""
+        self.allows_reads = self.allows_writes = True
+        self.needs_credentials = False
+        self.slow_secs = 1.0
+        self.hook: Callable[[str], None] | None = None
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._httpd = _Httpd(("127.0.0.1", 0), _Handler)
+        self._httpd.proxy = self
+        self.port: int = self._httpd.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._httpd.serve_forever, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the proxy and its threads."""
+        self.is_out = ""
+        self._httpd.shutdown()
+        self._httpd.server_close()
+        self._thread.join()
+
+    def calm(self) -> None:
+        """No faults any more."""
+        self.rate, self.kinds, self.concerned, self.is_out = 0.0, KINDS, "", ""
+        self.allows_reads = self.allows_writes = True
+        self.needs_credentials = False
+        self.hook = None
+        self.server.spoil = None
+
+    def environment(self) -> dict[str, str]:
+        """What makes the clients in a process come here, and ask nobody else."""
+        return {
+            "STORAGE_EMULATOR_HOST": self.url,
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            "NO_GCE_CHECK": "true",
+        }
+
+    def draw(self, request: str) -> str:
+        """The fault that a request meets, or nothing."""
+        with self._lock:
+            self.counts["requests"] += 1
+            if not re.search(self.concerned, request):
+                return ""
+            kind = self.is_out
+            if not kind and self._random.random() < self.rate:
+                kind = self._random.choice(self.kinds)
+            if kind:
+                self.counts[kind] += 1
+            return kind
+
+
+class _Httpd(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    proxy: FaultProxy
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that has gone away
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 120
+    server: _Httpd
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def handle_any(self) -> None:
+        proxy = self.server.proxy
+        body = self._body()
+        request = f"{self.command} {self.path}"
+        if proxy.hook is not None:
+            proxy.hook(request)
+        kind = proxy.draw(request)
+        while kind == proxy.is_out == "hang":
+            time.sleep(0.1)
+        if kind in ("reset", "down"):
+            return self._reset()
+        if kind in ("429", "500", "503", "refuse"):
+            code = 503 if kind == "refuse" else int(kind)
+            return self._answer(code, gcs_server.refusal(code, "a fault on purpose"))
+        refused = self._refused()
+        if refused is not None:
+            return self._answer(*refused)
+        status, headers, content = self._forward(body)
+        if kind == "slow":
+            time.sleep(proxy.slow_secs)
+        if kind == "reset after" or (kind == "truncated" and not content):
+            return self._reset()
+        return self._answer(status, content, headers, cut=kind == "truncated")
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_any  # noqa: N815
+
+    def _refused(self) -> tuple[int, bytes] | None:
+        proxy = self.server.proxy
+        if proxy.needs_credentials and not self.headers.get("Authorization"):
+            text = "Anonymous caller does not have storage.objects.list access"
+            return 401, gcs_server.refusal(401, text)
+        asked = gcs_server.permissions_asked(self.path)
+        if asked is not None and (b := self.path.split("/b/")[1].split("/")[0]):
+            if b not in proxy.server.storage.buckets:
+                return 404, gcs_server.refusal(404, "The specified bucket does not exist.")
+            reading = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
+            may = [
+                p for p in asked if (proxy.allows_reads if p in reading else proxy.allows_writes)
+            ]
+            return 200, json.dumps({"permissions": may}).encode()
+        allowed = (
+            proxy.allows_writes
+            if gcs_server.is_write(self.command, self.path)
+            else proxy.allows_reads
+        )
+        if not allowed:
+            return 403, gcs_server.refusal(403, "The caller does not have permission.")
+        return None
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        # One at a time, as the server behind handles them.
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.proxy.server.port)
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in _DROPPED}
+        headers["Content-Length"] = str(len(body))
+        try:
+            connection.request(self.command, self.path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.getheaders(), response.read()
+        finally:
+            connection.close()
+
+    def _answer(
+        self,
+        status: int,
+        content: bytes,
+        headers: list[tuple[str, str]] | None = None,
+        cut: bool = False,
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers or [("Content-Type", "application/json")]:
+            if name.lower() not in _DROPPED:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if cut else content)
+        if cut:
+            self.close_connection = True
+
+    def _reset(self) -> None:
+        self.close_connection = True
+        linger = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.connection.close()

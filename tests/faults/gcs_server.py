@@ -1,0 +1,174 @@
+"""Google's object storage on loopback: an emulator, mended where it differs from the service.
+
+The emulator of PyPI's ``gcp-storage-emulator`` leaves out what clients of the real service rely
+on: the generation of what is downloaded, writes that depend on the generation, moving an object
+within its bucket, and the same answer to a request that is sent again because its answer got lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import threading
+import urllib.parse
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from gcp_storage_emulator import server as emulator
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
+
+_MOVE = (
+    r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.*[^/]+)"
+    r"/moveTo/o/(?P<dest_object_id>.*[^/]+)$"
+)
+Spoil = Callable[[str, bytes], "bytes | None"]
+"""What becomes of an acknowledged object (name, content): other bytes, or None for nothing."""
+
+
+class GcsServer:
+    """A server of the storage API.
+
+    Args:
+      bucket: a bucket that is there from the start.
+
+    Attributes:
+      port: where it listens.
+      spoil: set it to have the medium lie about what it stores.
+    """
+
+    def __init__(self, bucket: str = "bucket") -> None:
+        for name in ("gcp_storage_emulator", "gcp_storage_emulator.server"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _mend()
+        self._server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=bucket)
+        self.storage: Any = self._server._storage
+        self.spoil: Spoil | None = None
+        create = self.storage.create_file
+
+        def create_file(bucket: str, name: str, content: bytes, *args: Any, **kwargs: Any) -> None:
+            kept = content if self.spoil is None else self.spoil(name, content)
+            create(bucket, name, content if kept is None else kept, *args, **kwargs)
+            if kept is None:
+                self.storage.delete_file(bucket, name)
+
+        self.storage.create_file = create_file
+        self._server.start()
+        httpd = self._server._api._httpd
+        httpd.socket.listen(128)  # five waiting connections are too few for several processes
+        self.port: int = httpd.server_address[1]
+
+    def names(self, prefix: str = "", bucket: str = "bucket") -> list[str]:
+        """The objects there are."""
+        return sorted(n for n in self.storage.objects.get(bucket, {}) if n.startswith(prefix))
+
+    def stop(self) -> None:
+        """Ends the server and its thread."""
+        self._server.stop()
+
+
+_moved: dict[str, Any] = {}
+_finished: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+def _mend() -> None:
+    """Mends the emulator; once per process, as it is made of module-level tables."""
+    with _lock:
+        if any(route[0] == _MOVE for route in emulator.HANDLERS):
+            return
+        objects.download = _with_generation(objects.download)
+        objects._finalize_resumable_object = _remembered(objects._finalize_resumable_object)
+        objects.upload_partial = _repeatable(objects.upload_partial)
+        insert = _conditional(objects.insert)
+        emulator.HANDLERS = (
+            (_MOVE, {"POST": _move}),
+            *(
+                (pattern, {m: insert if h is objects.insert else h for m, h in methods.items()})
+                for pattern, methods in emulator.HANDLERS
+            ),
+        )
+
+
+def _with_generation(download: Callable[..., None]) -> Callable[..., None]:
+    def answer(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+        name = request.params["bucket_name"], request.params["object_id"]
+        with contextlib.suppress(NotFound):  # the emulator's own answer says so
+            response["x-goog-generation"] = str(storage.get_file_obj(*name)["generation"])
+        download(request, response, storage, *args, **kwargs)
+
+    return answer
+
+
+def _conditional(insert: Callable[..., None]) -> Callable[..., None]:
+    """Refuses a write whose ``ifGenerationMatch`` is not the generation there is, 0 for none."""
+
+    def answer(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+        query = request.query
+        if "ifGenerationMatch" in query and "upload_id" not in query:
+            there = storage.objects.get(request.params["bucket_name"], {})
+            found = there.get(query["name"][0], {}).get("generation", 0)
+            if str(found) != query["ifGenerationMatch"][0]:
+                _ = request.data  # off the connection
+                response.status = HTTPStatus.PRECONDITION_FAILED
+                return
+        insert(request, response, storage, *args, **kwargs)
+
+    return answer
+
+
+def _remembered(finalize: Callable[..., None]) -> Callable[..., None]:
+    def answer(response: Any, storage: Any, obj: Any, data: bytes, upload_id: str) -> None:
+        finalize(response, storage, obj, data, upload_id)
+        _finished[upload_id] = obj
+
+    return answer
+
+
+def _repeatable(upload_partial: Callable[..., None]) -> Callable[..., None]:
+    def answer(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+        done = _finished.get(request.query["upload_id"][0])
+        if done is None:
+            upload_partial(request, response, storage, *args, **kwargs)
+        else:
+            _ = request.data  # off the connection
+            response.json(done)
+
+    return answer
+
+
+def _move(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+    token = request.get_header("X-Goog-GCS-Idempotency-Token")
+    if token not in _moved:
+        bucket, name = request.params["bucket_name"], request.params["object_id"]
+        try:
+            found, content = storage.get_file_obj(bucket, name), storage.get_file(bucket, name)
+        except NotFound:
+            response.status = HTTPStatus.NOT_FOUND
+            return
+        target = urllib.parse.unquote(request.params["dest_object_id"])
+        _moved[token] = {**found, "name": target}
+        storage.create_file(bucket, target, content, _moved[token])
+        storage.delete_file(bucket, name)
+    response.json(_moved[token])
+
+
+def is_write(method: str, path: str) -> bool:
+    """Whether a request changes what is stored."""
+    return method != "GET" and not path.endswith("/iam/testPermissions")
+
+
+def permissions_asked(path: str) -> list[str] | None:
+    """What a request asks to be allowed; None for another request."""
+    parsed = urllib.parse.urlparse(path)
+    if not re.fullmatch(r".*/b/[^/]+/iam/testPermissions", parsed.path):
+        return None
+    return urllib.parse.parse_qs(parsed.query).get("permissions", [])
+
+
+def refusal(code: int, message: str) -> bytes:
+    """The body of an error as the service words it."""
+    return json.dumps({"error": {"code": code, "message": message}}).encode()

@@ -1,0 +1,399 @@
+"""A training program that is made to be killed, and the oracle that says what must be left of it.
+
+The state of every step follows from the one before and from the branch it belongs to, so what a
+checkpoint must hold can be computed again from its number and its lineage: which branch began after
+which step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import mmap
+import os
+import random
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchax
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage.directory import StepDirectory
+
+Lineage = tuple[tuple[int, int], ...]
+Key = tuple[int, Lineage]
+KEPT = 3
+WEAKENINGS = ("copy", "delete-first", "mixed")
+
+
+def up_to(lineage: Lineage, step: int) -> Lineage:
+    """The part of a lineage that the state of this step depends on."""
+    return tuple(pair for pair in lineage if pair[0] < step)
+
+
+class Training:
+    """A model, its optimizer, and the lineage of what they hold."""
+
+    def __init__(self) -> None:
+        torchax.enable_globally()
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to("jax")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.lineage: Lineage = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lineage": [list(pair) for pair in self.lineage]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lineage = tuple((after, branch) for after, branch in state["lineage"])
+
+    def attach_to(self, ckpt: TorchaxCheckpointer) -> int:
+        return ckpt.attach(self.model, self.optimizer, stateful={"training": self})
+
+    def train(self, step: int) -> None:
+        """One step on a quadratic loss, whose gradient is the distance to the data."""
+        branch = self.lineage[-1][1] if self.lineage else 0
+        data = np.random.default_rng((step, branch))
+        for parameter in self.model.parameters():
+            x = torch.from_numpy(data.standard_normal(tuple(parameter.shape)).astype(np.float32))
+            parameter.grad = parameter.detach() - torchax.default_env().to_xla(x)
+        self.optimizer.step()
+
+    def buffers(self) -> list[Any]:
+        parameters = list(self.model.parameters())
+        moments = [self.optimizer.state[p].get("momentum_buffer") for p in parameters]
+        return [backend.buffer(t) for t in [*parameters, *moments] if t is not None]
+
+    def set_buffers(self, buffers: list[Any]) -> None:
+        parameters = list(self.model.parameters())
+        for parameter, buffer in zip(parameters, buffers, strict=False):
+            backend.set_buffer(parameter, buffer)
+        self.optimizer.state.clear()  # before the first step there is none
+        for parameter, buffer in zip(parameters, buffers[len(parameters) :], strict=False):
+            self.optimizer.state[parameter]["momentum_buffer"] = backend.wrap(buffer)
+
+    def digest(self) -> str:
+        content = b"".join(np.asarray(buffer).tobytes() for buffer in self.buffers())
+        return hashlib.sha256(content).hexdigest()
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+class Log:
+    """Lines that are on the medium when ``__call__`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def __call__(self, what: str, **details: Any) -> None:
+        os.write(self._file, json.dumps({"what": what, **details}).encode() + b"\n")
+        os.fsync(self._file)
+
+
+def read_log(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The lines since an offset; one that was cut off by the kill is dropped."""
+    content = path.read_bytes()[offset:] if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()], offset + len(content)
+
+
+PHASES = [
+    "starting", "restoring", "training", "going back", "deleting", "claiming", "recovering",
+    "writing", "committing", "setting aside", "settling", "pruning", "waiting", "idle",
+]  # fmt: skip
+
+
+class Phase:
+    """Where the program is, in memory that outlives it.
+
+    One byte for the training thread, one for that of the save, and whether a save has begun.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 3)
+        self.clear()
+
+    def clear(self) -> None:
+        self._memory[:] = bytes([PHASES.index("starting"), PHASES.index("idle"), 0])
+
+    def has_saved(self) -> bool:
+        return bool(self._memory[2])
+
+    def is_at(self, name: str) -> bool:
+        return self.describe() == name
+
+    def describe(self) -> str:
+        saving = PHASES[self._memory[1]]
+        return PHASES[self._memory[0]] if saving == "idle" else saving
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        thread = 0 if threading.current_thread() is threading.main_thread() else 1
+        self._memory[2] |= thread
+        before = self._memory[thread]
+        self._memory[thread] = PHASES.index(name)
+        try:
+            yield
+        finally:
+            self._memory[thread] = before
+
+    def watch(self, owner: Any, function: str, name: str) -> None:
+        """Notes that the program is in this phase while a function of the package runs."""
+        call = getattr(owner, function)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self(name):
+                return call(*args, **kwargs)
+
+        setattr(owner, function, watched)
+
+
+def run(
+    directory: Path,
+    log: Log,
+    phase: Phase,
+    attempt: int,
+    seed: int,
+    num_actions: int | None,
+    weakening: str | None,
+) -> None:
+    """Resumes, and trains, saves, deletes and goes back at random, forever or so many times."""
+    for owner, function, name in [
+        (StepDirectory, "claim", "claiming"),
+        (StepDirectory, "recover", "recovering"),
+        (storage, "write_step", "writing"),
+        (StepDirectory, "commit", "committing"),
+        (StepDirectory, "set_aside", "setting aside"),
+        (StepDirectory, "settle", "settling"),
+        (StepDirectory, "prune", "pruning"),
+    ]:
+        phase.watch(owner, function, name)
+    if weakening is not None:
+        weaken(weakening, directory)
+    choose = random.Random(seed)
+    training = Training()
+    ckpt = TorchaxCheckpointer(directory, preservation_policy=policies.LatestN(KEPT))
+    with phase("restoring"):
+        step = training.attach_to(ckpt)
+    log("resumed", step=step, lineage=training.lineage, digest=training.digest())
+    saved: dict[str, Any] | None = None
+
+    def wait() -> None:
+        nonlocal saved
+        with phase("waiting"):
+            ckpt.wait_until_finished()
+        if saved is not None:
+            log("durable", **saved)
+            saved = None
+
+    with phase("training"):
+        for action in range(num_actions) if num_actions is not None else iter(int, 1):
+            what = choose.random()
+            if what < 0.2:
+                wait()  # pruning, too, has then ended
+            others = ckpt.all_steps()[:-1] if what < 0.2 else []
+            if what < 0.1 and others:
+                step = choose.choice(others)
+                branch = attempt * 1_000_000 + action
+                log("back", step=step, branch=branch)
+                with phase("going back"):
+                    ckpt.restore(step)
+                training.lineage = (*up_to(training.lineage, step), (step, branch))
+            elif what < 0.2 and len(others) > 1:
+                doomed = choose.choice(ckpt.all_steps())
+                log("delete", step=doomed)
+                with phase("deleting"):
+                    ckpt.delete(doomed)
+            else:
+                step += 1
+                training.train(step)
+                details = {
+                    "step": step,
+                    "lineage": training.lineage,
+                    "digest": training.digest(),
+                }
+                if ckpt.save(step, force=choose.random() < 0.7):
+                    saved = details
+                if choose.random() < 0.5:
+                    wait()
+    wait()
+    ckpt.close()
+
+
+# --- weaker programs, to show that the oracle notices --------------------------------------------
+
+
+def weaken(how: str, directory: Path) -> None:
+    """Has the program write worse than it does."""
+    write_step = storage.write_step
+
+    def copy(path: Any, *args: Any, **kwargs: Any) -> None:
+        # Written elsewhere and copied into place, file by file, as a script would.
+        elsewhere = directory.parent / "elsewhere"
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        write_step(type(path)(elsewhere), *args, **kwargs)
+        final = directory / Path(path).name.split("-")[1]
+        shutil.rmtree(final, ignore_errors=True)
+        for source in sorted(p for p in elsewhere.rglob("*") if p.is_file()):
+            target = final / source.relative_to(elsewhere)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+            time.sleep(0.01)
+
+    def committed(self: StepDirectory, step: int, written: Any) -> Any:
+        return self.find(step)
+
+    def delete_first(*args: Any, **kwargs: Any) -> None:
+        for child in directory.iterdir():
+            if child.name.isdigit():
+                shutil.rmtree(child)
+        time.sleep(0.05)
+        write_step(*args, **kwargs)
+
+    previous: dict[str, Any] = {}
+
+    def mixed(path: Any, arrays: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        # One array is still the one of the step before.
+        name = min(arrays)
+        stale = {name: previous.get(name, arrays[name])}
+        previous.update(arrays)
+        write_step(path, {**arrays, **stale}, *args, **kwargs)
+
+    storage.write_step = {"copy": copy, "delete-first": delete_first, "mixed": mixed}[how]
+    if how == "copy":
+        StepDirectory.commit = committed  # type: ignore[method-assign]
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What the oracle found after a kill.
+
+    Attributes:
+      losses, wrong, leftovers: sentences; none if all is well.
+      num_states: restored and compared.
+    """
+
+    losses: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    leftovers: list[str] = dataclasses.field(default_factory=list)
+    num_states: int = 0
+
+
+class Oracle:
+    """Knows from the log what must be there, and computes what it must hold."""
+
+    def __init__(self, directory: Path, log_path: Path) -> None:
+        self._directory = directory
+        self._log_path = log_path
+        self._offset = 0
+        self._durable: list[Key] = []  # one branch, oldest first
+        self._begun: set[int] = set()  # branches begun since the newest durable step
+        self._replay = Training()
+        self._states: dict[Key, list[Any]] = {(0, ()): self._replay.buffers()}
+        self._digests: dict[Key, str] = {(0, ()): self._replay.digest()}
+
+    def expected(self, step: int, lineage: Lineage) -> str:
+        """The digest of the state after a step, trained again if need be."""
+        wanted = (step, up_to(lineage, step))
+        known = step
+        while (known, up_to(lineage, known)) not in self._states:
+            known -= 1
+        if known < step:
+            self._replay.set_buffers(self._states[known, up_to(lineage, known)])
+        for number in range(known + 1, step + 1):
+            self._replay.lineage = up_to(lineage, number)
+            self._replay.train(number)
+            key = (number, self._replay.lineage)
+            self._states[key] = self._replay.buffers()
+            self._digests[key] = self._replay.digest()
+        return self._digests[wanted]
+
+    def inspect(self, is_finished: bool = False) -> Verdict:
+        """Compares the log and the directory."""
+        verdict = Verdict()
+        lines, self._offset = read_log(self._log_path, self._offset)
+        for line in lines:
+            self._take_in(line, verdict)
+        self._restore_all(verdict)
+        names = os.listdir(self._directory) if self._directory.exists() else []
+        for prefix in ("writing-", "deleting-", "incoming-", "lease"):
+            found = [name for name in names if name.startswith(prefix)]
+            if len(found) > (0 if is_finished else 2):
+                verdict.leftovers.append(f"leftovers: {found}")
+        return verdict
+
+    def _take_in(self, line: dict[str, Any], verdict: Verdict) -> None:
+        if line["what"] == "back":
+            self._begun.add(line["branch"])
+            return
+        if line["what"] == "delete":
+            self._durable = [d for d in self._durable if d[0] != line["step"]]
+            return
+        step = line["step"]
+        lineage: Lineage = tuple((after, branch) for after, branch in line["lineage"])
+        if line["digest"] != self.expected(step, lineage):
+            verdict.wrong.append(f"{line['what']} at step {step}: not the state of that step")
+        if line["what"] == "resumed":
+            self._require_newest(step, lineage, "the program resumed from", verdict)
+        else:
+            self._note_durable(step, lineage)
+
+    def _note_durable(self, step: int, lineage: Lineage) -> None:
+        ancestors = [d for d in self._durable if d[0] < step and up_to(lineage, d[0]) == d[1]]
+        self._durable = [*ancestors, (step, up_to(lineage, step))]
+        self._begun.clear()
+
+    def _require_newest(self, step: int, lineage: Lineage, subject: str, verdict: Verdict) -> None:
+        if not self._durable or any(branch in self._begun for _, branch in lineage):
+            return
+        durable_step, durable_lineage = self._durable[-1]
+        if step < durable_step or up_to(lineage, durable_step) != durable_lineage:
+            verdict.losses.append(
+                f"{subject} step {step} of {lineage}, but step {durable_step} of "
+                f"{durable_lineage} had been reported durable"
+            )
+
+    def _restore_all(self, verdict: Verdict) -> None:
+        reader = TorchaxCheckpointer(self._directory)
+        restored = Training()
+        steps = reader.all_steps()
+        newest: Key = (0, ())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if steps and not _attempt(lambda: restored.attach_to(reader), "attach", verdict):
+                steps = []
+        for step in steps:
+            if not _attempt(functools.partial(reader.restore, step), f"step {step}", verdict):
+                continue
+            verdict.num_states += 1
+            newest = (step, restored.lineage)
+            if restored.digest() != self.expected(*newest):
+                verdict.wrong.append(f"step {step} of {restored.lineage}: wrong state")
+        self._require_newest(*newest, "the newest that can be restored is", verdict)
+        if newest[0] and not verdict.losses:
+            self._note_durable(*newest)  # what was there once must stay
+
+
+def _attempt(call: Callable[[], Any], what: str, verdict: Verdict) -> bool:
+    try:
+        call()
+    except Exception as error:  # whatever it is, it is a finding
+        verdict.wrong.append(f"{what} is listed, but cannot be restored: {str(error)[:200]}")
+        return False
+    return True

@@ -1,0 +1,304 @@
+"""gs://: save, prune, resume, reshard, go back; faults, outages, refusals; killed while saving."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Read when gcsfs is imported: it would ask a gRPC service that the emulator does not have.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+import gcs_proxy
+import gcs_server
+import gcsfs.retry
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding
+from orbax.checkpoint._src.serialization import tensorstore_utils
+from support import P, assert_trees_identical, bits, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import DirectoryError, SaveError
+
+ROOT = Path(__file__).parent.parent.parent
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def _gcs() -> Iterator[gcs_proxy.FaultProxy]:
+    """For the whole module: some clients read their settings once in a process."""
+    server = gcs_server.GcsServer()
+    proxy = gcs_proxy.FaultProxy(server)
+    before = {name: os.environ.get(name) for name in proxy.environment()}
+    os.environ.update(proxy.environment())
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # every failure, with a traceback
+    yield proxy
+    proxy.stop()
+    server.stop()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def gcs(_gcs: gcs_proxy.FaultProxy) -> Iterator[gcs_proxy.FaultProxy]:
+    """The proxy, calm before and after each test."""
+    _gcs.calm()
+    _gcs.counts.clear()
+    yield _gcs
+    _gcs.calm()
+
+
+@pytest.fixture
+def bucket_run() -> str:
+    """A prefix of its own in the bucket."""
+    return f"gs://bucket/run{next(_numbers)}"
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": jnp.arange(64.0) + step, "h": np.full(3, step)}
+
+
+def names(gcs: gcs_proxy.FaultProxy, run: str) -> set[str]:
+    """What is right under the run's prefix."""
+    prefix = run.removeprefix("gs://bucket/") + "/"
+    return {n.removeprefix(prefix).split("/")[0] for n in gcs.server.names(prefix)} - {"lease"}
+
+
+def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
+    for step in steps:
+        assert ckpt.save(step, state=state(step), force=True)
+    ckpt.wait_until_finished()
+
+
+def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    first = torch.nn.Linear(8, 4).to("jax")
+    keep = policies.LatestN(2)
+    with TorchaxCheckpointer(bucket_run, preservation_policy=keep) as ckpt:
+        assert ckpt.all_steps() == []
+        assert ckpt.attach(first) == 0
+        for step in (1, 2, 3):
+            ckpt.save(step, metrics={"loss": step}, force=True)
+    assert ckpt.all_steps() == [2, 3]
+    assert names(gcs, bucket_run) == {"2", "3"}
+    mesh = fsdp_mesh(4)
+    second = torch.nn.Linear(8, 4).to("jax")
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        rule = lambda name, _: NamedSharding(mesh, P("fsdp") if name == "weight" else P())  # noqa: E731
+        assert ckpt.attach(second, shardings=rule) == 3
+        assert len(backend.buffer(second.weight).sharding.device_set) == 4
+        for a, b in zip(first.parameters(), second.parameters(), strict=True):
+            assert bits(a) == bits(b)
+        assert ckpt.metrics(3) == {"loss": 3}
+        for _ in range(2):  # a new step takes a number that an abandoned one has
+            ckpt.restore(2)
+            ckpt.save(3, force=True)
+            ckpt.wait_until_finished()
+            assert ckpt.all_steps() == [2, 3]
+    assert TorchaxCheckpointer(bucket_run).all_steps() == [2, 3]
+    assert names(gcs, bucket_run) == {"2", "3", "abandoned-3", "abandoned-3-2"}
+
+
+def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_save(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1, 2)
+    prefix = bucket_run.removeprefix("gs://bucket/")
+    storage = gcs.server.storage
+    for name in gcs.server.names(f"{prefix}/2/"):
+        if not name.endswith("commit_success.txt"):
+            found = storage.get_file_obj("bucket", name)
+            for left in ("7", "incoming-6", "abandoned-5-2"):
+                copy = name.replace(f"{prefix}/2/", f"{prefix}/{left}/")
+                content = storage.get_file("bucket", name)
+                storage.create_file("bucket", copy, content, {**found, "name": copy})
+    assert {"7", "incoming-6", "abandoned-5-2"} < names(gcs, bucket_run)
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+        save(ckpt, 8)
+    assert names(gcs, bucket_run) == {"1", "2", "8"}
+
+
+def test_another_process_sees_new_steps(gcs: gcs_proxy.FaultProxy, bucket_run: str) -> None:
+    reader = TorchaxCheckpointer(bucket_run)
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+        assert reader.all_steps() == [1]
+        save(ckpt, 2)
+    gcs.server.storage.delete_file(
+        "bucket", f"{bucket_run.removeprefix('gs://bucket/')}/1/commit_success.txt"
+    )
+    assert reader.all_steps() == [2]
+
+
+def test_faults_at_a_tenth_of_the_requests_lose_nothing(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    gcs.rate, gcs.slow_secs = 0.1, 0.3
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+        assert_trees_identical(ckpt.load(1), state(1))
+    assert sum(gcs.counts[kind] for kind in gcs_proxy.KINDS) > 5
+
+
+def test_an_outage_in_the_middle_of_a_save_is_sat_out(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+        gcs.is_out = "refuse"
+        threading.Timer(4, gcs.calm).start()
+        began = time.monotonic()
+        save(ckpt, 2)
+        assert time.monotonic() - began > 4
+    assert_trees_identical(ckpt.load(2), state(2))
+
+
+def test_past_the_limit_a_save_fails_clearly_and_saving_resumes(
+    gcs: gcs_proxy.FaultProxy,
+    bucket_run: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    give_up_soon(monkeypatch)
+    ckpt = TorchaxCheckpointer(bucket_run)
+    save(ckpt, 1)
+    for step, outage in ((2, "refuse"), (3, "down")):
+        gcs.is_out = outage
+        assert ckpt.save(step, state=state(step), force=True)  # training goes on
+        with pytest.raises(SaveError, match=rf"(?s)saving step {step} .*check the network"):
+            ckpt.wait_until_finished()
+        with pytest.raises(DirectoryError, match="cannot read gs://.*check the network"):
+            ckpt.latest_step()
+        with pytest.raises(DirectoryError, match=r"cannot be listed.*check the network"):
+            TorchaxCheckpointer(bucket_run)
+        gcs.calm()
+        with caplog.at_level(logging.WARNING, logger="torchax_ckpt"):
+            save(ckpt, step)
+        assert "works again after 1 failed save" in caplog.text
+    ckpt.close()
+    assert names(gcs, bucket_run) == {"1", "2", "3"}
+    assert_trees_identical(ckpt.load(2), state(2))
+
+
+def test_a_step_that_the_network_hides_is_not_passed_over(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up_soon(monkeypatch)
+    model = torch.nn.Linear(2, 2).to("jax")
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        ckpt.attach(model)
+        for step in (1, 2):
+            ckpt.save(step, force=True)
+    for part in ("2%2F_CHECKPOINT_METADATA", "2%2Fcommit_success", "2%2Fsummary", "2%2Fmanifest"):
+        reader = TorchaxCheckpointer(bucket_run)
+        gcs.is_out, gcs.concerned = "refuse", part
+        with pytest.raises(DirectoryError, match="check the network"):
+            reader.attach(model)
+        gcs.calm()
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("bucket", r"there is no bucket 'other'.*buckets create gs://other"),
+        ("credentials", r"cannot be listed.*gcloud auth application-default login"),
+        ("reading", r"cannot be listed.*roles/storage.objectUser"),
+        ("writing", r"lacks storage.objects.create, storage.objects.delete.*read_only=True"),
+    ],
+)
+def test_a_bucket_that_cannot_be_used_is_refused_at_construction(
+    missing: str, message: str, gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+    gcs.needs_credentials = missing == "credentials"
+    gcs.allows_reads = missing != "reading"
+    gcs.allows_writes = missing != "writing"
+    run = "gs://other/run" if missing == "bucket" else bucket_run
+    began = time.monotonic()
+    with pytest.raises(DirectoryError, match=message):
+        TorchaxCheckpointer(run)
+    assert time.monotonic() - began < 5
+    if missing == "writing":
+        reader = TorchaxCheckpointer(run, options=CheckpointOptions(read_only=True))
+        assert_trees_identical(reader.load(), state(1))
+        with pytest.raises(DirectoryError, match="only to be read"):
+            reader.save(2, state=state(2))
+        with pytest.raises(DirectoryError, match="only to be read"):
+            reader.delete(1)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "az://x/run", "gcs://x/run", "ftp://x/run"])
+def test_other_schemes_are_refused_with_what_is_supported(url: str) -> None:
+    with pytest.raises(DirectoryError, match=r"not supported. Supported are local paths.*gs://"):
+        TorchaxCheckpointer(url)
+
+
+KILLED = """
+    import sys
+    import torchax
+    torchax.enable_globally()
+    import jax.numpy as jnp, numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    with TorchaxCheckpointer(sys.argv[1]) as ckpt:
+        for step in range(1, 9):
+            ckpt.save(step, state={"w": jnp.arange(64.0) + step, "h": np.full(3, step)}, force=True)
+"""
+
+
+def test_a_process_killed_while_it_saves_loses_at_most_that_save(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), bucket_run],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+
+    def kill(request: str) -> None:
+        if "2%2Fstate%2Fmanifest.ocdbt&" in request:  # the arrays are there, the commit is not
+            process.kill()
+
+    gcs.hook = kill
+    assert process.wait(timeout=100) == -9
+    gcs.hook = None
+    assert "2" in names(gcs, bucket_run)
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        assert ckpt.all_steps() == [1]
+        assert_trees_identical(ckpt.load(), state(1), shardings=False)
+        save(ckpt, 3)
+    assert names(gcs, bucket_run) == {"1", "3"}
+
+
+def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the clients repeat a request for a second, where it takes them minutes otherwise."""
+
+    async def sleep(secs: float) -> None:
+        await asyncio.sleep(min(secs, 0.05))
+
+    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=sleep))
+    retries = {"max_retries": 3, "initial_delay": "50ms", "max_delay": "50ms"}
+    for context in (
+        tensorstore_utils._BASE_TS_CONTEXT,
+        tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
+    ):
+        monkeypatch.setitem(context, "gcs_request_retries", retries)

@@ -1,0 +1,59 @@
+"""Killed at any moment: a short form of ``torture_kill.py``, and that it can fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "torture_kill.py"
+
+
+def torture(*args: str) -> tuple[int, dict[str, int], str]:
+    """Exit code, table and output of the harness, which forks: it needs its own process."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROGRAM), *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    table = {
+        name.strip(): int(value)
+        for name, value in re.findall(r"^(.+?)  +(\d+)$", result.stdout, re.MULTILINE)
+    }
+    return result.returncode, table, result.stdout + result.stderr[-4000:]
+
+
+def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_restored() -> None:
+    code, table, output = torture("--kills", "15", "--seconds", "45", "--seed", "4")
+    assert code == 0, output
+    assert table["SIGKILLs"] >= 3, output
+    assert table["states restored and compared"] >= 3, output
+    for finding in (
+        "durable steps lost",
+        "wrong or failed restores",
+        "times leftovers piled up",
+        "failures of the program",
+    ):
+        assert table[finding] == 0, output
+
+
+@pytest.mark.parametrize(
+    ("weakening", "finding"),
+    [
+        ("delete-first", "durable steps lost"),
+        ("mixed", "wrong or failed restores"),
+        ("copy", "wrong or failed restores"),
+    ],
+)
+def test_a_program_that_writes_less_carefully_is_found_out(weakening: str, finding: str) -> None:
+    code, table, output = torture("--kills", "5", "--weakened", weakening)
+    assert code == 1, output
+    assert table[finding] > 0, output

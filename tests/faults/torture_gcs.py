@@ -1,0 +1,276 @@
+"""Saves hundreds of steps through the faulty proxy, with kills and an outage; counts losses.
+
+    python tests/faults/torture_gcs.py --saves 500
+
+Several processes save to prefixes of their own, are killed at random moments, and go on. Every
+step's content follows from its number, so whatever is listed afterwards can be held to it, bit by
+bit. Ends with 1 if anything is lost or wrong. ``--lie drop`` and ``--lie flip`` have the server
+acknowledge writes of array data that it drops or damages: then it must end with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures as futures
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gcs_proxy
+import gcs_server
+
+ROOT = Path(__file__).parent.parent.parent
+KEPT = 4
+
+
+def main() -> int:
+    """Runs the saves, then looks at what is there; 1 if it is not what was acknowledged."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--saves", type=int, default=500, help="how many saves to begin, in all")
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--rate", type=float, default=0.1, help="share of requests with a fault")
+    parser.add_argument("--outage-secs", type=float, default=20.0)
+    parser.add_argument("--kill-every", type=int, default=20, help="saves per kill; 0 for none")
+    parser.add_argument("--lie", choices=["drop", "flip"], help="have the server lie")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        try:
+            work(args.worker[0], int(args.worker[1]))
+        except Exception as error:
+            print("broken", 0, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+            return 1
+        return 0
+    server = gcs_server.GcsServer()
+    proxy = gcs_proxy.FaultProxy(server, args.seed)
+    proxy.rate = args.rate
+    if args.lie:
+        server.spoil = liar(args.lie)
+    began = time.monotonic()
+    share = -(-args.saves // args.processes)
+    runs = [Run(f"gs://bucket/run{i}", share) for i in range(args.processes)]
+    threads = [
+        threading.Thread(target=run.drive, args=(proxy, args.kill_every, args.seed + i))
+        for i, run in enumerate(runs)
+    ]
+    for thread in threads:
+        thread.start()
+    half = args.saves // 2
+    while any(t.is_alive() for t in threads):
+        if args.outage_secs and sum(r.tried for r in runs) >= half:
+            proxy.is_out = "refuse"
+            time.sleep(args.outage_secs)
+            proxy.is_out, args.outage_secs = "", 0
+        time.sleep(0.5)
+    counts = dict(proxy.counts)
+    proxy.calm()
+    with futures.ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda run: run.verify(proxy), runs)
+        lost = [f"{r.url}/{step}" for r, steps in zip(runs, found, strict=True) for step in steps]
+    print(f"saves tried            {sum(r.tried for r in runs)}")
+    print(f"  durable              {sum(len(r.durable) for r in runs)}")
+    print(f"  tidying up failed    {sum(len(r.untidied) for r in runs)}")
+    print(f"  failed with an error {sum(len(r.failed) for r in runs)}")
+    print(f"  killed on the way    {sum(r.kills for r in runs)}")
+    print(f"requests               {counts.pop('requests')}")
+    for kind, count in sorted(counts.items()):
+        print(f"  {'outage' if kind == 'refuse' else kind:20} {count}")
+    print(f"steps restored exactly {sum(r.exact for r in runs)}")
+    print(f"restores that differed {sum(r.wrong for r in runs)}")
+    print(f"lost or wrong steps    {len(lost)}")
+    for line in lost:
+        print(f"  {line}")
+    print(f"processes that broke   {[b for r in runs for b in r.broken]}")
+    for line in (line for r in runs for line in r.failed + r.untidied):
+        print(f"  {line.strip()}")
+    print(f"seconds                {time.monotonic() - began:.0f}")
+    proxy.stop()
+    server.stop()
+    return 1 if lost or any(r.wrong or r.broken for r in runs) else 0
+
+
+def liar(how: str) -> gcs_server.Spoil:
+    """Every ninth object of array data is not what was acknowledged."""
+    numbers = iter(range(1 << 30))
+
+    def spoil(name: str, content: bytes) -> bytes | None:
+        if "/d/" not in name or next(numbers) % 9 != 8:
+            return content
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        return flipped if how == "flip" else None
+
+    return spoil
+
+
+@dataclasses.dataclass
+class Run:
+    """One prefix, and what its processes said of it."""
+
+    url: str
+    share: int
+    tried: int = 0
+    kills: int = 0
+    exact: int = 0
+    wrong: int = 0
+    durable: list[int] = dataclasses.field(default_factory=list)
+    untidied: list[str] = dataclasses.field(default_factory=list)
+    failed: list[str] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+
+    def drive(self, proxy: gcs_proxy.FaultProxy, kill_every: int, seed: int) -> None:
+        """Starts processes, and kills them now and then, until all saves were tried."""
+        dice = random.Random(seed)
+        while self.tried < self.share and not self.broken:
+            left = self.share - self.tried
+            until = dice.randint(1, 2 * kill_every) if kill_every else left
+            self._process(proxy, left, until, dice)
+
+    def verify(self, proxy: gcs_proxy.FaultProxy) -> list[str]:
+        """Restores what is there, without faults; names acknowledged steps that are not."""
+        there: dict[int, str] = {}
+        process = self._start(proxy, 0)
+        assert process.stdout is not None
+        for line in process.stdout:
+            word, step, *rest = line.split(maxsplit=2)
+            there[int(step)] = " ".join([word, *rest]).strip()
+        if process.wait():
+            self.broken.append(f"{self.url}: the process that restores ended with an error")
+        self.exact += sum(what == "exact" for what in there.values())
+        return [
+            *(
+                f"{step}: not there"
+                for step in self.durable
+                if step not in there and sum(newer > step for newer in there) < KEPT
+            ),
+            *(f"{step}: {what}" for step, what in there.items() if what != "exact"),
+        ]
+
+    def _start(self, proxy: gcs_proxy.FaultProxy, count: int) -> subprocess.Popen[str]:
+        path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}"
+        return subprocess.Popen(
+            [sys.executable, __file__, "--worker", self.url, str(count)],
+            env={**os.environ, **proxy.environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def _process(
+        self, proxy: gcs_proxy.FaultProxy, count: int, until: int, dice: random.Random
+    ) -> None:
+        process = self._start(proxy, count)
+        assert process.stdout is not None
+        is_killed = False
+        for line in process.stdout:
+            word, step, *rest = line.split(maxsplit=2)
+            if word == "saving":
+                self.tried += 1
+                until -= 1
+                if until == 0:
+                    is_killed = True
+                    threading.Timer(dice.uniform(0, 8), process.kill).start()
+            elif word == "durable":
+                self.durable.append(int(step))
+                self.untidied += [line] if rest else []
+            elif word == "failed":
+                self.failed.append(line)
+            elif word in ("wrong", "corrupt"):
+                self.wrong += 1
+            elif word == "exact":
+                self.exact += 1
+            elif word == "resumed" and int(step) < max(self.durable, default=0):
+                self.broken.append(f"{self.url} resumed from {step}, not {self.durable[-1]}")
+            elif word == "broken":
+                self.broken.append(f"{self.url}: {' '.join(rest)}")
+        if process.wait() == -9:
+            self.kills += 1
+        elif process.returncode and not is_killed:
+            self.broken.append(f"{self.url} ended with {process.returncode}")
+
+
+# --- a process that saves -----------------------------------------------------------------------
+
+
+def work(url: str, count: int) -> None:
+    """Goes on from the newest step with so many saves; with none, restores every step there is."""
+    import torchax
+
+    torchax.enable_globally()
+    from torchax_ckpt import TorchaxCheckpointer, policies
+    from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
+
+    def say(word: str, step: int, *more: Any) -> None:
+        print(word, step, *more, flush=True)
+
+    while True:  # as whoever starts the program again would
+        try:
+            ckpt = TorchaxCheckpointer(url, preservation_policy=policies.LatestN(KEPT))
+            steps = ckpt.all_steps()
+            break
+        except DirectoryError as error:
+            say("unreachable", 0, " ".join(str(error).split())[:400])
+    if not count:
+        for step in steps:
+            compare(ckpt, step, say)
+        return
+    start = max(steps, default=0)
+    say("resumed", start)
+    for step in range(start + 1, start + 1 + count):
+        say("saving", step)
+        try:
+            ckpt.save(step, state=state(url, step), force=True)
+            ckpt.wait_until_finished()
+        except DirectoryError as error:  # the very first one
+            say("failed", step, " ".join(str(error).split())[:400])
+        except SaveError as error:
+            is_durable = "is durable" in str(error)
+            say("durable" if is_durable else "failed", step, " ".join(str(error).split())[:400])
+        else:
+            say("durable", step)
+        if step % 10 == 0:
+            try:
+                newest = ckpt.latest_step()
+                if newest is not None:
+                    compare(ckpt, newest, say)
+            except CheckpointError as error:  # not now, which is said so, and is no loss
+                say("unreachable", step, " ".join(str(error).split())[:400])
+
+
+def state(url: str, step: int) -> dict[str, Any]:
+    """What a step of a run holds."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    bits = np.random.default_rng([step, *url.encode()]).integers(0, 1 << 32, 3000, np.uint32)
+    return {"device": jnp.asarray(bits[:2000]), "host": bits[2000:], "step": step}
+
+
+def compare(ckpt: Any, step: int, say: Any) -> None:
+    """Says whether a step is, bit by bit, what was saved."""
+    import numpy as np
+
+    from torchax_ckpt.errors import DirectoryError
+
+    try:
+        found = ckpt.load(step)
+    except Exception as error:
+        word = "unreachable" if isinstance(error, DirectoryError) else "corrupt"
+        return say(word, step, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+    expected = state(ckpt.directory, step)
+    same = found["step"] == step and all(
+        np.asarray(found[k]).tobytes() == np.asarray(expected[k]).tobytes()
+        for k in ("device", "host")
+    )
+    return say("exact" if same else "wrong", step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Digests: what was saved is what comes back, on any mesh, or the leaf that is not is named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from strategies import NUMPY_DTYPES, random_bits
+from support import P, assert_trees_identical, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.restoring import read_manifest
+from torchax_ckpt.storage import arrays, digests, reading
+from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.placing import Wanted
+
+NEVER = CheckpointOptions(verify="never")
+
+
+def put(host: np.ndarray, mesh: Mesh, spec: Any) -> jax.Array:
+    return jax.device_put(host, NamedSharding(mesh, spec))
+
+
+def state_on(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Leaves on their own and leaves that are stacked, on a mesh."""
+    generator = np.random.default_rng(0)
+    axis = axes[0]
+    # Large enough that storage keeps their bytes as they are, rather than in its index.
+    return {
+        "big": put(generator.standard_normal((64, 96)), mesh, P(*axes)),
+        "columns": put(generator.standard_normal((40, 64)), mesh, P(None, axis)),
+        "host": generator.integers(0, 2**62, (30, 40)),
+        "layers": {
+            str(i): {"w": put(generator.standard_normal((64, 8)), mesh, P(axis))} for i in range(5)
+        },
+        "replicated": put(generator.standard_normal(500), mesh, P()),
+    }
+
+
+def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+    return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        state,
+    )
+
+
+def damage(directory: Path, needle: bytes) -> None:
+    """Inverts a bit of the stored copy of some bytes; they must be stored exactly once."""
+    hits = [
+        (path, content.index(needle))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and needle in (content := path.read_bytes())
+    ]
+    assert len(hits) == 1
+    path, offset = hits[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[offset + 5] ^= 4
+    path.write_bytes(damaged)
+
+
+MESHES = [((8,), ("x",)), ((4,), ("x",)), ((2, 4), ("x", "y")), ((1,), ("x",))]
+
+
+@pytest.mark.parametrize("saved_on", MESHES, ids=str)
+@pytest.mark.parametrize("small_blocks", [False, True], ids=["whole shards", "cut shards"])
+def test_every_mesh_reads_and_checks_what_any_other_saved(
+    directory: Path, saved_on: Any, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_blocks:
+        monkeypatch.setattr(digests, "MAX_BLOCK_BYTES", 1100)
+        monkeypatch.setattr(arrays, "_CHUNK_BYTES", 1100)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state_on(mesh_of(*saved_on), saved_on[1]))
+    checked: list[int] = []
+    compare = digests.mismatches
+
+    def counted(host: np.ndarray, *rest: Any) -> Any:
+        checked.append(host.nbytes)
+        return compare(host, *rest)
+
+    monkeypatch.setattr(digests, "mismatches", counted)
+    for shape, axes in MESHES:
+        expected = state_on(mesh_of(shape, axes), axes)
+        checked.clear()
+        found = TorchaxCheckpointer(directory).load(1, abstract(expected))
+        assert_trees_identical(found, expected)
+        # Every byte was compared, and none twice.
+        assert sum(checked) == sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("read_on", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("leaf", "named"),
+    [("big", "state/big"), ("host", "state/host"), ("layers", "state/layers/3/w")],
+)
+def test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named(
+    directory: Path, leaf: str, named: str, read_on: Any
+) -> None:
+    state = state_on(fsdp_mesh(8, "x"), ("x",))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    values = {"big": state["big"], "host": state["host"], "layers": state["layers"]["3"]["w"]}
+    # A shard's own bytes: in the stack they stand between those of its neighbours.
+    array = values[leaf]
+    shard = array.addressable_shards[2].data if isinstance(array, jax.Array) else array
+    damage(directory / "1" / "state", np.asarray(shard).tobytes())
+    wanted = abstract(state_on(mesh_of(*read_on), read_on[1]))
+    with pytest.raises(CorruptCheckpointError, match="not those that were saved") as caught:
+        TorchaxCheckpointer(directory).load(1, wanted)
+    assert caught.value.key_path == named
+    assert named in str(caught.value)
+    assert caught.value.step == 1
+    found = TorchaxCheckpointer(directory, options=NEVER).load(1, wanted)  # unless told not to look
+    with pytest.raises(AssertionError):
+        assert_trees_identical(found, state_on(mesh_of(*read_on), read_on[1]))
+
+
+def test_attach_goes_on_from_the_newest_step_without_damage(directory: Path) -> None:
+    model = torch.nn.Linear(64, 64, bias=False).to("jax")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        ckpt.save(2, force=True)
+    damage(directory / "2" / "state", backend.to_numpy(model.weight).tobytes()[:64])
+    fresh = torch.nn.Linear(64, 64, bias=False).to("jax")
+    with pytest.warns(UserWarning, match=r"skipping .*step 2.*model/weight"):
+        assert TorchaxCheckpointer(directory).attach(fresh) == 1
+    assert np.array_equal(backend.to_numpy(fresh.weight), backend.to_numpy(model.weight))
+
+
+@pytest.mark.parametrize("item", ["manifest", "summary"])
+def test_changed_json_is_noticed(directory: Path, item: str) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"lr": 0.5}, metrics={"loss": 0.5})
+    path = directory / "1" / item / "data.json"
+    text = path.read_text()
+    assert "0.5" in text
+    path.write_text(text.replace("0.5", "0.7"))
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        TorchaxCheckpointer(directory).load(1)
+
+
+def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> None:
+    state = state_on(fsdp_mesh(8, "x"), ("x",))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    step = StepDirectory(directory).find(1)
+    store = reading.ts.KvStore.open(reading._kvstore(step), context=reading._context()).result()
+    key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
+    store.delete_range(reading.ts.KvStore.KeyRange(key, key + b"\0")).result()
+    with pytest.raises(CorruptCheckpointError, match="state/big"):
+        TorchaxCheckpointer(directory, options=NEVER).load(1, abstract(state))
+
+
+def test_memory_on_the_way_is_bounded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_on(fsdp_mesh(8, "x"), ("x",))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    waiting: list[int] = []
+    add = reading._Window.add
+
+    def watched(window: Any, nbytes: int, arrival: Any) -> None:
+        add(window, nbytes, arrival)
+        waiting.append(window._bytes)
+
+    monkeypatch.setattr(reading._Window, "add", watched)
+    options = CheckpointOptions(max_host_bytes=4000)
+    found = TorchaxCheckpointer(directory, options=options).load(1, abstract(state))
+    assert_trees_identical(found, state)
+    assert max(waiting) == state["host"].nbytes > 4000  # which is one block, and goes alone
+    assert sorted(waiting)[-2] <= 4000
+    assert len(waiting) > 10
+
+
+@given(
+    st.sampled_from(NUMPY_DTYPES),
+    st.lists(st.integers(1, 6), max_size=3),
+    st.booleans(),
+    st.integers(1, 64),
+    st.integers(0, 2**32),
+)
+def test_any_single_flipped_bit_changes_exactly_one_block(
+    dtype: str, dims: list[int], is_stack: bool, max_bytes: int, seed: int
+) -> None:
+    host = random_bits(dtype, tuple(dims), seed)
+    is_stack = is_stack and host.ndim > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "MAX_BLOCK_BYTES", max_bytes)
+        taken = digests.take(host, is_stack=is_stack)
+    start = (0,) * host.ndim
+    assert digests.fit(taken, host.shape)
+    assert digests.mismatches(host, start, taken, host.shape) == []
+    octets = bytearray(host.tobytes())
+    bit = seed % (8 * len(octets))
+    octets[bit // 8] ^= 1 << bit % 8
+    changed = np.frombuffer(bytes(octets), host.dtype).reshape(host.shape)
+    place = np.unravel_index(bit // 8 // host.itemsize, host.shape) if host.ndim else ()
+    cell = tuple(int(p) // b for p, b in zip(place, taken.block, strict=True))
+    assert digests.mismatches(changed, start, taken, host.shape) == [cell]
+
+
+def test_blocks_are_the_chunks_that_storage_holds(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise chunks would be read whole to compare a part of them.
+    monkeypatch.setattr(digests, "MAX_BLOCK_BYTES", 256)
+    monkeypatch.setattr(arrays, "_CHUNK_BYTES", 256)
+    rows = put(np.ones((64, 8)), fsdp_mesh(4, "x"), P("x"))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": rows})
+    step = StepDirectory(directory).find(1)
+    want = Wanted((64, 8), "float32", {"state/w": rows.sharding}, None)
+    chunk = reading._chunk(reading._open(step, {"state/w": want})["state/w"])
+    assert chunk == read_manifest(step).digests["state/w"].block == (8, 8)

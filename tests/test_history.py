@@ -1,0 +1,150 @@
+"""What a run knows of its steps, and that knowing many costs a declined save nothing."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from etils import epath
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.history import History
+from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+
+STATE = {"w": np.zeros(4)}
+NEVER = 10**9
+
+
+def optimal() -> policies.OptimalIntervalPolicy:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=NEVER)
+    policy.observe_save(blocking_secs=NEVER, durable_secs=1)
+    return policy
+
+
+POLICIES = {
+    "fixed": policies.FixedIntervalPolicy(NEVER),
+    "continuous": policies.ContinuousCheckpointingPolicy(minimum_interval_secs=NEVER),
+    "optimal": optimal(),
+}
+
+
+def known_steps(monkeypatch: pytest.MonkeyPatch, directory: Path, count: int) -> None:
+    """As if the directory held this many steps, the newest of this moment."""
+    now = time.time_ns()
+    path = epath.Path(directory)
+    steps = [CommittedStep(s, path / str(s), now - count + s) for s in range(1, count + 1)]
+    monkeypatch.setattr(StepDirectory, "steps", lambda self: list(steps))
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A save does not get on until it is let go, and fails then."""
+    go = threading.Event()
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        assert go.wait(60)
+        raise OSError("let go")
+
+    monkeypatch.setattr(storage, "write_step", wait)
+    yield go
+    go.set()
+
+
+def opcodes(ckpt: TorchaxCheckpointer, step: int) -> int:
+    """How many instructions Python carries out for one save that declines."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        began = ckpt.save(step, state=STATE)
+    finally:
+        sys.settrace(before)
+    assert not began
+    return count
+
+
+def median_secs(ckpt: TorchaxCheckpointer, first: int) -> float:
+    taken = []
+    for step in range(first, first + 1000):
+        began = time.perf_counter()
+        assert not ckpt.save(step, state=STATE)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("is_saving", [False, True], ids=["idle", "in_flight"])
+def test_a_declined_save_costs_the_same_however_many_steps_are_kept(
+    policy: str,
+    is_saving: bool,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stuck: threading.Event,
+) -> None:
+    counts = []
+    for kept in (3, 10_000):
+        known_steps(monkeypatch, directory, kept)
+        ckpt = TorchaxCheckpointer(directory, save_decision_policy=POLICIES[policy])
+        if is_saving:
+            stuck.clear()
+            assert ckpt.save(kept + 1, state=STATE, force=True)
+        assert not ckpt.save(kept + 2, state=STATE)  # lists the directory
+        counts.append(opcodes(ckpt, kept + 3))
+        # 20 us is what it may take; the rest is for a machine that is busy with other things.
+        assert median_secs(ckpt, kept + 4) < 10 * 20e-6
+        if is_saving:
+            assert ckpt._saver.is_saving
+            stuck.set()
+            with pytest.raises(SaveError, match="let go"):
+                ckpt.close()
+    assert 0 < counts[0] == counts[1] < 2000
+
+
+def committed(directory: Path, step: int) -> CommittedStep:
+    return CommittedStep(step, epath.Path(directory) / str(step), step)
+
+
+def test_the_step_in_flight_is_seen_until_it_fails_or_is_durable(directory: Path) -> None:
+    history = History(StepDirectory(directory))
+    seen = lambda: [c.step for c in history.checkpoints()]  # noqa: E731
+    history.begin(3)
+    assert (seen(), history.has(3), history.has(2)) == ([3], True, False)
+    history.end(None)
+    assert (seen(), history.has(3)) == ([], False)
+    for step in (3, 5, 8):
+        history.begin(step)
+        history.end(committed(directory, step))
+    before = history.checkpoints()
+    assert [history.has(step) for step in range(10)] == [s in (3, 5, 8) for s in range(10)]
+    history.begin(9)
+    history.forget([5])
+    assert (seen(), history.has(5), history.has(9)) == ([3, 8, 9], False, True)
+    history.end(committed(directory, 9))
+    assert seen() == [3, 8, 9]
+    assert [c.step for c in before] == [3, 5, 8]  # whoever was told keeps what it was told
+
+
+def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) -> None:
+    history = History(StepDirectory(directory))
+    for step in (1, 3, 4):
+        history.begin(step)
+        history.end(committed(directory, step))
+    history.begin(2)
+    assert [c.step for c in history.checkpoints()] == [1, 2]
+    assert [s.step for s in history.abandoned] == [3, 4]

@@ -1,0 +1,221 @@
+"""What a medium's errors mean, and what a failed save does to training."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
+from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import medium
+
+STATE = {"w": np.arange(3)}
+TENSORSTORE_FULL = (
+    'RESOURCE_EXHAUSTED: Error writing "w/c/0" in OCDBT database: Failed to write 9 bytes to file '
+    "16: No space left on device [os_error_code='28']"
+)
+
+
+def wrapped(error: Exception) -> Exception:
+    """As Orbax gives it: an error about something else, raised while handling this one."""
+    outer = KeyError("Failed to load checkpointable: state due to incompatible handler")
+    outer.__context__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        TimeoutError(),
+        OSError("Forbidden: b/bucket/o"),
+        ValueError('PERMISSION_DENIED: Error opening "zarr3" driver: Permission denied'),
+        ValueError("UNKNOWN: Failed to read [os_error_code='5']"),
+        ValueError("ABORTED: All 32 retry attempts failed [http_response_code='503']"),
+    ],
+    ids=str,
+)
+def test_what_may_pass_is_told_from_damage(error: Exception) -> None:
+    assert medium.is_unavailable(error)
+    assert medium.is_unavailable(wrapped(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "gone"),
+        FileNotFoundError("gs://bucket/run/1/manifest"),
+        ValueError("DATA_LOSS: Error decoding manifest"),
+        ValueError("OUT_OF_RANGE: Requested byte range [0, 9) is not valid for value of size 5"),
+        ValueError("NOT_FOUND: Error reading a file"),
+        ValueError("Unterminated string starting at: line 1 column 538"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        TypeError("no dict"),
+    ],
+    ids=str,
+)
+def test_damage_is_told_from_what_may_pass(error: Exception) -> None:
+    assert not medium.is_unavailable(error)
+    assert not medium.is_unavailable(wrapped(error))
+
+
+@pytest.mark.parametrize(
+    ("error", "todo"),
+    [
+        (OSError(errno.ENOSPC, "full"), "free space"),
+        (ValueError(TENSORSTORE_FULL), "free space"),
+        (OSError(errno.EDQUOT, "quota"), "The quota is used up"),
+        (OSError(errno.EROFS, "ro"), "mount it for writing"),
+        (OSError(errno.EPERM, "no"), "check owner and mode"),
+        (OSError(errno.ESTALE, "stale"), "mount it again"),
+        (OSError(errno.EIO, "i/o"), "kernel's log"),
+        (FileNotFoundError(errno.ENOENT, "gone"), "was removed"),
+        (OSError(errno.EMFILE, "many"), "ulimit -n"),
+    ],
+    ids=str,
+)
+def test_errors_of_a_disk_say_what_to_do(error: Exception, todo: str) -> None:
+    assert todo in medium.advice(error)
+    assert todo in medium.advice(wrapped(error))
+    assert medium.kind(error) == medium.kind(wrapped(error))
+
+
+Fail = Callable[["Exception | None"], None]
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """Has every write fail with this error, or none."""
+    write = storage.write_step
+    error: Exception | None = None
+
+    def write_or_fail(*args: Any, **kwargs: Any) -> None:
+        if error is not None:
+            raise error
+        write(*args, **kwargs)
+
+    def set_error(new: Exception | None) -> None:
+        nonlocal error
+        error = new
+
+    monkeypatch.setattr(storage, "write_step", write_or_fail)
+    return set_error
+
+
+def save(ckpt: TorchaxCheckpointer, step: int) -> None:
+    assert ckpt.save(step, state=STATE, force=True)
+    ckpt._saver.wait()
+
+
+def test_a_failure_is_said_once_then_when_it_changes_then_when_it_is_over(
+    directory: Path, fail: Fail, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="torchax_ckpt")
+    ckpt = TorchaxCheckpointer(directory)
+    fail(OSError(errno.ENOSPC, "No space left on device"))
+    for step in range(1, 6):
+        save(ckpt, step)
+    assert len(caplog.records) == 1
+    assert "saving step 1 to" in caplog.text
+    assert "free space" in caplog.text
+    fail(OSError(errno.EROFS, "Read-only file system"))
+    save(ckpt, 6)
+    save(ckpt, 7)
+    assert len(caplog.records) == 2
+    for step in (1, 6):
+        with pytest.raises(SaveError) as caught:
+            ckpt.check_for_errors()
+        assert caught.value.step == step
+    ckpt.check_for_errors()
+    save(ckpt, 8)  # said before, but whoever asks again learns that it still fails
+    with pytest.raises(SaveError, match="step 8"):
+        ckpt.check_for_errors()
+    fail(None)
+    save(ckpt, 9)
+    assert "works again after 8 failed saves: step 9 is durable" in caplog.text
+    fail(OSError(errno.EROFS, "Read-only file system"))
+    save(ckpt, 10)
+    assert "saving step 10 to" in caplog.text  # a new failure
+    with pytest.raises(SaveError):
+        ckpt.close()
+    assert ckpt.all_steps() == [9]
+
+
+@pytest.mark.parametrize("how", ["save", "steps"])
+def test_on_save_error_raise_raises_at_the_next_call(how: str, directory: Path, fail: Fail) -> None:
+    options = CheckpointOptions(on_save_error="raise")
+    ckpt = TorchaxCheckpointer(directory, options=options)
+    model = torch.nn.Linear(2, 2).to("jax")
+    ckpt.attach(model)
+    fail(OSError(errno.ENOSPC, "No space left on device"))
+    if how == "save":
+        assert ckpt.save(1, force=True)
+        ckpt._saver.wait()
+        with pytest.raises(SaveError, match=r"step 1 .*free space"):
+            ckpt.save(2)
+    else:
+        done = []
+        with pytest.raises(SaveError, match=r"step 1 .*free space"):
+            for step in ckpt.steps(5):
+                done.append(step)
+                ckpt._saver.wait()
+        assert done == [1, 2]
+    with pytest.raises(SaveError):
+        ckpt.close()
+
+
+def test_an_unknown_value_of_on_save_error_is_refused() -> None:
+    with pytest.raises(ValueError, match="on_save_error: expected one of continue, raise"):
+        CheckpointOptions(on_save_error="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_passing", [True, False])
+def test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read(
+    is_passing: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2).to("jax")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        for step in (1, 2):
+            ckpt.save(step, force=True)
+    error = OSError(errno.EIO, "Input/output error") if is_passing else ValueError("DATA_LOSS: x")
+    read = storage.digests.read_sealed
+
+    def read_or_fail(folder: Any) -> Any:
+        if (folder.parent.name, folder.name) == ("2", storage.MANIFEST):
+            raise wrapped(error)
+        return read(folder)
+
+    monkeypatch.setattr(storage.digests, "read_sealed", read_or_fail)
+    reader = TorchaxCheckpointer(directory)
+    if is_passing:
+        with pytest.raises(DirectoryError, match=r"step 2 .*cannot be read now.*kernel's log"):
+            reader.attach(model)
+    else:
+        with pytest.warns(UserWarning, match="skipping an unreadable checkpoint"):
+            assert reader.attach(model) == 1
+        with pytest.raises(CorruptCheckpointError, match="DATA_LOSS"):
+            reader.load(2)
+
+
+def test_a_reader_neither_saves_nor_deletes(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    reader = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
+    np.testing.assert_array_equal(reader.load()["w"], np.arange(3))
+    with pytest.raises(DirectoryError, match="is only to be read here"):
+        reader.save(2, state=STATE)
+    with pytest.raises(DirectoryError, match="is only to be read here"):
+        reader.delete(1)
+    assert reader.all_steps() == [1]

@@ -1,0 +1,52 @@
+"""Owns what makes a directory a committed step: Orbax's commit record, and on a bucket its mark."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from etils import epath
+
+from torchax_ckpt.storage import inspection, location
+
+logger = logging.getLogger(__name__)
+
+# What Orbax writes last into a step.
+MARK = "commit_success.txt"
+_RECORD = "_CHECKPOINT_METADATA"
+# Nanoseconds since 1970, until 2262: what dates are computed from.
+_MAX_TIME = 2**63 - 1
+
+
+def is_marked(path: epath.Path) -> bool:
+    """Whether a step is complete as far as its mark tells; locally its name tells that."""
+    return not location.is_bucket(path) or (path / MARK).exists()
+
+
+class CommitTimes:
+    """Reads when steps were committed; warns once of each that looks like a step and is none."""
+
+    def __init__(self) -> None:
+        self._doubtful: set[str] = set()
+
+    def read(self, path: epath.Path) -> int | None:
+        """When a step was committed, in nanoseconds since 1970; None if it was not, or is none."""
+        if not is_marked(path):
+            return None
+        try:
+            is_plain = inspection.is_plain(path, _RECORD)
+            record = json.loads((path / _RECORD).read_text()) if is_plain else None
+            commit_time = record["commit_timestamp_nsecs"] if isinstance(record, dict) else None
+            if type(commit_time) is int and 0 <= commit_time <= _MAX_TIME:
+                return commit_time
+            is_doubtful = not path.is_dir() or any(path.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            is_doubtful = path.is_dir() and any(path.iterdir())
+        except (KeyError, ValueError, RecursionError):
+            is_doubtful = True
+        if is_doubtful and path.name not in self._doubtful:
+            self._doubtful.add(path.name)
+            logger.warning(
+                "%s looks like a step, but its commit record cannot be read: ignoring it", path
+            )
+        return None

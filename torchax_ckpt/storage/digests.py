@@ -1,0 +1,178 @@
+"""Owns digests: one 64-bit number for every block of stored bytes, by which damage is found.
+
+An array is cut into equal blocks: the shards it was saved from, cut further where they are large,
+and for a stack one per member, so that a mismatch names the leaf. The digest is taken of the very
+bytes that go to storage, on the host, and checked on the bytes that come back, whatever mesh they
+are read onto. Devices are not involved: what changes in a device's memory, or on the way between
+it and the host, is not seen. The JSON of a step is sealed with a digest of its own.
+
+Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from etils import epath
+
+from torchax_ckpt.layout.manifest import Digests
+
+Index = tuple[slice, ...]
+
+_SEAL = "xxh3_64"
+# The most that is read, checked and held in memory as one piece.
+MAX_BLOCK_BYTES = 64 << 20
+
+
+def read_sealed(folder: epath.Path) -> dict[str, Any]:
+    """The content of a sealed JSON object, as Orbax's handler for JSON writes one.
+
+    Raises:
+      OSError: it cannot be read; ValueError: it is not what was sealed.
+    """
+    return unseal(json.loads((folder / "data.json").read_text()))
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object together with the digest of its text."""
+    return {**content, _SEAL: _of_json(dict(content))}
+
+
+def unseal(raw: Any) -> dict[str, Any]:
+    """The content of a sealed JSON object.
+
+    Raises:
+      ValueError: it is not what was sealed.
+    """
+    if not isinstance(raw, dict) or _SEAL not in raw:
+        raise ValueError(f"expected a JSON object with its digest under {_SEAL!r}, found none")
+    content = {key: value for key, value in raw.items() if key != _SEAL}
+    found = _of_json(content)
+    if raw[_SEAL] != found:
+        raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: it was damaged")
+    return content
+
+
+def _of_json(content: Any) -> str:
+    # Python writes every JSON value in one way only, so the text need not be kept.
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, separators=(",", ":")).encode())
+
+
+def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
+    """The shape of an array's blocks: a divisor of its shards' shape.
+
+    The first dim that can be cut is cut, so that a block lies in one piece in memory.
+    """
+    shape = tuple(array.shape)
+    shard = tuple(array.sharding.shard_shape(shape)) if isinstance(array, jax.Array) else shape
+    block = [1, *shard[1:]] if is_stack else list(shard)
+    for dim in range(1 if is_stack else 0, len(block)):
+        size = math.prod(block) * array.dtype.itemsize
+        if size <= MAX_BLOCK_BYTES:
+            break
+        rows = int(MAX_BLOCK_BYTES // (size // block[dim]))
+        block[dim] = next((n for n in range(rows, 0, -1) if block[dim] % n == 0), 1)
+    return tuple(block)
+
+
+def take(array: jax.Array | np.ndarray, *, is_stack: bool) -> Digests:
+    """The digests of all blocks of an array that are stored by this process.
+
+    Of a device array this fetches the shards; they stay cached beside the array, so that whoever
+    writes them to storage next does not fetch them again.
+    """
+    block = block_shape(array, is_stack=is_stack)
+    values = np.zeros(grid_shape(array.shape, block), np.uint64)
+    for start, host in _shards(array):
+        found = of_blocks(host, block)
+        at = tuple(
+            slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
+        )
+        values[at] = found
+    return Digests(block, values.astype("<u8").tobytes())
+
+
+def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
+    """Starts the transfer to the host of all that ``take`` will ask for."""
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    shard.data.copy_to_host_async()
+
+
+def _shards(array: jax.Array | np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Every part of the array that this process stores, and where it starts."""
+    if not isinstance(array, jax.Array):
+        yield (0,) * array.ndim, array
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            yield tuple(part.start or 0 for part in shard.index), np.asarray(shard.data)
+
+
+def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks there are along each dim."""
+    return tuple(math.ceil(s / b) for s, b in zip(shape, block, strict=True))
+
+
+def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
+    """The digests of the blocks of an array that consists of whole blocks; uint64[grid]."""
+    grid = grid_shape(host.shape, block)
+    if _lie_in_order(host.shape, block):
+        octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
+        size = math.prod(block) * host.itemsize
+        parts: Iterable[memoryview] = (octets[i : i + size] for i in range(0, len(octets), size))
+    else:
+        parts = (
+            np.ascontiguousarray(host[_region(cell, block)]).reshape(-1).view(np.uint8).data
+            for cell in np.ndindex(grid)
+        )
+    digest = xxhash.xxh3_64_intdigest
+    return np.fromiter(map(digest, parts), np.uint64, math.prod(grid)).reshape(grid)
+
+
+def _lie_in_order(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
+    """Whether the blocks follow one another in memory, each in one piece."""
+    cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
+    return shape[cut + 1 :] == block[cut + 1 :]
+
+
+def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
+    return tuple(slice(i * b, (i + 1) * b) for i, b in zip(cell, block, strict=True))
+
+
+def mismatches(
+    host: np.ndarray, start: Sequence[int], known: Digests, shape: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The blocks, by their place in the whole array's grid, whose bytes are not what was stored.
+
+    Args:
+      host: a part of the array that consists of whole blocks.
+      start: where in the array it starts.
+      known: the digests of the whole array.
+      shape: of the whole array.
+    """
+    found = of_blocks(host, known.block)
+    first = [s // b for s, b in zip(start, known.block, strict=True)]
+    expected = np.frombuffer(known.values, "<u8").reshape(grid_shape(shape, known.block))
+    differs = (
+        found != expected[tuple(slice(f, f + n) for f, n in zip(first, found.shape, strict=True))]
+    )
+    cells = zip(*np.nonzero(differs), strict=True) if host.ndim else [()] * int(differs)
+    return [tuple(int(f + i) for f, i in zip(first, cell, strict=True)) for cell in cells]
+
+
+def fit(known: Digests, shape: Sequence[int]) -> bool:
+    """Whether these can be the digests of an array of this shape."""
+    return (
+        len(known.block) == len(shape)
+        and all(b >= 1 and s % b == 0 for s, b in zip(shape, known.block, strict=True))
+        and len(known.values) == 8 * math.prod(grid_shape(shape, known.block))
+    )

@@ -1,0 +1,245 @@
+"""Owns what a step must be before anything in it is opened: plain files, and arrays as claimed.
+
+A directory from elsewhere is data. Orbax and TensorStore follow links, join names from metadata to
+paths, and take memory for whatever shape and chunks an array's metadata names, which ends the
+process where there is not so much. So files are looked at before they are read, and the metadata
+of arrays before the arrays are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout import names
+from torchax_ckpt.storage import location, medium
+
+STATE = "state"
+_PYTREE_METADATA = "_METADATA"
+# JSON of a million leaves is half of this.
+_MAX_METADATA_BYTES = 1 << 28
+_MAX_ARRAY_METADATA_BYTES = 1 << 20
+# One chunk per shard is what is written; no run has so many devices.
+_MAX_CHUNKS = 1 << 20
+# Folders of array data.
+_DATA_FOLDER = "d"
+
+
+@functools.cache
+def host_memory_bytes() -> int:
+    """The memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def require_contained(step_path: epath.Path, step: int) -> None:
+    """Refuses a local step that holds anything but folders and files of a size to be expected.
+
+    Raises:
+      CorruptCheckpointError: a symbolic link, a device, a pipe, or a file that is too large.
+    """
+    if location.is_bucket(step_path):
+        return  # a bucket has neither links nor special files
+    try:
+        found = list(_walk(os.fspath(step_path)))
+    except OSError as error:  # deleted meanwhile
+        if medium.is_unavailable(error):
+            raise
+        raise _corrupt(step, step_path, "a folder that can be read", str(error)) from error
+    for path, status in found:
+        if not stat.S_ISREG(status.st_mode):
+            kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "special file"
+            raise _corrupt(step, path, "folders and regular files", f"a {kind}")
+        in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
+        limit = host_memory_bytes() if in_data else _MAX_METADATA_BYTES
+        if status.st_size > limit:
+            raise _corrupt(step, path, f"at most {limit} bytes", f"{status.st_size}")
+
+
+def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything at and below a path that is no folder; links are not followed."""
+    folders = [top]
+    while folders:
+        folder = folders.pop()
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode):
+            yield folder, status
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def is_plain(folder: epath.Path, file: str) -> bool:
+    """Whether a folder is no link, and the file in it a regular one (or not there)."""
+    if location.is_bucket(folder):
+        return True
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            return False
+        status = os.lstat(folder / file)
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_METADATA_BYTES
+
+
+# --- arrays of this package ----------------------------------------------------------------------
+
+
+def require_stored(
+    step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
+) -> None:
+    """Refuses arrays whose own metadata is not what the manifest says; reads no array data.
+
+    Args:
+      step_path, step: the step.
+      wanted: stored name -> shape and dtype.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, or of another shape, dtype or layout.
+    """
+    if not wanted:
+        return
+    folder = step_path / STATE
+    try:
+        store = ts.KvStore.open({"driver": "ocdbt", "base": location.kvstore(folder)}).result()
+        found = {name: store.read(f"{stored_key(name)}/.zarray") for name in wanted}
+        contents = {name: read.result() for name, read in found.items()}
+    except (ValueError, OSError) as error:
+        if medium.is_unavailable(error):
+            raise
+        raise _corrupt(step, folder, "an OCDBT database", f"{error!s:.300}") from error
+    for name, (shape, dtype) in wanted.items():
+        if contents[name].state != "value":
+            raise _corrupt(step, folder, f"{dtype}{list(shape)}", "no such array", name)
+        if problem := _problem(contents[name].value, shape, dtype):
+            raise _corrupt(step, folder, *problem, name)
+
+
+def stored_key(name: str) -> str:
+    """Under which key Orbax stores the array of this name."""
+    return ".".join(names.component_and_rest(name))
+
+
+def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] | None:
+    """What is expected of an array's metadata, and what was found instead; None if it fits."""
+    if len(raw) > _MAX_ARRAY_METADATA_BYTES:
+        return f"at most {_MAX_ARRAY_METADATA_BYTES} bytes of metadata", f"{len(raw)}"
+    try:
+        metadata = json.loads(raw)
+        found = metadata["dtype"], metadata["shape"]
+        chunk, compressor = metadata["chunks"], metadata["compressor"]
+        codec = compressor and compressor["id"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return "metadata of a Zarr array", f"{error!r:.200}"
+    if found != (_zarr_dtype(dtype), list(shape)):
+        return f"{dtype}{list(shape)}", f"{found[0]!r:.40}{found[1]!r:.80}"
+    whole = [max(1, dim) for dim in shape]
+    if not (
+        isinstance(chunk, list)
+        and len(chunk) == len(whole)
+        and all(type(n) is int and 0 < n <= limit for n, limit in zip(chunk, whole, strict=True))
+    ):
+        return f"chunks within {whole}", f"{chunk!r:.80}"
+    count = math.prod(-(-dim // n) for dim, n in zip(whole, chunk, strict=True))
+    if count > _MAX_CHUNKS:
+        return f"at most {_MAX_CHUNKS} chunks", f"{count}"
+    if codec not in (None, "zstd") or metadata.get("filters") is not None:
+        return "plain bytes, or Zstandard", f"{codec!r:.40}, {metadata.get('filters')!r:.40}"
+    return None
+
+
+def _zarr_dtype(name: str) -> str:
+    """How Zarr version 2 writes a dtype; TensorStore, those that numpy lacks by name."""
+    dtype = np.dtype(name)
+    return dtype.str if dtype.isbuiltin == 1 else name
+
+
+# --- steps that bare Orbax wrote -----------------------------------------------------------------
+
+
+def require_names_within(step_path: epath.Path, step: int) -> None:
+    """Refuses a step whose pytree metadata names arrays that would lie outside of it.
+
+    Raises:
+      CorruptCheckpointError: names the metadata and the array.
+    """
+    for folder in (step_path, *(p for p in step_path.iterdir() if p.is_dir())):
+        path = folder / _PYTREE_METADATA
+        if not path.exists():
+            continue
+        tree = _pytree_metadata(step, path).get("tree_metadata")
+        for entry in (tree if isinstance(tree, dict) else {}).values():
+            keys = entry.get("key_metadata") if isinstance(entry, dict) else None
+            parts = [
+                str(key.get("key")) if isinstance(key, dict) else ""
+                for key in (keys if isinstance(keys, list) else [])
+            ]
+            name = ".".join(parts)
+            if name.startswith("/") or ".." in name.split("/"):
+                raise _corrupt(step, path, "arrays within the step", f"{name!r:.80}")
+
+
+def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
+    """Refuses arrays, or chunks of them, that this host cannot hold.
+
+    Args:
+      step_path, step: the step.
+      leaves: name -> Orbax's metadata of an array.
+
+    Raises:
+      CorruptCheckpointError: names the array.
+    """
+    memory, total = host_memory_bytes(), 0
+    for name, leaf in leaves.items():
+        stored = getattr(leaf, "storage_metadata", None)
+        chunk = getattr(stored, "chunk_shape", None) or ()
+        itemsize = getattr(leaf.dtype, "itemsize", 1)
+        total += math.prod(leaf.shape) * itemsize
+        if max(total, math.prod(chunk) * itemsize) > memory:
+            expected = f"arrays and chunks that this host can hold, {memory} bytes"
+            found = f"shape {list(leaf.shape)!r:.80} in chunks of {list(chunk)!r:.80}"
+            raise _corrupt(step, step_path, expected, found, name)
+
+
+def _pytree_metadata(step: int, path: epath.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, OSError, RecursionError) as error:
+        if medium.is_unavailable(error):
+            raise
+        raise _corrupt(step, path, "Orbax's metadata", f"{error!r:.200}") from error
+    if not isinstance(found, dict):
+        raise _corrupt(step, path, "Orbax's metadata", f"a {type(found).__name__}")
+    return found
+
+
+def _corrupt(
+    step: int,
+    path: str | os.PathLike[str],
+    expected: str,
+    found: str,
+    name: str | None = None,
+) -> CorruptCheckpointError:
+    leaf = "" if name is None else f"{name}: "
+    return CorruptCheckpointError(
+        f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}",
+        step=step,
+        path=path,
+        key_path=name,
+    )

@@ -1,0 +1,63 @@
+"""Owns what a user may give as a directory, local paths and buckets, and how each is reached."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from etils import epath
+
+from torchax_ckpt.errors import DirectoryError
+
+_COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
+
+
+def resolve(directory: Any) -> epath.Path:
+    """The absolute path of a directory, or the URL of a prefix in a bucket.
+
+    Raises:
+      DirectoryError: it is no path, or of a scheme that is not supported.
+    """
+    try:
+        path = epath.Path(directory)
+    except KeyError:
+        raise _unsupported(directory) from None
+    except TypeError as error:
+        raise DirectoryError(
+            f"directory: expected a path or a gs:// URL, found {directory!r:.100}"
+        ) from error
+    if isinstance(directory, os.PathLike) and (match := _COLLAPSED.fullmatch(str(directory))):
+        raise DirectoryError(
+            f"{directory}: pathlib takes a bucket for a local path; give a string instead: "
+            f"gs://{match[1]}",
+            path=directory,
+        )
+    scheme, separator, _ = str(path).partition("://")
+    if not separator:
+        return path.expanduser().absolute()
+    if scheme != "gs":
+        raise _unsupported(directory)
+    return path
+
+
+def is_bucket(path: Any) -> bool:
+    """Whether a path lies in a bucket."""
+    return "://" in str(path)
+
+
+def kvstore(folder: epath.Path) -> dict[str, str]:
+    """TensorStore's spec of a folder as keys and values."""
+    if not is_bucket(folder):
+        return {"driver": "file", "path": f"{folder}/"}
+    name, _, prefix = str(folder).removeprefix("gs://").partition("/")
+    return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
+
+
+def _unsupported(directory: Any) -> DirectoryError:
+    scheme = str(directory).partition("://")[0]
+    return DirectoryError(
+        f"{directory}: {scheme}:// is not supported. Supported are local paths, network file "
+        "systems and mounted buckets among them, and Google Cloud Storage as gs://bucket/prefix.",
+        path=str(directory),
+    )

@@ -1,0 +1,224 @@
+"""Owns reading arrays: checked block by block, and on their devices as soon as they arrive.
+
+Arrays are read through TensorStore itself rather than through Orbax, which gives no sight of the
+bytes between storage and device: there they are compared with their digests. Each process reads
+only what its devices hold, in regions of whole blocks; no more than a bound is on its way at once.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage import digests, location
+from torchax_ckpt.storage.arrays import as_corrupt
+from torchax_ckpt.storage.directory import CommittedStep
+from torchax_ckpt.storage.inspection import STATE, stored_key
+from torchax_ckpt.storage.placing import Alone, Piece, Stack, Wanted, empty
+
+# On its way between storage and devices at one time, unless the options say otherwise: enough to
+# keep storage and devices busy.
+_IN_FLIGHT_BYTES = 1 << 30
+
+# After 1, 2, 4, ... and at most 32 seconds: two minutes in all.
+_RETRIES = 8
+
+
+def read_arrays(
+    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+) -> dict[str, Any]:
+    """Reads some arrays of a step, and puts each leaf onto its placement.
+
+    Args:
+      committed: the step.
+      wanted: stored name -> what is expected of it.
+      options: memory bounds.
+
+    Returns:
+      Leaf -> array.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, cannot be read, or is not what was stored;
+        names the leaf.
+    """
+    for name, want in wanted.items():
+        if want.digests is not None and not digests.fit(want.digests, want.shape):
+            raise _corrupt(
+                committed,
+                name,
+                f"the manifest's digests are of blocks {list(want.digests.block)}, which do not "
+                f"make up {list(want.shape)}",
+            )
+    stores = _open(committed, wanted)
+    window = _Window(options.max_host_bytes or _IN_FLIGHT_BYTES)
+    leaves: dict[str, Any] = {}
+    for name, want in wanted.items():
+        target = (Stack if want.members else Alone)(name, want, leaves)
+        for piece in target.pieces(_chunk(stores[name])):
+            window.make_room(piece.nbytes)
+            window.add(piece.nbytes, _Arrival(committed, target, piece, stores[name]))
+    window.drain()
+    return leaves
+
+
+def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
+    context = _context()
+    base = _kvstore(committed)
+    opening = {
+        name: ts.open(
+            {
+                "driver": "zarr",
+                "kvstore": {**base, "path": stored_key(name) + "/"},
+                # A chunk that is not there would otherwise be read as zeros.
+                "fill_missing_data_reads": False,
+            },
+            open=True,
+            read=True,
+            context=context,
+        )
+        for name in wanted
+    }
+    stores = {}
+    for name, future in opening.items():
+        with as_corrupt(committed, name):
+            stores[name] = store = future.result()
+        found = store.dtype.numpy_dtype, tuple(store.shape)
+        if found != (np.dtype(wanted[name].dtype), wanted[name].shape):
+            want = wanted[name]
+            raise _corrupt(
+                committed,
+                name,
+                f"expected an array {want.dtype}{list(want.shape)}, found "
+                f"{found[0]}{list(found[1])}",
+            )
+    return stores
+
+
+def _context() -> ts.Context:
+    """Reads files in parallel, and the database's index once; gives up on a bucket after minutes.
+
+    Left alone, TensorStore repeats a request for a quarter of an hour.
+    """
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": 128},
+            "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
+            "gcs_request_retries": {"max_retries": _RETRIES},
+        }
+    )
+
+
+def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
+    """The shape of what storage holds in one piece."""
+    return tuple(int(length or 1) for length in store.chunk_layout.read_chunk.shape or ())
+
+
+def _kvstore(committed: CommittedStep) -> dict[str, Any]:
+    """TensorStore's spec of the database that holds a step's arrays."""
+    folder = committed.path / STATE
+    spec: dict[str, Any] = {
+        "driver": "ocdbt",
+        "base": location.kvstore(folder),
+        "cache_pool": "cache_pool#ocdbt",
+    }
+    if location.is_bucket(folder):
+        # Neighbouring reads become one request.
+        coalescing = "experimental_read_coalescing_"
+        spec |= {
+            coalescing + "threshold_bytes": 1 << 20,
+            coalescing + "merged_bytes": 64 << 20,
+            coalescing + "interval": "1ms",
+        }
+    return spec
+
+
+def _corrupt(
+    committed: CommittedStep, leaf: str, problem: str, named: str = ""
+) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"step {committed.step} in {committed.path}: {named or leaf}: {problem}",
+        step=committed.step,
+        path=committed.path,
+        key_path=leaf,
+    )
+
+
+class _Arrival:
+    """A piece on its way: from storage, and then to devices."""
+
+    def __init__(
+        self,
+        committed: CommittedStep,
+        target: Alone | Stack,
+        piece: Piece,
+        store: ts.TensorStore,
+    ) -> None:
+        self._committed, self._target, self._piece = committed, target, piece
+        self._host = empty(piece.shape, store.dtype.numpy_dtype)
+        source = store[piece.index][ts.d[:].translate_to[0]]
+        self._future = ts.array(self._host, dtype=store.dtype).write(source)
+
+    def finish(self) -> list[jax.Array]:
+        """Waits for the piece, checks it, and starts its way to devices."""
+        target, piece = self._target, self._piece
+        with as_corrupt(self._committed, target.name):
+            self._future.result()
+        known = target.wanted.digests
+        if known is not None:
+            wrong = digests.mismatches(self._host, piece.start, known, target.wanted.shape)
+            if wrong:
+                raise self._damaged(wrong)
+        return target.arrived(piece, self._host)
+
+    def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
+        members, committed = self._target.wanted.members, self._committed
+        leaves = sorted({members[cell[0]] for cell in wrong} if members else {self._target.name})
+        named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
+        return _corrupt(
+            committed,
+            leaves[0],
+            f"the stored bytes are not those that were saved ({len(wrong)} of the blocks read "
+            "differ from their digests). The storage has damaged them; restore another step, or "
+            "a copy of this one.",
+            named,
+        )
+
+
+class _Window:
+    """What is on its way, the oldest first; never more than a bound, or one piece."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
+        self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
+
+    def add(self, nbytes: int, arrival: _Arrival) -> None:
+        self._bytes += nbytes
+        self._reading.append((nbytes, arrival))
+
+    def make_room(self, nbytes: int) -> None:
+        """Finishes what is oldest until so much more may be on its way."""
+        while self._bytes and self._bytes + nbytes > self._max_bytes:
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        """Finishes everything that is still being read."""
+        while self._reading:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        if self._moving and (len(self._moving) > len(self._reading) or not self._reading):
+            nbytes, arrays = self._moving.popleft()
+            jax.block_until_ready(arrays)
+            self._bytes -= nbytes
+        else:
+            nbytes, arrival = self._reading.popleft()
+            self._moving.append((nbytes, arrival.finish()))
