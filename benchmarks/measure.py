@@ -1,6 +1,6 @@
 """One measurement in a process of its own; prints one JSON object.
 
-python measure.py save|restore|loop|raw STATE PEER DIRECTORY REPEATS
+python measure.py save|restore|loop|modes|declined STATE PEER DIRECTORY REPEATS
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 
+import itertools
 import json
 import logging
+import shutil
 import sys
 import time
 import warnings
@@ -28,24 +30,99 @@ torchax.enable_globally()
 import states  # noqa: E402 - after the devices are forced
 from peers import PEERS  # noqa: E402
 
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer  # noqa: E402
+from torchax_ckpt.policies import LatestN  # noqa: E402
+
 
 def clock() -> float:
     return time.perf_counter()
 
 
 def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """Blocking and durable time of each save; the first apart."""
+    """Blocking and durable time of each save; the first apart.
+
+    After each, the medium: as many bytes written to one file, fsynced, and read back. What a disk
+    and a virtual machine's memory give changes from minute to minute, so only pairs are compared.
+    Steps stay until they were measured, and are then deleted outside the measured time.
+    """
     module, optimizer = states.build(state)
-    saver = PEERS[peer](directory, module, optimizer, lambda: states.arrays_of(module, optimizer))
-    blocking, durable = [], []
+    flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
+    saver = PEERS[peer](directory, module, optimizer, flat, keep=None)
+    size = sum(v.nbytes for v in flat().values())
+    blocking: list[float] = []
+    durable: list[float] = []
+    write: list[float] = []
+    read: list[float] = []
     for step in range(1, repeats + 2):
         began = clock()
         saver.save(step)
         blocking.append(clock() - began)
         saver.wait()
         durable.append(clock() - began)
+        for seconds, known in zip(
+            medium(directory.parent / "raw", size), (write, read), strict=True
+        ):
+            known.append(seconds)
+        shutil.rmtree(directory / str(step - 1), ignore_errors=True)
     saver.close()
-    return {"first": blocking[0], "blocking": blocking[1:], "durable": durable[1:]}
+    return {
+        "bytes": size,
+        "first": blocking[0],
+        "blocking": blocking[1:],
+        "durable": durable[1:],
+        "write": write[1:],
+        "read": read[1:],
+    }
+
+
+def medium(path: Path, size: int) -> tuple[float, float]:
+    """Seconds to write so many bytes to one file and fsync it, and to read them back."""
+    block = bytearray(os.urandom(16 << 20))
+    began = clock()
+    with open(path, "wb", buffering=0) as file:
+        left = size
+        while left:
+            left -= file.write(memoryview(block)[: min(left, len(block))])
+        os.fsync(file.fileno())
+    written = clock() - began
+    began = clock()
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+    read = clock() - began
+    path.unlink()
+    return written, read
+
+
+def modes(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
+    """Blocking time of this library by way of snapshot, with idle and with busy devices.
+
+    Busy: so much work is queued that it outlasts the save.
+    """
+    module, optimizer = states.build(state)
+    work = jax.numpy.ones((768, 768))
+    compute = jax.jit(lambda w: jax.lax.fori_loop(0, 60, lambda _, x: x @ w * 1e-3, w))
+    jax.block_until_ready(compute(work))
+    result: dict[str, list[float]] = {}
+    steps = itertools.count()
+    for mode in ("reference", "copy"):
+        with TorchaxCheckpointer(
+            directory / mode,
+            preservation_policy=LatestN(1),
+            options=CheckpointOptions(snapshot=mode),
+        ) as ckpt:
+            ckpt.attach(module, optimizer)
+            for busy in ("idle", "busy"):
+                blocking = []
+                for _ in range(repeats + 1):
+                    queued = [compute(work) for _ in range(4)] if busy == "busy" else []
+                    began = clock()
+                    ckpt.save(next(steps), force=True)
+                    blocking.append(clock() - began)
+                    jax.block_until_ready(queued)
+                    ckpt.wait_until_finished()
+                result[f"{mode}, {busy}"] = blocking[1:]
+    return result
 
 
 def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
@@ -54,7 +131,7 @@ def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
     jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
     flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
     began = clock()
-    restorer = PEERS[peer](directory, module, optimizer, flat)
+    restorer = PEERS[peer](directory, module, optimizer, flat, keep=None)
     jax.block_until_ready(restorer.restore())
     return {"restore": [clock() - began]}
 
@@ -87,7 +164,7 @@ def loop(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
     saver = None
     if peer != "none":
         flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
-        saver = PEERS[peer](directory, module, optimizer, flat)
+        saver = PEERS[peer](directory, module, optimizer, flat, keep=1)
         saver.save(1)
         saver.wait()
     times: list[float] = []
@@ -127,29 +204,50 @@ def _in_flight(saver: Any) -> bool:
     return False
 
 
-def raw(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """The medium: the state's bytes written to one file and fsynced, and read back."""
-    module, optimizer = states.build(state)
-    size = sum(v.nbytes for v in states.arrays_of(module, optimizer).values())
-    block = os.urandom(16 << 20)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "raw"
-    write, read = [], []
-    for _ in range(repeats + 1):
-        began = clock()
-        with open(path, "wb", buffering=0) as file:
-            left = size
-            while left:
-                left -= file.write(block[: min(left, len(block))])
-            os.fsync(file.fileno())
-        write.append(clock() - began)
-        began = clock()
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(bytearray(16 << 20)):
-                pass
-        read.append(clock() - began)
-    path.unlink()
-    return {"bytes": size, "write": write[1:], "read": read[1:]}
+def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
+    """Seconds of a ``save`` that does not save, by what declines it and how many steps are kept.
+
+    The steps are not on the medium: the run believes that it has them.
+    """
+    import threading
+
+    import numpy as np
+
+    from torchax_ckpt import TorchaxCheckpointer, policies
+    from torchax_ckpt.storage import arrays as storage
+    from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+
+    go = threading.Event()
+    storage.write_step = lambda *_, **__: go.wait()  # type: ignore[assignment]
+    tree = {"w": np.zeros(4)}
+    results = {}
+    for kept in (3, 10_000):
+        now = time.time_ns()
+        steps = [CommittedStep(s, directory / str(s), now - kept + s) for s in range(1, kept + 1)]
+        StepDirectory.steps = lambda self, known=steps: list(known)  # type: ignore
+        for name, policy, is_saving in (
+            ("fixed interval", policies.FixedIntervalPolicy(10**9), False),
+            ("minimum interval", policies.ContinuousCheckpointingPolicy(
+                minimum_interval_secs=1e9), False),
+            ("a save in flight", policies.ContinuousCheckpointingPolicy(), True),
+        ):  # fmt: skip
+            ckpt = TorchaxCheckpointer(directory, save_decision_policy=policy)
+            if is_saving:
+                go.clear()
+                ckpt.save(kept + 1, state=tree, force=True)
+            taken = []
+            for step in range(kept + 2, kept + repeats + 2):
+                began = clock()
+                ckpt.save(step, state=tree)
+                taken.append(clock() - began)
+            taken.sort()
+            results[f"{name}, {kept:,} steps kept"] = {
+                "median": taken[repeats // 2],
+                "90th percentile": taken[repeats * 9 // 10],
+            }
+            go.set()
+            ckpt._saver.wait()  # what it did not write makes it fail, which is of no interest
+    return results
 
 
 if __name__ == "__main__":

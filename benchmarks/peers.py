@@ -17,7 +17,7 @@ import torch
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.policies import LatestN
+from torchax_ckpt.policies import LatestN, PreserveAll
 
 
 class Peer(Protocol):
@@ -32,14 +32,16 @@ class OrbaxV0:
 
     waits = False
 
-    def __init__(self, directory: Path, module: Any, optimizer: Any, flat: Any) -> None:
+    def __init__(
+        self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
+    ) -> None:
         import orbax.checkpoint as ocp
 
         self._ocp, self._flat = ocp, flat
         self._manager = ocp.CheckpointManager(
             directory,
             item_handlers=ocp.StandardCheckpointHandler(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=1),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, save_interval_steps=1),
         )
 
     def save(self, step: int) -> None:
@@ -68,12 +70,16 @@ class Article(OrbaxV0):
 class OrbaxV1:
     """Bare Orbax, v1 ``training.Checkpointer``, asynchronous."""
 
-    def __init__(self, directory: Path, module: Any, optimizer: Any, flat: Any) -> None:
+    def __init__(
+        self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
+    ) -> None:
         from orbax.checkpoint import v1 as ocp
 
         self._flat = flat
+        policies = ocp.training.preservation_policies
         self._checkpointer = ocp.training.Checkpointer(
-            directory, preservation_policy=ocp.training.preservation_policies.LatestN(1)
+            directory,
+            preservation_policy=policies.LatestN(keep) if keep else policies.PreserveAll(),
         )
 
     def save(self, step: int) -> None:
@@ -94,7 +100,9 @@ class OrbaxV1:
 class TorchSave:
     """``torch.save`` of a CPU copy, in the training thread, fsynced."""
 
-    def __init__(self, directory: Path, module: Any, optimizer: Any, flat: Any) -> None:
+    def __init__(
+        self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
+    ) -> None:
         self._directory, self._flat = directory, flat
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -123,9 +131,12 @@ class TorchSave:
 class Ours:
     """This library, as its README says."""
 
-    def __init__(self, directory: Path, module: Any, optimizer: Any, flat: Any) -> None:
+    def __init__(
+        self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
+    ) -> None:
         self._module, self._optimizer, self._flat = module, optimizer, flat
-        self._ckpt = TorchaxCheckpointer(directory, preservation_policy=LatestN(1))
+        policy = LatestN(keep) if keep else PreserveAll()
+        self._ckpt = TorchaxCheckpointer(directory, preservation_policy=policy)
         self._is_attached = False
 
     def save(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """Runs every measurement, each in a process of its own, and writes the tables and plots.
 
     python benchmarks/run.py [--states deep,gpt2] [--repeats 5] [--loop deep,gpt2] [--report-only]
+    python benchmarks/run.py --declined
 
 Raw figures go to results.json beside this file, tables into README.md, plots into PNG files.
 """
@@ -45,7 +46,7 @@ def measure_state(
     state: str, peers: list[str], repeats: int, restores: int, root: Path
 ) -> dict[str, Any]:
     """Saves and restores of one state under every peer, and the medium beside them."""
-    results: dict[str, Any] = {"raw": measure("raw", state, "-", root / "raw", repeats)}
+    results: dict[str, Any] = {}
     for peer in peers:
         directory = root / f"{state}-{peer}"
         results[peer] = measure("save", state, peer, directory, repeats)
@@ -53,7 +54,10 @@ def measure_state(
             measure("restore", state, peer, directory, 1)["restore"][0] for _ in range(restores)
         ]
         shutil.rmtree(directory)
-    return results
+    directory = root / f"{state}-modes"
+    modes = measure("modes", state, "-", directory, repeats)
+    shutil.rmtree(directory)
+    return {"peers": results, "modes": modes}
 
 
 def measure_loop(state: str, intervals: int, root: Path) -> dict[str, Any]:
@@ -88,10 +92,16 @@ def main() -> None:
     parser.add_argument("--restores", type=int, default=3)
     parser.add_argument("--intervals", type=int, default=30)
     parser.add_argument("--directory", help="where checkpoints go; default: a temporary one")
+    parser.add_argument("--declined", action="store_true", help="only saves that do not save")
     parser.add_argument("--report-only", action="store_true")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not args.report_only:
+    if args.declined:
+        with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
+            directory = Path(temporary) / "run"
+            results["declined"] = measure("declined", "-", "torchax_ckpt", directory, 5000)
+        RESULTS.write_text(json.dumps(results, indent=1))
+    elif not args.report_only:
         with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
             root = Path(temporary)
             results["machine"] = machine()
