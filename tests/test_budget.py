@@ -13,6 +13,7 @@ from support import bits, mlp, train_step
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, restoring
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError, UnusableStateError
+from torchax_ckpt.storage import reading
 
 IN_BUDGET = CheckpointOptions(restore_in_budget=True, layout="flat")
 
@@ -56,7 +57,7 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
     expected_bytes = live_bytes()
     leave_free(monkeypatch, size // 3)
     peak = 0
-    read = restoring.reading.read_arrays
+    read = reading.read_arrays
 
     def probe(*args: Any, **kwargs: Any) -> Any:
         nonlocal peak
@@ -64,7 +65,7 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
         peak = max(peak, live_bytes() if result else 0)
         return result
 
-    monkeypatch.setattr(restoring.reading, "read_arrays", probe)
+    monkeypatch.setattr(reading, "read_arrays", probe)
     options = CheckpointOptions(restore_in_budget=in_budget)
     ckpt = TorchaxCheckpointer(directory, options=options)
     ckpt.attach(model, optimizer)
@@ -83,7 +84,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     expected = content(model, optimizer)
     leave_free(monkeypatch, 0)
     reads = 0
-    read = restoring.reading.read_arrays
+    read = reading.read_arrays
 
     def fail_later(*args: Any, **kwargs: Any) -> Any:
         nonlocal reads
@@ -94,7 +95,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
 
     ckpt = TorchaxCheckpointer(directory, options=IN_BUDGET)
     ckpt.attach(model, optimizer, rng=True)
-    monkeypatch.setattr(restoring.reading, "read_arrays", fail_later)
+    monkeypatch.setattr(reading, "read_arrays", fail_later)
     with pytest.raises(UnusableStateError, match=r"step 2 .* holds no state any more"):
         ckpt.restore(2)
     for parameter in model.parameters():
@@ -102,7 +103,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
         assert backend.buffer(optimizer.state[parameter]["exp_avg"]).is_deleted()
     with pytest.raises(UnsupportedLeafError, match="is gone"):
         ckpt.save(3, force=True)
-    monkeypatch.setattr(restoring.reading, "read_arrays", read)
+    monkeypatch.setattr(reading, "read_arrays", read)
     ckpt.restore(2)  # and it can be tried again
     assert content(model, optimizer) == expected
 

@@ -18,8 +18,8 @@ from support import P, assert_trees_identical, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.content import read_manifest
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.restoring import read_manifest
 from torchax_ckpt.storage import arrays, digests, reading
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.placing import Wanted

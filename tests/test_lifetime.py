@@ -355,6 +355,7 @@ def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Even
     assert seen == [
         "fetching metrics from the devices",
         "stacking the arrays",
+        "digesting the arrays",
         "transferring the arrays from the devices",
         "writing and committing",
         "deleting what no rule keeps",

@@ -133,7 +133,7 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize(("work", "amount"), [("compilation", 250), ("transfer", 1500)])
+@pytest.mark.parametrize(("work", "amount"), [("compilation", 250), ("transfer", 4000)])
 def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
     work: str, amount: int, directory: Path
 ) -> None:

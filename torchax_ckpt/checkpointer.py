@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.content import verify_step
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -31,7 +33,7 @@ from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.storage import policies
-from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +186,7 @@ class TorchaxCheckpointer:
         )
         steps = self._directory.steps() if resume else []
         if steps:
-            report, _ = newest_readable(
-                steps, lambda s: restore_attached(s, attached, True, self._options)
-            )
+            report, _ = newest_readable(steps, lambda s: self._restore(s, attached, strict=True))
             self._position = report.step
         else:
             fresh = attached.prepare_fresh()
@@ -211,7 +211,7 @@ class TorchaxCheckpointer:
           strict: raise on any difference; if not, restore what matches and report the rest.
 
         Returns:
-          What was done: ``step``, ``missing``, ``unexpected``, ``mismatched``, ``skipped_steps``.
+          What was done: see ``RestoreReport``.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
@@ -223,19 +223,22 @@ class TorchaxCheckpointer:
         self._saver.wait()
         if step is None:
             report, skipped = newest_readable(
-                self._require_steps(),
-                lambda s: restore_attached(s, attached, strict, self._options),
+                self._require_steps(), lambda s: self._restore(s, attached, strict)
             )
         else:
             committed = self._directory.find(_as_step(step))
-            report, skipped = restore_attached(committed, attached, strict, self._options), ()
+            report, skipped = self._restore(committed, attached, strict), ()
         self._position = report.step
         self._restores += 1
         self._recorded = {}
         self._history.go_on_from(report.step)
-        return RestoreReport(
-            report.step, report.missing, report.unexpected, report.mismatched, skipped
-        )
+        return dataclasses.replace(report, skipped_steps=skipped)
+
+    def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
+        report = restore_attached(committed, attached, strict, self._options)
+        if report.is_verified:
+            self._directory.verified.note(committed)
+        return report
 
     @guarded(trains=False)
     def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
@@ -263,6 +266,35 @@ class TorchaxCheckpointer:
             self._require_steps(), lambda s: load_state(s, abstract_state, self._options)
         )
         return state
+
+    @guarded(trains=False)
+    def verify(self, step: int | None = None) -> int:
+        """Reads a step back whole and compares every byte with what was saved.
+
+        The step then counts as verified, also for later programs unless this one only reads
+        (``read_only``); no keep rule deletes the newest verified step. Live state is not touched.
+
+        Args:
+          step: completed steps of the checkpoint; None for the newest, damaged or not.
+
+        Returns:
+          The step.
+
+        Raises:
+          StepNotFoundError: there is no such step, or none at all.
+          CorruptCheckpointError: it is damaged; names the leaf and, where it can be known, the
+            file.
+          ForeignCheckpointError: bare Orbax wrote it, without digests.
+          DirectoryError: it cannot be read now.
+        """
+        committed = (
+            self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
+        )
+        verify_step(committed, self._options)
+        self._directory.verified.note(committed)
+        if not self._options.read_only:
+            self._directory.verified.mark([committed])
+        return committed.step
 
     # --- saving --------------------------------------------------------------------------------
 

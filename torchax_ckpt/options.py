@@ -30,6 +30,9 @@ class CheckpointOptions:
         the program without a usable state (every buffer deleted, never a mix of old and new).
       verify: "restore" compares everything that is read with the digests taken when it was saved;
         "never" does not. Digests are taken in any case.
+      read_back: read every step once it is committed, and compare it, before it counts as
+        durable. It then counts as verified, and the newest verified step is never deleted. What
+        was just written usually comes from the host's page cache, not from the medium.
       on_save_error: what a failed save does to training: "continue" reports it and tries again with
         the next save; "raise" raises it from the next call of ``save``, or in ``steps``.
       read_only: the checkpointer only reads, so a bucket need not grant it permission to write;
@@ -50,6 +53,7 @@ class CheckpointOptions:
     snapshot: SnapshotMode = "auto"
     restore_in_budget: bool = False
     verify: Verify = "restore"
+    read_back: bool = False
     on_save_error: OnSaveError = "continue"
     read_only: bool = False
     max_host_bytes: int | None = None
@@ -57,7 +61,7 @@ class CheckpointOptions:
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("compression", "restore_in_budget", "read_only"):
+        for name in ("compression", "restore_in_budget", "read_back", "read_only"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, found {getattr(self, name)!r}")
         for name, choices in (

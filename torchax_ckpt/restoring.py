@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -14,27 +13,25 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from torchax_ckpt import content
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
-    MismatchError,
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Digests, Manifest
+from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.sharding import Local, Placement, put
+from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
-from torchax_ckpt.state import checks, functional, random_state
+from torchax_ckpt.state import functional, random_state
 from torchax_ckpt.state.attached import STATE, Attached
 from torchax_ckpt.state.component import Read, Restoration, Write
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import inspection, reading
 from torchax_ckpt.storage.directory import CommittedStep
-from torchax_ckpt.storage.placing import Wanted
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,6 +51,7 @@ class RestoreReport:
       unexpected: names in the checkpoint that nothing attached takes.
       mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
       skipped_steps: newer steps that could not be read.
+      is_verified: whether every stored byte of the step was read and compared with its digest.
     """
 
     step: int
@@ -61,6 +59,7 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
     skipped_steps: tuple[int, ...] = ()
+    is_verified: bool = False
 
 
 def newest_readable(
@@ -93,25 +92,26 @@ def restore_attached(
       MismatchError: something differs and ``strict``.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
-    manifest = read_manifest(committed)
+    manifest = content.read_manifest(committed)
     findings = Findings()
     brings_rng = "rng" in attached.components and "rng" in manifest.document
-    with _about(committed), random_state.left_alone(on_success=not brings_rng):
+    with content.about(committed), random_state.left_alone(on_success=not brings_rng):
         restoration = attached.prepare(manifest.document, findings)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
-        _require_plausible(committed, manifest, restoration.reads)
+        content.require_plausible(committed, manifest, restoration.reads)
         if options.restore_in_budget:
             _apply_in_budget(committed, manifest, restoration, options)
         else:
-            restoration.apply(read_leaves(committed, manifest, restoration.reads, options))
+            restoration.apply(content.read_leaves(committed, manifest, restoration.reads, options))
     logger.info("restored step %d from %s", committed.step, committed.path)
     return RestoreReport(
         committed.step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
+        is_verified=options.verify != "never" and content.is_whole(manifest, restoration.reads),
     )
 
 
@@ -129,7 +129,7 @@ def _apply_in_budget(
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
     restoration.apply_calls(
-        read_leaves(committed, manifest, {name: reads[name] for name in early}, options)
+        content.read_leaves(committed, manifest, {name: reads[name] for name in early}, options)
     )
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
@@ -137,7 +137,7 @@ def _apply_in_budget(
                 if write.release is not None:
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
-            values = read_leaves(committed, manifest, needed, options)
+            values = content.read_leaves(committed, manifest, needed, options)
             restoration.apply_writes(part, values)
     except BaseException as error:
         for write in restoration.writes:
@@ -201,7 +201,7 @@ def load_state(committed: CommittedStep, abstract_state: Any, options: Checkpoin
       CorruptCheckpointError: it cannot be read.
     """
     try:
-        manifest = read_manifest(committed)
+        manifest = content.read_manifest(committed)
     except ForeignCheckpointError:
         return _load_foreign(committed, abstract_state, options)
     findings = Findings()
@@ -213,12 +213,12 @@ def load_state(committed: CommittedStep, abstract_state: Any, options: Checkpoin
         root = {
             "dict": [[n, d] for n, d in manifest.document.items() if asked is None or n in asked]
         }
-    with _about(committed):
+    with content.about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
             raise findings.error(committed.step, str(committed.path))
-        _require_plausible(committed, manifest, request.reads)
-        values = read_leaves(committed, manifest, request.reads, options)
+        content.require_plausible(committed, manifest, request.reads)
+        values = content.read_leaves(committed, manifest, request.reads, options)
         return request.build(values)
 
 
@@ -273,109 +273,6 @@ def _require_there(committed: CommittedStep, abstract_state: Any) -> None:
 
 
 _ABSENT = object()
-
-
-def read_manifest(committed: CommittedStep) -> Manifest:
-    """The manifest of a step; what it says was checked, and can be used.
-
-    Raises:
-      ForeignCheckpointError: the step has none: bare Orbax wrote it.
-      CorruptCheckpointError: it is not one that this package has written.
-    """
-    with _about(committed):
-        with storage.as_corrupt(committed, "folders"):
-            inspection.require_contained(committed.path, committed.step)
-        path = str(committed.path / storage.MANIFEST)
-        manifest = Manifest.from_json(storage.read_manifest(committed), path=path)
-        checks.check_document(manifest.document)
-    return manifest
-
-
-@contextlib.contextmanager
-def _about(committed: CommittedStep) -> Iterator[None]:
-    """Has errors that come out say which step they are about, and where it is."""
-    try:
-        yield
-    except (CorruptCheckpointError, MismatchError) as error:
-        if error.step is None:
-            where = "" if str(committed.path) in error.message else f" in {committed.path}"
-            error.message = f"step {committed.step}{where}: {error.message}"
-            error.step = committed.step
-            error.path = error.path or str(committed.path)
-        raise
-
-
-def _require_plausible(
-    committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
-) -> None:
-    """Refuses arrays that are not stored as the manifest says, before memory is taken for them.
-
-    Raises:
-      CorruptCheckpointError: an array is not there, has another dtype or shape, or a layout this
-        package does not write; or more would pass through this host than it has memory.
-    """
-    with storage.as_corrupt(committed, "array metadata"):
-        inspection.require_stored(committed.path, committed.step, manifest.stored(reads))
-    located = manifest.plan.locate()
-    whole = {
-        name: read.spec.nbytes
-        for name, read in reads.items()
-        if name in located
-        or isinstance(read.placement, Local)
-        or read.placement.is_fully_replicated
-    }
-    total, memory = sum(whole.values()), inspection.host_memory_bytes()
-    if total > memory:
-        largest = max(whole, key=lambda name: whole[name])
-        raise CorruptCheckpointError(
-            f"{largest}: expected leaves that this host can hold, {memory} bytes, found {total} "
-            f"bytes, {whole[largest]} of them in this one",
-            key_path=largest,
-        )
-
-
-def read_leaves(
-    committed: CommittedStep,
-    manifest: Manifest,
-    reads: Mapping[str, Read],
-    options: CheckpointOptions,
-) -> dict[str, Any]:
-    """Reads leaves and puts each on its placement.
-
-    Raises:
-      CorruptCheckpointError: one is not stored as the manifest says.
-    """
-    located = manifest.plan.locate()
-    stacks: dict[str, dict[str, Placement]] = {}
-    wanted: dict[str, Wanted] = {}
-    empty: dict[str, Any] = {}
-    for name, read in reads.items():
-        shape, dtype = read.spec.shape, read.spec.dtype
-        if name in manifest.plan.empty:
-            empty[name] = np.zeros(shape, np.dtype(dtype))
-        elif name not in located:
-            known = _digests(manifest, name, options)
-            wanted[name] = Wanted(shape, dtype, {name: read.placement}, known)
-        else:
-            stored, _ = located[name]
-            if stored not in stacks:
-                stacks[stored] = {}
-                members = manifest.plan.stacks[stored]
-                known = _digests(manifest, stored, options)
-                wanted[stored] = Wanted(
-                    (len(members), *shape), dtype, stacks[stored], known, members
-                )
-            stacks[stored][name] = read.placement
-    leaves = reading.read_arrays(committed, wanted, options)
-    return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}
-
-
-def _digests(manifest: Manifest, stored: str, options: CheckpointOptions) -> Digests | None:
-    if options.verify == "never":
-        return None
-    if stored not in manifest.digests:
-        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
-    return manifest.digests[stored]
 
 
 def _sharding(read: Read) -> Sharding | None:

@@ -20,19 +20,22 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchax_ckpt import content
 from torchax_ckpt.errors import (
     CheckpointError,
+    CorruptCheckpointError,
     DonatedBufferError,
     LeaseError,
     SaveError,
     SaveTimeoutError,
 )
+from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Snapshot
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import digests, location, medium
+from torchax_ckpt.storage import digests, medium
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
 
@@ -132,8 +135,7 @@ class Saver:
         self._in_flight: _InFlight | None = None
         self._was_claimed = self._is_claimed = False
         self._num_failures = 0
-        self._reported: dict[str, str] = {}
-        self._unread: list[CheckpointError] = []
+        self._failures = Failures()
         self.newest_failure: SaveError | None = None
         self.finished: list[SaveCost] = []
         """What durable saves have cost, until somebody takes it from here."""
@@ -197,8 +199,7 @@ class Saver:
 
     def check_for_errors(self) -> None:
         """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
-        if self._unread:
-            raise self._unread.pop(0)
+        self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
             return
@@ -253,7 +254,7 @@ class Saver:
                     durable.step,
                 )
             self._num_failures = 0
-            self._reported.pop("saving", None)
+            self._failures.over("saving")
             save.enter("deleting what no rule keeps")
             self._tidy(durable)
             save.handed_over.wait()
@@ -272,7 +273,7 @@ class Saver:
         save.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
-            self._report(problem)
+            self._failures.report(problem)
         save.enter("stacking the arrays")
         plan, stored = capture.snapshot.stored()
         save.enter("digesting the arrays")
@@ -299,6 +300,14 @@ class Saver:
             before_commit=self._directory.fence,
         )
         durable = self._directory.commit(capture.step, path)
+        if self._options.read_back:
+            save.enter("reading it back")
+            try:
+                content.verify_step(durable, self._options)
+            except CorruptCheckpointError:
+                self._directory.delete(durable)
+                raise
+            self._directory.verified.note(durable)
         self._history.end(durable, summary)
         return durable
 
@@ -313,22 +322,23 @@ class Saver:
                 history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
             keep = preserved(self._preservation_policy, infos)
+            self._directory.verified.mark(history.committed)
             history.forget(self._directory.prune(keep, history.committed))
         except Exception as error:
             failure = SaveError(
                 f"step {step} is durable in {self._directory.path}, but tidying up after it "
-                f"failed: {self._explained(error)}",
+                f"failed: {medium.explained(error, self._directory.path)}",
                 step=step,
                 path=self._directory.path,
             )
             failure.__cause__ = error
             self._is_claimed = False  # what it left undone is done before the next save
-            self._report(failure, "tidying", medium.kind(error))
+            self._failures.report(failure, "tidying", medium.kind(error))
         else:
-            self._reported.pop("tidying", None)
+            self._failures.over("tidying")
 
     def _fail(self, capture: Capture, error: BaseException) -> None:
-        step = capture.step
+        step, path = capture.step, self._directory.path
         if "has been deleted" in str(error):
             # An array that was held by reference is gone: say which one.
             try:
@@ -340,10 +350,10 @@ class Saver:
             self._on_donated()
         does_end = isinstance(error, LeaseError)
         failure = SaveError(
-            f"saving step {step} to {self._directory.path} failed: {self._explained(error)} "
+            f"saving step {step} to {path} failed: {medium.explained(error, path)} "
             + ("" if does_end else "Earlier steps are intact; the next save tries again."),
             step=step,
-            path=getattr(error, "path", None) or self._directory.path,
+            path=getattr(error, "path", None) or path,
             key_path=getattr(error, "key_path", None),
         )
         failure.__cause__ = error
@@ -351,27 +361,14 @@ class Saver:
         self._num_failures += 1
         self._is_claimed = False  # what it left behind is removed before the next one
         self._history.end(None)
-        self._report(failure, "saving", medium.kind(error))
+        self._failures.report(failure, "saving", medium.kind(error))
         if does_end:
             self._was_claimed = False  # the next save finds out anew, and raises
             return
         try:
-            self._directory.recover()  # and now, if the medium lets it: a full disk needs the room
+            self._directory.recover()  # if the medium lets it: a full disk needs the room now
         except Exception as in_the_way:
             logger.debug("leftovers stay until the next save: %s", in_the_way)
-
-    def _explained(self, error: BaseException) -> str:
-        advice = medium.advice(error, is_bucket=location.is_bucket(self._directory.path))
-        return f"{medium.said(error)}. {advice}".rstrip()
-
-    def _report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
-        """Says a failure, and keeps it for ``check_for_errors``; one of a kind until it is over."""
-        is_known = bool(action) and self._reported.get(action) == kind
-        logger.log(logging.DEBUG if is_known else logging.ERROR, "%s", failure)
-        if action:
-            self._reported[action] = kind
-        if not is_known or not self._unread:
-            self._unread.append(failure)
 
 
 _unfinished: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -49,7 +49,7 @@ import torchax
 from etils import epath
 from support import bits, mlp
 
-from torchax_ckpt import TorchaxCheckpointer, policies, restoring
+from torchax_ckpt import TorchaxCheckpointer, content, policies, restoring
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.layout.manifest import KINDS, STORABLE_DTYPES, Manifest
@@ -319,10 +319,10 @@ class Corpus:
         self.summary = (self.step / "summary" / "data.json").read_bytes()
         self.record = (self.step / "_CHECKPOINT_METADATA").read_bytes()
         self.committed = CommittedStep(2, epath.Path(self.step), 1)
-        manifest = restoring.read_manifest(self.committed)
+        manifest = content.read_manifest(self.committed)
         self.array_metadata = _array_metadata(self.step)
         reads = self.live.attached.prepare(manifest.document, restoring.Findings()).reads
-        read = restoring.read_leaves(self.committed, manifest, reads, CheckpointOptions())
+        read = content.read_leaves(self.committed, manifest, reads, CheckpointOptions())
         self.values = {name: np.asarray(value) for name, value in read.items()}
 
 
@@ -362,7 +362,7 @@ class Readers:
     @staticmethod
     def _checked(document: Any) -> Manifest:
         manifest = Manifest.from_json(document, path="manifest")
-        restoring.checks.check_document(manifest.document)
+        content.checks.check_document(manifest.document)
         return manifest
 
     def _manifest(self, raw: bytes) -> Manifest:

@@ -136,13 +136,19 @@ class Manifest:
         digests = _digests(raw.get("digests"), path)
         return cls(document=document, plan=plan, versions=raw["versions"], digests=digests)
 
+    def leaves(self) -> dict[str, dict[str, Any]]:
+        """Name -> array node of every leaf."""
+        return {
+            node["array"]: node
+            for component in self.document.values()
+            for node in array_nodes(component)
+        }
+
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Stored name -> shape and dtype of the arrays that hold these leaves."""
         located = self.plan.locate()
         specs = {
-            node["array"]: (tuple(node["shape"]), node["dtype"])
-            for component in self.document.values()
-            for node in array_nodes(component)
+            name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()
         }
         result = {}
         for name in wanted:

@@ -5,6 +5,7 @@
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
+    DIRECTORY/120/verified     whose bytes were read back whole and are what was saved
     DIRECTORY/lease            who is writing, see ``lease.py``; not there when nobody is
 
 After going back to an older step, the newer ones are abandoned once a new step is durable. The
@@ -40,6 +41,7 @@ from torchax_ckpt.storage import bucket, commits, digests, inspection, location,
 from torchax_ckpt.storage import lease as lease_room
 from torchax_ckpt.storage.policies import CheckpointInfo
 from torchax_ckpt.storage.record import DRAFT_SUFFIX
+from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,9 @@ class CommittedStep:
 class StepDirectory:
     """The directory of one run.
 
+    Attributes:
+      verified: the steps that were read back whole.
+
     Args:
       directory: a local path or ``gs://bucket/prefix``.
       read_only: refuse to write; a bucket that this account may not write to is good enough.
@@ -93,6 +98,7 @@ class StepDirectory:
                 raise DirectoryError(f"{self.path}: {text}", path=self.path)
         self._summaries: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._commit_times = commits.CommitTimes()
+        self.verified = Verified()
         self._is_read_only = read_only
         self._num_writes = 0
         self._lease = lease_room.Lease(self.path)
@@ -338,8 +344,14 @@ class StepDirectory:
                 doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps that are not kept; returns their numbers."""
+        """Deletes the steps that are not kept, but never the newest verified one.
+
+        Returns:
+          The numbers of the deleted steps.
+        """
         doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
+        spared = self.verified.newest_of(doomed, steps)
+        doomed = [s for s in doomed if s is not spared]
         for committed in doomed:
             self.delete(committed)
         return [s.step for s in doomed]

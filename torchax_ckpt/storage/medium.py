@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.storage import location
 
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
 _HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
@@ -126,6 +128,11 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
     if isinstance(link, (ConnectionError, TimeoutError)):
         return _NETWORK
     return _ADVICE_BY_ERRNO.get(number or 0, "")
+
+
+def explained(error: BaseException, path: Any) -> str:
+    """What the medium at a path said, and what to do about it, in sentences."""
+    return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
 
 
 def kind(error: BaseException) -> str:

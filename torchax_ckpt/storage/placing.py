@@ -97,7 +97,7 @@ class _Region:
         return whole
 
 
-class _Target:
+class Target:
     """An array that is being read: takes its pieces, and gives its leaves when they are complete.
 
     Args:
@@ -111,6 +111,14 @@ class _Target:
         self.wanted = wanted
         self._leaves = leaves
         self._dtype = np.dtype(wanted.dtype)
+
+    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
+        """What is to be read, in the order in which to read it."""
+        raise NotImplementedError
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
+        """Takes a piece that was read; what is now on its way to devices."""
+        raise NotImplementedError
 
     def _unit(self, chunk: Sequence[int]) -> list[int]:
         """The shape of what is read at once: whole chunks and whole blocks."""
@@ -139,7 +147,7 @@ class _Target:
             yield Piece(start, extent, math.prod(extent) * self._dtype.itemsize)
 
 
-class Alone(_Target):
+class Alone(Target):
     """An array that is one leaf. A device's part goes there as soon as it is complete."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
@@ -153,11 +161,11 @@ class Alone(_Target):
         self._missing = len(self._regions)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """What is to be read, in the order in which to read it."""
+        """The pieces of the parts that devices of this process hold."""
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
-        """Takes a piece that was read; what is now on its way to devices."""
+        """Sends on the parts that are complete with it."""
         moving: list[jax.Array] = []
         for region, devices in self._regions:
             whole = region.take(piece, host)
@@ -174,7 +182,7 @@ class Alone(_Target):
         return moving
 
 
-class Stack(_Target):
+class Stack(Target):
     """An array of many leaves. They go to their devices together, when all of it is there."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
@@ -190,7 +198,7 @@ class Stack(_Target):
         return self._pieces([self.wanted.shape[0], *self._unit(chunk)[1:]], [self._region])
 
     def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
-        """Takes a piece that was read; what is now on its way to devices."""
+        """Sends the members on with the last piece."""
         self._parts[piece.start[1:]] = host
         self._missing -= host.size
         if self._missing:
@@ -225,6 +233,19 @@ class Stack(_Target):
                 self._whole[(slice(None), *at)] = host
         index: Any = (member, *(slice(*b) for b in bounds), ...)
         return self._whole[index]
+
+
+class Checked(Target):
+    """An array that is only compared with its digests."""
+
+    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
+        """All of it."""
+        everything = _Region(tuple((0, n) for n in self.wanted.shape), self._dtype)
+        return self._pieces(self._unit(chunk), [everything])
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
+        """Lets go of it."""
+        return []
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:

@@ -17,11 +17,11 @@ import tensorstore as ts
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import digests, location
+from torchax_ckpt.storage import digests, locating, location
 from torchax_ckpt.storage.arrays import as_corrupt
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE, stored_key
-from torchax_ckpt.storage.placing import Alone, Piece, Stack, Wanted, empty
+from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, Wanted, empty
 
 # On its way between storage and devices at one time, unless the options say otherwise: enough to
 # keep storage and devices busy.
@@ -48,6 +48,25 @@ def read_arrays(
       CorruptCheckpointError: an array is not there, cannot be read, or is not what was stored;
         names the leaf.
     """
+    leaves: dict[str, Any] = {}
+    targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
+    _read(committed, targets, options)
+    return leaves
+
+
+def check_arrays(
+    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+) -> None:
+    """Reads some arrays of a step whole and compares them; keeps nothing.
+
+    Raises:
+      CorruptCheckpointError: as for ``read_arrays``.
+    """
+    _read(committed, [Checked(name, want, {}) for name, want in wanted.items()], options)
+
+
+def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
+    wanted = {target.name: target.wanted for target in targets}
     for name, want in wanted.items():
         if want.digests is not None and not digests.fit(want.digests, want.shape):
             raise _corrupt(
@@ -58,14 +77,12 @@ def read_arrays(
             )
     stores = _open(committed, wanted)
     window = _Window(options.max_host_bytes or _IN_FLIGHT_BYTES)
-    leaves: dict[str, Any] = {}
-    for name, want in wanted.items():
-        target = (Stack if want.members else Alone)(name, want, leaves)
-        for piece in target.pieces(_chunk(stores[name])):
+    for target in targets:
+        store = stores[target.name]
+        for piece in target.pieces(_chunk(store)):
             window.make_room(piece.nbytes)
-            window.add(piece.nbytes, _Arrival(committed, target, piece, stores[name]))
+            window.add(piece.nbytes, _Arrival(committed, target, piece, store))
     window.drain()
-    return leaves
 
 
 def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
@@ -156,11 +173,12 @@ class _Arrival:
     def __init__(
         self,
         committed: CommittedStep,
-        target: Alone | Stack,
+        target: Target,
         piece: Piece,
         store: ts.TensorStore,
     ) -> None:
         self._committed, self._target, self._piece = committed, target, piece
+        self._chunk = _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
         self._future = ts.array(self._host, dtype=store.dtype).write(source)
@@ -181,12 +199,18 @@ class _Arrival:
         members, committed = self._target.wanted.members, self._committed
         leaves = sorted({members[cell[0]] for cell in wrong} if members else {self._target.name})
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
+        known = self._target.wanted.digests
+        assert known is not None
+        chunk = [i * b // c for i, b, c in zip(wrong[0], known.block, self._chunk, strict=True)]
+        place = locating.place_of_chunk(
+            committed.path / STATE, stored_key(self._target.name), chunk
+        )
         return _corrupt(
             committed,
             leaves[0],
             f"the stored bytes are not those that were saved ({len(wrong)} of the blocks read "
-            "differ from their digests). The storage has damaged them; restore another step, or "
-            "a copy of this one.",
+            f"differ from their digests{f'; the first lies in {place}' if place else ''}). The "
+            "storage has damaged them; restore another step, or a copy of this one.",
             named,
         )
 

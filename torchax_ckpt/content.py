@@ -1,0 +1,149 @@
+"""Owns a stored step as leaves: its manifest, and reading leaves onto placements, all checked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
+from torchax_ckpt.layout.manifest import Digests, Manifest
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.sharding import Local, Placement, put
+from torchax_ckpt.state import checks
+from torchax_ckpt.state.component import Read
+from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import inspection, reading
+from torchax_ckpt.storage.directory import CommittedStep
+from torchax_ckpt.storage.placing import Wanted
+
+
+def read_manifest(committed: CommittedStep) -> Manifest:
+    """The manifest of a step; what it says was checked, and can be used.
+
+    Raises:
+      ForeignCheckpointError: the step has none: bare Orbax wrote it.
+      CorruptCheckpointError: it is not one that this package has written.
+    """
+    with about(committed):
+        with storage.as_corrupt(committed, "folders"):
+            inspection.require_contained(committed.path, committed.step)
+        path = str(committed.path / storage.MANIFEST)
+        manifest = Manifest.from_json(storage.read_manifest(committed), path=path)
+        checks.check_document(manifest.document)
+    return manifest
+
+
+@contextlib.contextmanager
+def about(committed: CommittedStep) -> Iterator[None]:
+    """Has errors that come out say which step they are about, and where it is."""
+    try:
+        yield
+    except (CorruptCheckpointError, MismatchError) as error:
+        if error.step is None:
+            where = "" if str(committed.path) in error.message else f" in {committed.path}"
+            error.message = f"step {committed.step}{where}: {error.message}"
+            error.step = committed.step
+            error.path = error.path or str(committed.path)
+        raise
+
+
+def require_plausible(
+    committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
+) -> None:
+    """Refuses arrays that are not stored as the manifest says, before memory is taken for them.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, has another dtype or shape, or a layout this
+        package does not write; or more would pass through this host than it has memory.
+    """
+    with storage.as_corrupt(committed, "array metadata"):
+        inspection.require_stored(committed.path, committed.step, manifest.stored(reads))
+    located = manifest.plan.locate()
+    whole = {
+        name: read.spec.nbytes
+        for name, read in reads.items()
+        if name in located
+        or isinstance(read.placement, Local)
+        or read.placement.is_fully_replicated
+    }
+    total, memory = sum(whole.values()), inspection.host_memory_bytes()
+    if total > memory:
+        largest = max(whole, key=lambda name: whole[name])
+        raise CorruptCheckpointError(
+            f"{largest}: expected leaves that this host can hold, {memory} bytes, found {total} "
+            f"bytes, {whole[largest]} of them in this one",
+            key_path=largest,
+        )
+
+
+def is_whole(manifest: Manifest, reads: Mapping[str, Read]) -> bool:
+    """Whether these reads, checked, have seen every stored byte of the step."""
+    stored = manifest.stored(manifest.leaves())
+    return manifest.stored(reads).keys() == stored.keys()
+
+
+def read_leaves(
+    committed: CommittedStep,
+    manifest: Manifest,
+    reads: Mapping[str, Read],
+    options: CheckpointOptions,
+) -> dict[str, Any]:
+    """Reads leaves and puts each on its placement.
+
+    Raises:
+      CorruptCheckpointError: one is not stored as the manifest says.
+    """
+    located = manifest.plan.locate()
+    stacks: dict[str, dict[str, Placement]] = {}
+    wanted: dict[str, Wanted] = {}
+    empty: dict[str, Any] = {}
+    for name, read in reads.items():
+        shape, dtype = read.spec.shape, read.spec.dtype
+        if name in manifest.plan.empty:
+            empty[name] = np.zeros(shape, np.dtype(dtype))
+        elif name not in located:
+            known = None if options.verify == "never" else _digests(manifest, name)
+            wanted[name] = Wanted(shape, dtype, {name: read.placement}, known)
+        else:
+            stored, _ = located[name]
+            if stored not in stacks:
+                stacks[stored] = {}
+                members = manifest.plan.stacks[stored]
+                known = None if options.verify == "never" else _digests(manifest, stored)
+                wanted[stored] = Wanted(
+                    (len(members), *shape), dtype, stacks[stored], known, members
+                )
+            stacks[stored][name] = read.placement
+    leaves = reading.read_arrays(committed, wanted, options)
+    return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}
+
+
+def verify_step(committed: CommittedStep, options: CheckpointOptions) -> None:
+    """Reads a step whole, compares every block with its digest, and keeps nothing of it.
+
+    Raises:
+      CorruptCheckpointError: it is damaged; names the leaf and, where it can be known, the file.
+      ForeignCheckpointError: bare Orbax wrote it, which stores no digests.
+      DirectoryError: it cannot be read now.
+    """
+    manifest = read_manifest(committed)
+    with about(committed):
+        stored = manifest.stored(manifest.leaves())
+        with storage.as_corrupt(committed, "array metadata"):
+            inspection.require_stored(committed.path, committed.step, stored)
+        wanted = {
+            name: Wanted(
+                shape, dtype, {}, _digests(manifest, name), manifest.plan.stacks.get(name, ())
+            )
+            for name, (shape, dtype) in stored.items()
+        }
+        reading.check_arrays(committed, wanted, options)
+
+
+def _digests(manifest: Manifest, stored: str) -> Digests:
+    if stored not in manifest.digests:
+        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
+    return manifest.digests[stored]
