@@ -1,6 +1,6 @@
 """One measurement in a process of its own; prints one JSON object.
 
-python measure.py save|restore|loop|modes|declined STATE PEER DIRECTORY REPEATS
+python measure.py save|restore|loop|modes|digests|declined STATE PEER DIRECTORY REPEATS
 """
 
 from __future__ import annotations
@@ -123,6 +123,44 @@ def modes(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any
                     ckpt.wait_until_finished()
                 result[f"{mode}, {busy}"] = blocking[1:]
     return result
+
+
+def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
+    """What digests cost: their part of each durable time; restores that compare, and that do not.
+
+    Restores with and without alternate in one process.
+    """
+    from torchax_ckpt.storage import digests as room
+
+    take, taken = room.take, 0.0
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal taken
+        began = clock()
+        result = take(*args, **kwargs)
+        taken += clock() - began
+        return result
+
+    room.take = timed
+    module, optimizer = states.build(state)
+    result: dict[str, list[float]] = {"durable": [], "digests": [], "restore": [], "never": []}
+    with TorchaxCheckpointer(directory, preservation_policy=LatestN(1)) as ckpt:
+        ckpt.attach(module, optimizer)
+        for step in range(repeats + 1):
+            taken, began = 0.0, clock()
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+            result["durable"].append(clock() - began)
+            result["digests"].append(taken)
+    for _ in range(repeats + 1):
+        for verify in ("never", "restore"):
+            options = CheckpointOptions(verify=verify, read_only=True)  # type: ignore[arg-type]
+            with TorchaxCheckpointer(directory, options=options) as ckpt:
+                began = clock()
+                ckpt.attach(module, optimizer)
+                jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
+                result[verify].append(clock() - began)
+    return {name: values[1:] for name, values in result.items()}
 
 
 def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def measure_state(
     directory = root / f"{state}-modes"
     modes = measure("modes", state, "-", directory, repeats)
     shutil.rmtree(directory)
-    return {"peers": results, "modes": modes}
+    digests = measure("digests", state, "-", directory, 2 * repeats)
+    shutil.rmtree(directory)
+    return {"peers": results, "modes": modes, "digests": digests}
 
 
 def measure_loop(state: str, intervals: int, root: Path) -> dict[str, Any]:

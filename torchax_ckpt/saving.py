@@ -36,6 +36,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Snapshot
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import digests, medium
+from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
 
@@ -136,6 +137,7 @@ class Saver:
         self._was_claimed = self._is_claimed = False
         self._num_failures = 0
         self._failures = Failures()
+        self._compression = Compression(options.compression)
         self.newest_failure: SaveError | None = None
         self.finished: list[SaveCost] = []
         """What durable saves have cost, until somebody takes it from here."""
@@ -296,6 +298,7 @@ class Saver:
             manifest.to_json(),
             summary,
             self._options,
+            self._compression,
             on_transferred=save.on_transferred,
             before_commit=self._directory.fence,
         )

@@ -24,6 +24,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import commits, digests, inspection, location, medium, modes
+from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import SUMMARY, CommittedStep
 from torchax_ckpt.storage.inspection import STATE
 
@@ -54,6 +55,7 @@ def write_step(
     manifest: Mapping[str, Any],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
+    compression: Compression,
     *,
     on_transferred: Callable[[], None],
     before_commit: Callable[[], None] = lambda: None,
@@ -64,7 +66,8 @@ def write_step(
       path: the directory of the step, which must not exist.
       arrays: stored name -> array.
       manifest, summary: JSON.
-      options: compression and memory bounds.
+      options: memory bounds.
+      compression: whether the arrays are compressed; is told what storing them took.
       on_transferred: called as soon as all arrays are on the host.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
@@ -75,7 +78,11 @@ def write_step(
         tree.setdefault(component, {})[rest] = array
     _FencedPath.fences[str(path)] = before_commit
     try:
-        with modes.closed_while_written(path) as mode, _context(options, _FencedPath, mode):
+        with (
+            modes.closed_while_written(path) as mode,
+            _context(options, _FencedPath, mode, is_compressed=compression.is_on),
+            compression.observed(arrays.values()),
+        ):
             response = ocp.save_checkpointables_async(
                 path,
                 {
@@ -187,6 +194,8 @@ def _context(
     options: CheckpointOptions,
     path_class: type[epath.Path] = epath.Path,
     folder_mode: int | None = None,
+    *,
+    is_compressed: bool = False,
 ) -> Iterator[None]:
     _use_coordination_service()
     registry = ocp.handlers.local_registry()
@@ -201,7 +210,7 @@ def _context(
     context.pytree.loading.partial_load = True
     context.file.path_class = path_class
     context.file.path_permission_mode = folder_mode
-    context.array.saving.use_compression = options.compression
+    context.array.saving.use_compression = is_compressed
     context.array.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     # Version 3 would put a shard's chunks and their index into one value: one more copy of
