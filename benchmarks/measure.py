@@ -154,7 +154,7 @@ def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
             result["digests"].append(taken)
     for _ in range(repeats + 1):
         for verify in ("never", "restore"):
-            options = CheckpointOptions(verify=verify, read_only=True)  # type: ignore[arg-type]
+            options = CheckpointOptions(verify=verify, read_only=True)
             with TorchaxCheckpointer(directory, options=options) as ckpt:
                 began = clock()
                 ckpt.attach(module, optimizer)
