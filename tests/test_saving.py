@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -367,8 +368,9 @@ def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
             for i in itertools.count():
                 if stop.is_set():
                     return
-                Path(path, "state").mkdir(parents=True, exist_ok=True)
-                Path(path, "state", str(i)).touch()
+                with contextlib.suppress(FileNotFoundError):  # just removed
+                    Path(path, "state").mkdir(parents=True, exist_ok=True)
+                    Path(path, "state", str(i)).touch()
 
         writers.append((path, threading.Thread(target=go_on)))
         writers[0][1].start()

@@ -42,10 +42,11 @@ class Compression:
     @contextlib.contextmanager
     def observed(self, arrays: Iterable[jax.Array | np.ndarray]) -> Iterator[None]:
         """Within it the arrays are written; how long that took counts for later saves."""
+        nbytes = stored_bytes(arrays)  # at the end they may have been donated
         began = time.perf_counter()
         yield
         if self._decides and not self.is_on:
-            self.observe(stored_bytes(arrays), time.perf_counter() - began)
+            self.observe(nbytes, time.perf_counter() - began)
 
     def observe(self, nbytes: int, secs: float) -> None:
         """Takes how long the medium took for so many bytes."""

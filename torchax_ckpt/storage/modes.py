@@ -36,6 +36,14 @@ def write_file(path: pathlib.Path, content: bytes) -> None:
         file.write(content)
 
 
+def make_file(path: epath.Path) -> None:
+    """Creates an empty file if it is not there, closed to everybody's writing."""
+    if location.is_bucket(path):
+        path.write_text("")
+        return
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o664))
+
+
 @contextlib.contextmanager
 def closed_while_written(step: epath.Path) -> Iterator[int | None]:
     """Gives the mode to create a step's folder with, None for the default, and opens it at the end.

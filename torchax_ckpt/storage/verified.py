@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from torchax_ckpt.storage import modes
+
 if TYPE_CHECKING:
     from torchax_ckpt.storage.directory import CommittedStep
 
@@ -27,7 +29,7 @@ class Verified:
         for committed in steps:
             key = (committed.step, committed.commit_timestamp_nsecs)
             if self._noted.get(key) is False:
-                (committed.path / MARK).write_text("")
+                modes.make_file(committed.path / MARK)
                 self._noted[key] = True
 
     def __contains__(self, committed: CommittedStep) -> bool:
