@@ -72,8 +72,9 @@ class Program:
         raise AssertionError(f"{word!r} was never printed:\n{self.output}")
 
     def terminate(self) -> float:
+        sent = time.monotonic()  # before: it may be noticed before this process goes on
         self.process.send_signal(signal.SIGTERM)
-        return time.monotonic()
+        return sent
 
     def exit_code(self) -> int:
         assert self.process.stdout is not None
