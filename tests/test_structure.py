@@ -17,6 +17,7 @@ MAX_LINES = 400
 FLOORS = [
     "errors",
     "options",
+    "planning",
     "layout",
     "torchax_backend",
     "sharding",
@@ -37,6 +38,7 @@ FLOORS = [
 FORBIDDEN = {
     "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
     "options": {"torch", "torchax", "jax", "orbax"},
+    "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},
     "torchax_backend": {"orbax"},
     "sharding": {"torch", "torchax", "orbax"},
