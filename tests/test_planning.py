@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +262,25 @@ def test_goodput_is_a_fraction_that_grows_with_the_mtbf(
     assert goodput(mtbf) <= goodput(mtbf * 1.5) * (1 + 1e-9)
     if over >= 1:  # else it is of use that less training lies between two snapshots
         assert goodput(mtbf) <= goodput(mtbf, slowdown=0) * (1 + 1e-9)
+
+
+# The page that shows it
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_shows_what_its_script_prints() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    script = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
+    for table in ("sizes", "break_even"):  # the others are simulated, and take seconds
+        assert script[table]() in page, "run benchmarks/plans.py"
+
+
+def test_the_page_runs() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {"model": torch.nn.Linear(8, 2)})
 
 
 # Bad input
