@@ -18,6 +18,7 @@ FLOORS = [
     "errors",
     "failures",
     "options",
+    "planning",
     "layout",
     "torchax_backend",
     "sharding",
@@ -40,6 +41,7 @@ FORBIDDEN = {
     "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
     "failures": {"torch", "torchax", "jax", "orbax", "numpy"},
     "options": {"torch", "torchax", "jax", "orbax"},
+    "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},
     "torchax_backend": {"orbax"},
     "sharding": {"torch", "torchax", "orbax"},

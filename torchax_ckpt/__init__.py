@@ -9,16 +9,24 @@ from torchax_ckpt import errors
 from torchax_ckpt.options import CheckpointOptions
 
 if TYPE_CHECKING:
-    from torchax_ckpt import policies
+    from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.restoring import RestoreReport
 
-__all__ = ["CheckpointOptions", "RestoreReport", "TorchaxCheckpointer", "errors", "policies"]
+__all__ = [
+    "CheckpointOptions",
+    "RestoreReport",
+    "TorchaxCheckpointer",
+    "errors",
+    "planning",
+    "policies",
+]
 
-# Loaded when first used: they import torchax, JAX and Orbax.
+# Loaded when first used: all but planning import torchax, JAX and Orbax.
 _LAZY = {
     "RestoreReport": "torchax_ckpt.restoring",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
+    "planning": "torchax_ckpt.planning",
     "policies": "torchax_ckpt.policies",
 }
 
@@ -27,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    value = module if name == "policies" else getattr(module, name)
+    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -12,6 +12,7 @@
     ├── LeaseError                  another program writes to the directory
     ├── MetricsError                metrics that cannot be stored or ranked
     ├── MismatchError               a checkpoint that does not fit what is attached
+    ├── PlanError                   a plan made from numbers that cannot be
     ├── PolicyError                 a policy is missing or contradicts the call
     ├── SaveError                   a save failed in the background
     ├── SaveTimeoutError            a save took longer than the caller wanted to wait
@@ -98,6 +99,10 @@ class LeaseError(CheckpointError, RuntimeError):
 
 class MetricsError(CheckpointError, ValueError):
     """Metrics that are neither numbers nor JSON, or that a best-N rule cannot rank."""
+
+
+class PlanError(CheckpointError, ValueError):
+    """A plan was asked for with numbers that no run can have."""
 
 
 class PolicyError(CheckpointError, ValueError):

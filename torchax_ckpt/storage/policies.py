@@ -27,6 +27,7 @@ from orbax.checkpoint.experimental.v1.training import preservation_policies as _
 from orbax.checkpoint.experimental.v1.training import save_decision_policies as _saving
 
 from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.planning import young_interval_secs
 from torchax_ckpt.storage.appointments import Appointments
 
 SaveDecisionPolicy: TypeAlias = _saving.SaveDecisionPolicy
@@ -161,7 +162,9 @@ class OptimalIntervalPolicy:
         if not self._durable_secs:
             return 0.0
         blocking = statistics.median(self._blocking_secs)
-        return max(self._durable, math.sqrt(2 * blocking * self.mtbf_secs))
+        return young_interval_secs(
+            blocking_secs=blocking, durable_secs=self._durable, mtbf_secs=self.mtbf_secs
+        )
 
     @property
     def _durable(self) -> float:

@@ -1,0 +1,172 @@
+"""Owns the closed forms: how far apart saves should be, and the goodput to expect of them.
+
+The letters: T wall time from one snapshot to the next, b time a save blocks the training thread,
+P time from the snapshot to the commit, M mean time between failures, R time from a failure until
+training goes on. Failures are independent of each other and of the training (a Poisson process).
+
+Where steps are slower by a fraction s while a save is in flight, a save costs more than b: training
+also loses (P - b) s / (1 + s). That sum, ``save_cost_secs``, takes the place of b in all formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import checks
+
+_MTBF_HINT = "give the mean time between failures of the whole run in seconds"
+
+
+def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float = 0.0) -> float:
+    """Seconds of training that one save costs: what it blocks, and what it slows down.
+
+    Args:
+      blocking_secs: b, seconds that it blocks the training thread.
+      durable_secs: P, seconds from the snapshot until it is committed.
+      slowdown: s, the fraction by which steps take longer while it is in flight.
+
+    Raises:
+      PlanError: a time is negative, or P is less than b.
+    """
+    checks.save_times(blocking_secs, durable_secs, slowdown)
+    return blocking_secs + (durable_secs - blocking_secs) * slowdown / (1 + slowdown)
+
+
+def young_interval_secs(
+    *, blocking_secs: float, mtbf_secs: float, durable_secs: float = 0.0
+) -> float:
+    """The best T to first order, max(P, sqrt(2 b M)), which needs no more than one square root.
+
+    Source: Young, "A first order approximation to the optimum checkpoint interval" (1974).
+
+    Args:
+      blocking_secs: b, seconds that a save costs the training.
+      mtbf_secs: M.
+      durable_secs: P; saves do not overlap, so T is not below it.
+    """
+    return max(durable_secs, math.sqrt(2 * blocking_secs * mtbf_secs))
+
+
+def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
+    """Seconds to train between the end of one save's blocking and the start of the next save.
+
+    Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
+    (2006), equation 37. His dump time is the blocking time here, since the rest of an asynchronous
+    save overlaps with training: how long that takes moves the goodput, and not the best T.
+
+    Args:
+      blocking_secs: b, seconds that a save costs the training.
+      mtbf_secs: M.
+
+    Raises:
+      PlanError: a time makes no sense.
+    """
+    checks.at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
+    checks.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
+    if blocking_secs >= 2 * mtbf_secs:  # where the series ends to hold
+        return mtbf_secs
+    ratio = blocking_secs / (2 * mtbf_secs)
+    series = 1 + math.sqrt(ratio) / 3 + ratio / 9
+    return math.sqrt(2 * blocking_secs * mtbf_secs) * series - blocking_secs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestInterval:
+    """How far apart saves should be.
+
+    Attributes:
+      interval_secs: T, wall time from one snapshot to the next.
+      training_secs: the training within it, at full speed: T less what a save costs.
+      is_continuous: saving as soon as the last save is durable is best: T = P.
+    """
+
+    interval_secs: float
+    training_secs: float
+    is_continuous: bool
+
+
+def best_interval(
+    *,
+    blocking_secs: float,
+    mtbf_secs: float,
+    durable_secs: float | None = None,
+    slowdown: float = 0.0,
+) -> BestInterval:
+    """The interval that loses the least time: Daly's, and not below P.
+
+    Args:
+      blocking_secs: b, seconds that a save blocks the training thread.
+      mtbf_secs: M, mean time between failures of the whole run.
+      durable_secs: P, seconds from the snapshot to the commit; None for a synchronous save, P = b.
+      slowdown: the fraction by which steps take longer while a save is in flight.
+
+    Raises:
+      PlanError: a time makes no sense.
+    """
+    if durable_secs is None:
+        durable_secs = blocking_secs
+    cost_secs = save_cost_secs(
+        blocking_secs=blocking_secs, durable_secs=durable_secs, slowdown=slowdown
+    )
+    wanted_secs = daly_training_secs(blocking_secs=cost_secs, mtbf_secs=mtbf_secs) + cost_secs
+    if wanted_secs == 0:
+        raise PlanError(
+            "blocking_secs and durable_secs: expected one of them above 0, found 0 and 0; saves "
+            "that take no time have no best interval: measure one"
+        )
+    interval_secs = max(durable_secs, wanted_secs)
+    return BestInterval(
+        interval_secs=interval_secs,
+        training_secs=interval_secs - cost_secs,
+        is_continuous=durable_secs >= wanted_secs,
+    )
+
+
+def expected_goodput(
+    *,
+    interval_secs: float,
+    blocking_secs: float,
+    durable_secs: float,
+    mtbf_secs: float,
+    restart_secs: float = 0.0,
+    slowdown: float = 0.0,
+    restart_can_fail: bool = False,
+) -> float:
+    """The fraction of wall time that becomes kept training, over a long run of periodic saves.
+
+    (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)): after a restart, the k-th snapshot is
+    durable at k T + P - b, so exp(-(k T + P - b) / M) is the chance that its T - b seconds of
+    training are ever kept; the sum over k is what one uptime keeps, and uptimes begin M + R apart.
+
+    Args:
+      interval_secs: T, wall time from one snapshot to the next.
+      blocking_secs: b, seconds that a save blocks the training thread.
+      durable_secs: P, seconds from the snapshot to the commit; b if saves are synchronous.
+      mtbf_secs: M, mean time between failures of the whole run.
+      restart_secs: R, seconds from a failure until training goes on, reading included.
+      slowdown: the fraction by which steps take longer while a save is in flight.
+      restart_can_fail: failures also happen during R, and begin it anew; then uptimes begin
+        M exp(R / M) apart.
+
+    Raises:
+      PlanError: a time is negative, P is less than b, or T less than P.
+    """
+    cost_secs = save_cost_secs(
+        blocking_secs=blocking_secs, durable_secs=durable_secs, slowdown=slowdown
+    )
+    checks.positive("interval_secs", interval_secs, "give the seconds from snapshot to snapshot")
+    checks.at_least(
+        "interval_secs", interval_secs, durable_secs, "a save begins when the last one is durable"
+    )
+    checks.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
+    checks.at_least("restart_secs", restart_secs, 0, "give the seconds from failure to training")
+    kept_per_uptime_secs = (
+        (interval_secs - cost_secs)
+        * math.exp(-(interval_secs + durable_secs - cost_secs) / mtbf_secs)
+        / -math.expm1(-interval_secs / mtbf_secs)
+    )
+    if restart_can_fail:
+        return kept_per_uptime_secs / mtbf_secs * math.exp(-restart_secs / mtbf_secs)
+    return kept_per_uptime_secs / (mtbf_secs + restart_secs)
