@@ -83,7 +83,7 @@ _EXTREMES: tuple[Any, ...] = (
 def grown(source: random.Random, names: list[str], depth: int = 0) -> Any:
     """A document of the manifest's grammar, or nearly."""
     if depth > 5 or source.random() < 0.3:
-        return source.choice(_EXTREMES)
+        return copy.deepcopy(source.choice(_EXTREMES))  # it is changed in place later
     children = [grown(source, names, depth + 1) for _ in range(source.randrange(4))]
     match source.randrange(7):
         case 0:
@@ -105,7 +105,7 @@ def grown(source: random.Random, names: list[str], depth: int = 0) -> Any:
         case 3:
             return {source.choice(_TAGS): children}
         case 4:
-            return {source.choice(_TAGS): source.choice(_EXTREMES)}
+            return {source.choice(_TAGS): copy.deepcopy(source.choice(_EXTREMES))}
         case 5:
             node: Any = children
             for _ in range(source.choice([10, 90, 130, 400])):
