@@ -43,11 +43,15 @@ def up_to(lineage: Lineage, step: int) -> Lineage:
     return tuple(pair for pair in lineage if pair[0] < step)
 
 
+# Each call would stack another pair of modes on torch, until Python's stack is too small for them.
+enable_torchax = functools.cache(torchax.enable_globally)
+
+
 class Training:
     """A model, its optimizer, and the lineage of what they hold."""
 
     def __init__(self) -> None:
-        torchax.enable_globally()
+        enable_torchax()
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to("jax")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
