@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from support import bits, mlp, train_step
@@ -106,6 +107,26 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     monkeypatch.setattr(reading, "read_arrays", read)
     ckpt.restore(2)  # and it can be tried again
     assert content(model, optimizer) == expected
+
+
+def test_attach_goes_on_to_an_older_step_when_the_newest_is_damaged(directory: Path) -> None:
+    model, optimizer = trained(directory)
+    with TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(3, force=True)
+    needle = np.asarray(backend.buffer(next(model.parameters()))).tobytes()[:64]
+    (file,) = (
+        path
+        for path in (directory / "3").rglob("*")
+        if path.is_file() and needle in path.read_bytes()
+    )
+    file.write_bytes(file.read_bytes().replace(needle, bytes(64)))
+    with (
+        TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt,
+        pytest.warns(UserWarning, match="skipping an unreadable checkpoint.*step 3"),
+    ):
+        assert ckpt.attach(model, optimizer) == 2
+    assert not any(backend.buffer(parameter).is_deleted() for parameter in model.parameters())
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_freed(directory: Path) -> None:

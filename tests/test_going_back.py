@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from support import assert_trees_identical, mlp, run_python, train_step, trainin
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
+from torchax_ckpt.storage import digests
 from torchax_ckpt.storage.directory import StepDirectory
 
 KEEP_ALL = policies.PreserveAll()
@@ -155,6 +157,46 @@ def test_a_step_removed_by_hand_does_not_stop_pruning(directory: Path) -> None:
             ckpt.save(step, state={"w": np.zeros(2)}, force=True)
             ckpt.wait_until_finished()
     assert entries(directory) == {"4", "5"}
+
+
+def killed_before_setting_aside(directory: Path) -> None:
+    """10, 20, 30, back to 10, and 11; the process ends before 20 and 30 are moved."""
+    fill = {"w": np.zeros(2)}
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(step, state=fill, force=True)
+    ckpt = TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL)
+    ckpt.attach()
+    ckpt.restore(10)
+    ckpt._saver._tidy = lambda durable: None  # type: ignore[method-assign]
+    ckpt.save(11, state=fill, force=True)
+    ckpt.close()
+    assert entries(directory) == {"10", "11", "20", "30"}
+
+
+def test_deleting_the_newest_step_does_not_bring_an_abandoned_branch_back(
+    directory: Path,
+) -> None:
+    killed_before_setting_aside(directory)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert ckpt.all_steps() == [10, 11]
+        ckpt.delete(11)
+        assert ckpt.all_steps() == [10]
+
+
+def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
+    directory: Path,
+) -> None:
+    killed_before_setting_aside(directory)
+    record = directory / "30" / "_CHECKPOINT_METADATA"
+    before = json.loads(record.read_text())["commit_timestamp_nsecs"]
+    ahead = before + 60 * 10**9
+    record.write_text(record.read_text().replace(str(before), str(ahead)))
+    summary = directory / "11" / "summary" / "data.json"
+    content = digests.unseal(json.loads(summary.read_text()))
+    content["abandons"] = [[s, ahead if s == 30 else t] for s, t in content["abandons"]]
+    summary.write_text(json.dumps(digests.seal(content)))
+    assert TorchaxCheckpointer(directory).all_steps() == [10, 11]
 
 
 def test_without_attach_what_is_newer_than_the_first_save_is_abandoned(directory: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from support import assert_trees_identical, mlp, run_python, train_step, training_state
 
-from torchax_ckpt import TorchaxCheckpointer, content, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, content, policies
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -706,6 +706,18 @@ def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
         pytest.raises(CorruptCheckpointError, match="this host can hold, 16384 bytes"),
     ):
         ckpt.load(1)
+
+
+def test_a_state_on_a_device_may_be_larger_than_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {name: jax.device_put(np.ones(10_000, np.float32)) for name in "abcdefgh"}
+    options = CheckpointOptions(compression=True)  # for small files
+    with TorchaxCheckpointer(tmp_path, options=options) as ckpt:
+        ckpt.save(1, state=state, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(content.inspection, "host_memory_bytes", lambda: 60_000)
+        assert ckpt.load(1, state).keys() == state.keys()
 
 
 # --- the check that can fail ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
@@ -463,3 +464,12 @@ def test_a_preempted_example_asks_to_be_started_again(
     saved = re.search(r"^preempted: saved step (\d+)$", program.output, re.MULTILINE)
     assert saved, program.output
     assert TorchaxCheckpointer(tmp_path).latest_step() == int(saved[1])
+
+
+def test_a_program_that_only_reads_keeps_its_own_sigterm(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.zeros(2)}, force=True)
+    before = signal.getsignal(signal.SIGTERM)
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
+        assert ckpt.attach() == 1
+        assert signal.getsignal(signal.SIGTERM) is before

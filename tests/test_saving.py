@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import threading
@@ -223,6 +224,46 @@ def test_the_mediums_own_error_is_reported_even_if_buffers_were_donated_meanwhil
     gate.opened.set()
     with pytest.raises(SaveError, match="No space left"):
         ckpt.wait_until_finished()
+
+
+def test_a_failed_save_keeps_no_copy_of_the_state_alive(
+    directory: Path, failing: Callable[[], None]
+) -> None:
+    x = jnp.ones((256, 256))
+    gc.collect()
+    before = len(jax.live_arrays())
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="copy"))
+    ckpt.save(1, state={"x": x}, force=True)
+    ckpt._saver.wait()
+    assert ckpt._saver.newest_failure is not None
+    ckpt._saver._in_flight = None
+    gc.collect()
+    held = [a.shape for a in jax.live_arrays()].count((256, 256))
+    assert held == 1, f"{len(jax.live_arrays()) - before} arrays more"
+    failing()
+
+
+def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
+    directory: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.opened.set()
+    write, calls = gate._write, []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) != 2:
+            raise OSError("no")
+        write(*args, **kwargs)
+
+    gate._write = fail
+    ckpt = TorchaxCheckpointer(directory)
+    monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+    assert ckpt.save(1, state=STATE) is True
+    assert ckpt.all_steps() == [1]
+    assert len(calls) == 2
+    assert ckpt.save(2, state=STATE) is False
+    assert len(calls) == 4
+    assert ckpt.all_steps() == [1]
 
 
 def test_an_interrupt_while_saving_leaves_nothing_hanging(

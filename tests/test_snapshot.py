@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from support import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import DonatedBufferError, SaveError
@@ -316,3 +318,29 @@ def test_compression_and_memory_bounds_change_no_bit(
         ckpt.save(1, state=state)
     loaded = TorchaxCheckpointer(directory, options=CheckpointOptions(**options)).load()
     assert all(np.array_equal(loaded[k], state[k]) for k in state)
+
+
+@layouts
+@pytest.mark.parametrize("mode", get_args(SnapshotMode))
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float32"]
+)
+def test_every_bit_of_every_number_is_kept(
+    dtype: str, mode: Any, layout: Any, directory: Path
+) -> None:
+    """NaNs with every payload, in more members than are stacked at one time."""
+    kind = jnp.dtype(dtype)
+    num_patterns = 2 ** min(16, 8 * kind.itemsize)
+    patterns = np.arange(num_patterns, dtype=f"uint{8 * kind.itemsize}")
+    if kind.itemsize == 4:
+        patterns = patterns | np.uint32(0x7F800000)  # infinities and NaNs, quiet and signalling
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    array = jax.device_put(patterns.view(kind), where)
+    names = [f"layers.{i}.w" for i in range(130 if kind.itemsize == 1 else 3)]
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=dict.fromkeys(names, array), force=True)
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(1, dict.fromkeys(names, array))
+    for name in names:
+        assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name

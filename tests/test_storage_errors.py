@@ -143,7 +143,7 @@ def test_a_failure_is_said_once_then_when_it_changes_then_when_it_is_over(
         ckpt.check_for_errors()
     fail(None)
     save(ckpt, 9)
-    assert "works again after 8 failed saves: step 9 is durable" in caplog.text
+    assert "works again after 8 failed saves" in caplog.text
     fail(OSError(errno.EROFS, "Read-only file system"))
     save(ckpt, 10)
     assert "saving step 10 to" in caplog.text  # a new failure

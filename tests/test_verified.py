@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,15 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from support import mlp
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.errors import CorruptCheckpointError, SaveError, StepNotFoundError
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, content, policies
+from torchax_ckpt.errors import (
+    CorruptCheckpointError,
+    DirectoryError,
+    SaveError,
+    StepNotFoundError,
+)
 from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import modes
 from torchax_ckpt.storage.verified import MARK
 
 LATEST = policies.LatestN(1)
@@ -97,6 +104,76 @@ def test_steps_that_are_read_back_are_verified_as_they_come(directory: Path) -> 
     options = CheckpointOptions(read_back=True)
     assert fill(directory, 1, 2, options=options, preservation_policy=LATEST) == [2]
     assert fill(directory, 3, 4, preservation_policy=LATEST) == [2, 4]
+
+
+def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
+        assert [ckpt.verify(step) for step in (1, 2)] == [1, 2]
+        damage(directory / "2", state(2)["w"].tobytes()[:64])
+        with pytest.raises(CorruptCheckpointError):
+            ckpt.verify(2)
+        assert not (directory / "2" / MARK).exists()
+        for step in (3, 4):
+            ckpt.save(step, state=state(step), force=True)
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 4]
+
+
+def test_a_step_that_cannot_be_marked_is_verified_and_stops_no_pruning(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    fill(directory, 1)
+    monkeypatch.setattr(modes, "make_file", refuse)
+    with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
+        assert ckpt.verify(1) == 1
+        for step in (2, 3):
+            ckpt.save(step, state=state(step), force=True)
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    read = content.read_manifest
+
+    def delete_first(committed: Any) -> Any:
+        shutil.rmtree(directory / str(committed.step))
+        return read(committed)
+
+    monkeypatch.setattr(content, "read_manifest", delete_first)
+    ckpt = TorchaxCheckpointer(directory)
+    with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
+        ckpt.verify(2)
+    with pytest.raises(StepNotFoundError, match="step 1 was deleted meanwhile"):
+        ckpt.load()
+
+
+def test_a_step_that_cannot_be_read_back_is_deleted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = content.verify_step
+
+    def fail(*args: Any) -> None:
+        raise DirectoryError("Input/output error")
+
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_back=True)) as ckpt:
+        ckpt.save(1, state=state(1), force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(content, "verify_step", fail)
+        ckpt.save(2, state=state(2), force=True)
+        with pytest.raises(SaveError, match="Input/output error"):
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+        monkeypatch.setattr(content, "verify_step", verify)
+        ckpt.save(3, state=state(3), force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
 
 
 def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,6 +19,7 @@ from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
     ClosedError,
+    CorruptCheckpointError,
     PolicyError,
     StepError,
     StepNotFoundError,
@@ -27,7 +29,13 @@ from torchax_ckpt.history import History
 from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
-from torchax_ckpt.restoring import RestoreReport, load_state, newest_readable, restore_attached
+from torchax_ckpt.restoring import (
+    RestoreReport,
+    is_damage,
+    load_state,
+    newest_readable,
+    restore_attached,
+)
 from torchax_ckpt.saving import Capture, Saver
 from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
@@ -195,7 +203,8 @@ class TorchaxCheckpointer:
             self._position = None
         self._history.go_on_from(self._position)
         self._attached = attached
-        self._preemption.listen()
+        if not self._options.read_only:
+            self._preemption.listen()
         return self._position or 0
 
     @guarded(trains=True)
@@ -235,10 +244,27 @@ class TorchaxCheckpointer:
         return dataclasses.replace(report, skipped_steps=skipped)
 
     def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
-        report = restore_attached(committed, attached, strict, self._options)
+        with self._reading(committed):
+            report = restore_attached(committed, attached, strict, self._options)
         if report.is_verified:
-            self._directory.verified.note(committed)
+            self._directory.verified.note(committed, is_sound=True)
         return report
+
+    @contextlib.contextmanager
+    def _reading(self, committed: CommittedStep) -> Iterator[None]:
+        """Notes that a step is damaged; tells that from one that is deleted while it is read."""
+        try:
+            yield
+        except CheckpointError as error:
+            if is_damage(error):
+                if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
+                    raise StepNotFoundError(
+                        f"{committed.path}: step {committed.step} was deleted meanwhile",
+                        step=committed.step,
+                        path=committed.path,
+                    ) from error
+                self._directory.verified.note(committed, is_sound=False)
+            raise
 
     @guarded(trains=False)
     def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
@@ -261,11 +287,13 @@ class TorchaxCheckpointer:
           CorruptCheckpointError: it cannot be read.
         """
         if step is not None:
-            return load_state(self._directory.find(_as_step(step)), abstract_state, self._options)
-        state, _ = newest_readable(
-            self._require_steps(), lambda s: load_state(s, abstract_state, self._options)
-        )
+            return self._load(self._directory.find(_as_step(step)), abstract_state)
+        state, _ = newest_readable(self._require_steps(), lambda s: self._load(s, abstract_state))
         return state
+
+    def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
+        with self._reading(committed):
+            return load_state(committed, abstract_state, self._options)
 
     @guarded(trains=False)
     def verify(self, step: int | None = None) -> int:
@@ -290,10 +318,13 @@ class TorchaxCheckpointer:
         committed = (
             self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
         )
-        verify_step(committed, self._options)
-        self._directory.verified.note(committed)
-        if not self._options.read_only:
-            self._directory.verified.mark([committed])
+        try:
+            with self._reading(committed):
+                verify_step(committed, self._options)
+            self._directory.verified.note(committed, is_sound=True)
+        finally:
+            if not self._options.read_only:
+                self._directory.verified.mark([committed])
         return committed.step
 
     # --- saving --------------------------------------------------------------------------------
@@ -381,7 +412,7 @@ class TorchaxCheckpointer:
 
         What is saved is fixed when this returns; nothing waits for devices or storage, except
         for an earlier save still in flight where the policy wants both. Once the run was told
-        to end, the step is saved whatever the policy says, and is durable when this returns.
+        to end, the step is saved whatever the policy says, and this waits for it.
 
         Args:
           step: completed optimizer steps.
@@ -392,7 +423,8 @@ class TorchaxCheckpointer:
           force: save whatever the policy says.
 
         Returns:
-          Whether a save began; False for a step that is there already.
+          Whether a save began; False for a step that is there already. Once the run was told to
+          end: whether the step is durable, after a second attempt if the first one failed.
 
         Raises:
           StepError: negative, or below the last step saved or restored; StepTypeError: no int.
@@ -439,18 +471,21 @@ class TorchaxCheckpointer:
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
-        self._saver.begin(
-            Capture(
-                step,
-                self._snapshotter.take(names, arrays),
-                {name: part.form.node for name, part in captured.items()},
-                functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
-                began,
-            )
+        capture = Capture(
+            step,
+            self._snapshotter.take(names, arrays),
+            {name: part.form.node for name, part in captured.items()},
+            functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
+            began,
         )
-        self._position = step
+        self._position = step  # also if what follows is not waited for
+        self._saver.begin(capture)
         if is_preempted:
             self._saver.wait()
+            if not self._history.has(step):
+                self._saver.begin(capture)  # there is no later save to try again
+                self._saver.wait()
+            return self._history.has(step)
         return True
 
     def reached_preemption(self, step: int | None = None) -> bool:
@@ -488,7 +523,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """The metrics saved with a step; {} if there are none.
+        """The metrics saved with a step; {} if there are none, or they are damaged (``verify``).
 
         Raises:
           StepNotFoundError: there is no such step.
@@ -506,7 +541,8 @@ class TorchaxCheckpointer:
         self._require_open()
         self._saver.wait()
         self._directory.find(_as_step(step))
-        self._directory.claim()  # only now: a step that is not there creates no directory
+        self._saver.claim()  # only now: a step that is not there creates no directory
+        self._saver.recover()
         self._directory.delete(self._directory.find(_as_step(step)))
         self._history.forget([step])
 

@@ -61,22 +61,27 @@ def require_plausible(
     """
     with storage.as_corrupt(committed, "array metadata"):
         inspection.require_stored(committed.path, committed.step, manifest.stored(reads))
-    located = manifest.plan.locate()
-    whole = {
-        name: read.spec.nbytes
-        for name, read in reads.items()
-        if name in located
-        or isinstance(read.placement, Local)
-        or read.placement.is_fully_replicated
-    }
-    total, memory = sum(whole.values()), inspection.host_memory_bytes()
-    if total > memory:
-        largest = max(whole, key=lambda name: whole[name])
-        raise CorruptCheckpointError(
-            f"{largest}: expected leaves that this host can hold, {memory} bytes, found {total} "
-            f"bytes, {whole[largest]} of them in this one",
-            key_path=largest,
-        )
+    memory = inspection.host_memory_bytes()
+    staying = {n: r.spec.nbytes for n, r in reads.items() if r.placement is Local.HOST}
+    passing = {n: r.spec.nbytes for n, r in reads.items() if _is_whole_here(r.placement)}
+    for sizes, total in (
+        (staying, sum(staying.values())),
+        (passing, max(passing.values(), default=0)),
+    ):
+        if total > memory:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise CorruptCheckpointError(
+                f"{largest}: expected leaves that this host can hold, {memory} bytes, found "
+                f"{total} bytes, {sizes[largest]} of them in this one",
+                key_path=largest,
+            )
+
+
+def _is_whole_here(placement: Placement) -> bool:
+    """Whether all of a leaf passes through this host at one time."""
+    return placement is not Local.HOST and (
+        isinstance(placement, Local) or placement.is_fully_replicated
+    )
 
 
 def is_whole(manifest: Manifest, reads: Mapping[str, Read]) -> bool:

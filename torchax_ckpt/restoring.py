@@ -15,8 +15,10 @@ from jax.sharding import Sharding
 
 from torchax_ckpt import content
 from torchax_ckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     ForeignCheckpointError,
+    StepNotFoundError,
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
@@ -69,18 +71,31 @@ def newest_readable(
 
     Raises:
       CorruptCheckpointError: none of them can be read; the error of the newest.
+      UnusableStateError: nor can they, and what they were to be restored into is gone already.
+      StepNotFoundError: all were deleted meanwhile.
     """
-    first_error: CorruptCheckpointError | None = None
+    first_error: CheckpointError | None = None
     skipped: list[int] = []
     for committed in reversed(candidates):
         try:
             return attempt(committed), tuple(skipped)
-        except CorruptCheckpointError as error:
+        except StepNotFoundError as error:  # whoever writes here has deleted it meanwhile
             first_error = first_error or error
+        except (CorruptCheckpointError, UnusableStateError) as error:
+            if not is_damage(error):
+                raise
+            first_error = error if isinstance(error, UnusableStateError) else first_error or error
             skipped.append(committed.step)
             warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
     assert first_error is not None, "called with no candidates"
     raise first_error
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a restore or load has failed because the step is damaged."""
+    if isinstance(error, UnusableStateError):
+        return isinstance(error.__cause__, CorruptCheckpointError)
+    return isinstance(error, CorruptCheckpointError)
 
 
 def restore_attached(

@@ -23,7 +23,6 @@ from typing import Any
 from torchax_ckpt import content
 from torchax_ckpt.errors import (
     CheckpointError,
-    CorruptCheckpointError,
     DonatedBufferError,
     LeaseError,
     SaveError,
@@ -155,6 +154,15 @@ class Saver:
             self._directory.claim()
             self._was_claimed = True
 
+    def recover(self) -> None:
+        """Finishes or removes what killed and failed saves have left. Without a save in flight."""
+        if not self._is_claimed:
+            if self._num_failures:
+                self._directory.claim()
+            self._directory.recover()
+            self._history.refresh()
+            self._is_claimed = True
+
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
@@ -249,12 +257,8 @@ class Saver:
             self.newest_failure = None
             logger.info("saved step %d to %s in %.2f s", durable.step, durable.path, durable_secs)
             if self._num_failures:
-                logger.warning(
-                    "saving to %s works again after %d failed saves: step %d is durable",
-                    self._directory.path,
-                    self._num_failures,
-                    durable.step,
-                )
+                text = "saving to %s works again after %d failed saves"
+                logger.warning(text, self._directory.path, self._num_failures)
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")
@@ -263,15 +267,11 @@ class Saver:
             self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
         finally:
             save.transferred.set()
+            del capture  # frames of an error that is kept lead here
 
     def _write(self, capture: Capture, save: _InFlight) -> CommittedStep:
-        if not self._is_claimed:
-            save.enter("cleaning up the directory")
-            if self._num_failures:
-                self._directory.claim()
-            self._directory.recover()
-            self._history.refresh()
-            self._is_claimed = True
+        save.enter("cleaning up the directory")
+        self.recover()
         save.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
@@ -307,16 +307,15 @@ class Saver:
             save.enter("reading it back")
             try:
                 content.verify_step(durable, self._options)
-            except CorruptCheckpointError:
+            except Exception:  # damaged, or not to be read: it must not be the newest step
                 self._directory.delete(durable)
                 raise
-            self._directory.verified.note(durable)
+            self._directory.verified.note(durable, is_sound=True)
         self._history.end(durable, summary)
         return durable
 
     def _tidy(self, durable: CommittedStep) -> None:
         """After a commit: sets the abandoned branch aside, deletes what no rule keeps."""
-        step = durable.step
         try:
             history = self._history
             self._directory.set_aside(history.abandoned)
@@ -329,9 +328,9 @@ class Saver:
             history.forget(self._directory.prune(keep, history.committed))
         except Exception as error:
             failure = SaveError(
-                f"step {step} is durable in {self._directory.path}, but tidying up after it "
-                f"failed: {medium.explained(error, self._directory.path)}",
-                step=step,
+                f"step {durable.step} is durable in {self._directory.path}, but tidying up after "
+                f"it failed: {medium.explained(error, self._directory.path)}",
+                step=durable.step,
                 path=self._directory.path,
             )
             failure.__cause__ = error
@@ -342,13 +341,11 @@ class Saver:
 
     def _fail(self, capture: Capture, error: BaseException) -> None:
         step, path = capture.step, self._directory.path
-        if "has been deleted" in str(error):
-            # An array that was held by reference is gone: say which one.
+        if "has been deleted" in str(error):  # an array held by reference is gone: say which
             try:
                 capture.snapshot.require_alive()
             except DonatedBufferError as donated:
-                donated.__context__ = error
-                error = donated
+                error = donated.with_traceback(None)
         if isinstance(error, DonatedBufferError):
             self._on_donated()
         does_end = isinstance(error, LeaseError)
@@ -359,7 +356,7 @@ class Saver:
             path=getattr(error, "path", None) or path,
             key_path=getattr(error, "key_path", None),
         )
-        failure.__cause__ = error
+        failure.__cause__ = medium.without_locals(error)
         self.newest_failure = failure
         self._num_failures += 1
         self._is_claimed = False  # what it left behind is removed before the next one

@@ -275,21 +275,21 @@ def _copy_onto(sharding: Sharding) -> Callable[..., tuple[jax.Array, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _stack_onto(sharding: Sharding) -> Callable[..., jax.Array]:
-    return jax.jit(lambda *xs: _stack_bits(xs), out_shardings=sharding)
-
-
-def _stack_bits(arrays: Sequence[jax.Array]) -> jax.Array:
-    """A stack; of float8 by its bits, since XLA converts those on the way and changes NaNs."""
-    dtype = arrays[0].dtype
-    if not dtype.name.startswith("float8"):
-        return jnp.stack(arrays)
-    bits = [jax.lax.bitcast_convert_type(array, jnp.uint8) for array in arrays]
-    return jax.lax.bitcast_convert_type(jnp.stack(bits), dtype)
+    return jax.jit(lambda *xs: _by_bits(jnp.stack, xs), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)
 def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
-    return jax.jit(lambda *xs: jnp.concatenate(xs), out_shardings=sharding)
+    return jax.jit(lambda *xs: _by_bits(jnp.concatenate, xs), out_shardings=sharding)
+
+
+def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+    """Joins arrays; small floats by their bits: XLA converts them on the way and changes NaNs."""
+    dtype = arrays[0].dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or (num_bits := jnp.finfo(dtype).bits) >= 32:
+        return join(arrays)
+    bits = [jax.lax.bitcast_convert_type(array, f"uint{num_bits}") for array in arrays]
+    return jax.lax.bitcast_convert_type(join(bits), dtype)
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterable[list[Any]]:

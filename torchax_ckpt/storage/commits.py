@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 # What Orbax writes last into a step.
 MARK = "commit_success.txt"
 _RECORD = "_CHECKPOINT_METADATA"
+# What a step of this package, or one of bare Orbax, consists of.
+_PARTS = {inspection.STATE, "manifest", "summary", "verified", _RECORD, "_METADATA", "pytree"}
 # Nanoseconds since 1970, until 2262: what dates are computed from.
 _MAX_TIME = 2**63 - 1
 
@@ -21,6 +23,16 @@ _MAX_TIME = 2**63 - 1
 def is_marked(path: epath.Path) -> bool:
     """Whether a step is complete as far as its mark tells; locally its name tells that."""
     return not location.is_bucket(path) or (path / MARK).exists()
+
+
+def is_begun(path: epath.Path) -> bool:
+    """Whether a folder in a bucket is a step that was not finished, or was not wholly removed.
+
+    Any other folder there may have a number for a name, and is somebody's.
+    """
+    if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
+        return False
+    return any(child.name in _PARTS for child in path.iterdir())
 
 
 class CommitTimes:

@@ -46,6 +46,8 @@ from torchax_ckpt.storage.verified import Verified
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary"
+# How many commits may bear later times than the latest of all.
+_LATEST = 32
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})")
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
@@ -111,8 +113,7 @@ class StepDirectory:
             found = list(self._visible())
         if not found:
             return []
-        newest = max(found, key=lambda s: s.commit_timestamp_nsecs)
-        abandoned = self._abandoned_by(newest)
+        abandoned = self._abandoned_by(found)
         counted = {
             s.step: s
             for s in sorted(found, key=lambda s: s.is_incoming)
@@ -176,17 +177,20 @@ class StepDirectory:
             except Exception as error:
                 if medium.is_unavailable(error):
                     raise self._error("read", error) from error
-                loaded = None  # not written by this package, or damaged: restoring will tell
+                return {}  # not written by this package, damaged, or moved: restoring will tell
             self._summaries[key] = loaded if isinstance(loaded, dict) else {}
         return self._summaries[key]
 
-    def _abandoned_by(self, committed: CommittedStep) -> set[tuple[int, int]]:
-        # Only the newest commit can name steps that are still in place: whoever writes next
-        # first finishes setting them aside.
-        listed = self._summary(committed).get("abandons")
+    def _abandoned_by(self, steps: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+        # Only the latest commit can name steps that are still in place: whoever writes next first
+        # finishes setting them aside. Clocks of several hosts do not quite say which it is.
+        latest = sorted(steps, key=lambda s: s.commit_timestamp_nsecs)[-_LATEST:]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            listed = [summary.get("abandons") for summary in pool.map(self._summary, latest)]
         return {
             (entry[0], entry[1])
-            for entry in (listed if isinstance(listed, list) else [])
+            for entries in listed
+            for entry in (entries if isinstance(entries, list) else [])
             if isinstance(entry, list) and [type(part) for part in entry] == [int, int]
         }
 
@@ -225,18 +229,14 @@ class StepDirectory:
         with self._translated("clean up"):
             self.fence()
             visible = list(self._visible())
-            if visible:
-                newest = max(visible, key=lambda s: s.commit_timestamp_nsecs)
-                abandoned = self._abandoned_by(newest)
-                self.set_aside(
-                    s for s in visible if (s.step, s.commit_timestamp_nsecs) in abandoned
-                )
-                for committed in visible:
-                    if committed.is_incoming:
-                        self.settle(committed)
+            abandoned = self._abandoned_by(visible)
+            self.set_aside(s for s in visible if (s.step, s.commit_timestamp_nsecs) in abandoned)
+            for committed in visible:
+                if committed.is_incoming:
+                    self.settle(committed)
             for child in self._children():
                 if _LEFTOVER.fullmatch(child.name) or (
-                    _MARKED.fullmatch(child.name) and not commits.is_marked(child)
+                    _MARKED.fullmatch(child.name) and commits.is_begun(child)
                 ):
                     logger.info("removing %s, left behind by a killed save or delete", child)
                     _remove_leftover(child)
@@ -252,7 +252,7 @@ class StepDirectory:
             return self.path / f"writing-{step}-{writer if jax.process_count() == 1 else 'all'}"
         for name in (str(step), f"incoming-{step}"):
             path = self.path / name
-            if path.exists() and not commits.is_marked(path):
+            if commits.is_begun(path):
                 self.fence()
                 path.rmtree()  # a killed save
             elif path.exists():

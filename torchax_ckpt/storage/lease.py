@@ -188,7 +188,7 @@ class Lease:
         self._hold = self._take()
         # For a checkpointer that is dropped without close(). The thread that renews knows only the
         # hold, so it does not keep the lease from being collected.
-        self._dropped = weakref.finalize(self, self._hold.end)
+        self._dropped = weakref.finalize(self, self._hold.drop)
         self._dropped.atexit = False
 
     def renew(self) -> None:
@@ -226,6 +226,8 @@ class Lease:
                 is_alive = other.is_alive() if other is not None else None
                 if is_alive and other is not None and other.pid == os.getpid() and not is_collected:
                     gc.collect()  # perhaps a checkpointer that was dropped without close()
+                    while _dropping:
+                        _dropping.pop().join()
                     is_collected = True
                     continue
                 if is_alive or (is_alive is None and first is not None and seen != first):
@@ -273,6 +275,10 @@ class Lease:
         )
 
 
+# Threads that are giving back the leases of checkpointers that were dropped.
+_dropping: list[threading.Thread] = []
+
+
 class _Hold:
     """A lease that was taken: renewed by a thread of its own until it is ended or lost."""
 
@@ -293,6 +299,7 @@ class _Hold:
         # Reentrant: the garbage collector may end this hold inside anything it does itself.
         self._lock = threading.RLock()
         self._ended = threading.Event()
+        self._is_dropped = False
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
@@ -342,9 +349,17 @@ class _Hold:
             finally:
                 self._record.close()
 
+    def drop(self) -> None:
+        """Has its thread give the lease back: the garbage collector must not wait for it."""
+        self._is_dropped = True
+        _dropping.append(self._thread)
+        self._ended.set()
+
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECS):
             self.renew()
+        if self._is_dropped:
+            self.end()
 
     def _is_mine(self) -> bool:
         return self.holder.pid == os.getpid()

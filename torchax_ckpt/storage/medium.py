@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,6 +134,18 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
 def explained(error: BaseException, path: Any) -> str:
     """What the medium at a path said, and what to do about it, in sentences."""
     return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
+
+
+def without_locals(error: BaseException) -> BaseException:
+    """The error as it may be kept: its frames would keep alive whatever they worked on.
+
+    That can be a copy of a whole state on the devices.
+    """
+    if error.__traceback__ is not None:  # the frame that caught it, which still runs
+        error.__traceback__ = error.__traceback__.tb_next
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+    return error
 
 
 def kind(error: BaseException) -> str:

@@ -1,7 +1,10 @@
-"""Owns which steps count as verified: read back whole once, and found as they were saved."""
+"""Owns which steps count as verified: read back whole, found as they were saved, and not since
+found otherwise.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,6 +12,8 @@ from torchax_ckpt.storage import modes
 
 if TYPE_CHECKING:
     from torchax_ckpt.storage.directory import CommittedStep
+
+logger = logging.getLogger(__name__)
 
 # An empty file in the step.
 MARK = "verified"
@@ -18,23 +23,30 @@ class Verified:
     """The verified steps of a directory: noted in this process, or marked by an earlier one."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[int, int], bool] = {}  # step -> whether its mark is written
+        self._noted: dict[tuple[int, int], bool] = {}  # step -> as what it was found
+        self._written: set[tuple[int, int]] = set()
 
-    def note(self, committed: CommittedStep) -> None:
-        """Takes it that the step is verified, in this process alone."""
-        self._noted.setdefault((committed.step, committed.commit_timestamp_nsecs), False)
+    def note(self, committed: CommittedStep, *, is_sound: bool) -> None:
+        """Takes it that the step was read whole and is sound, or that it is damaged."""
+        self._noted[_key(committed)] = is_sound
+        self._written.discard(_key(committed))
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
-        """Writes it down in those of the steps that were noted."""
+        """Has those of the steps that were noted say so to later programs."""
         for committed in steps:
-            key = (committed.step, committed.commit_timestamp_nsecs)
-            if self._noted.get(key) is False:
-                modes.make_file(committed.path / MARK)
-                self._noted[key] = True
+            key = _key(committed)
+            if key not in self._noted or key in self._written:
+                continue
+            path = committed.path / MARK
+            try:
+                modes.make_file(path) if self._noted[key] else path.unlink(missing_ok=True)
+                self._written.add(key)
+            except Exception as error:  # each client of a bucket has errors of its own
+                logger.info("%s is not changed: %s", path, error)
 
     def __contains__(self, committed: CommittedStep) -> bool:
-        key = (committed.step, committed.commit_timestamp_nsecs)
-        return key in self._noted or (committed.path / MARK).exists()
+        found = self._noted.get(_key(committed))
+        return (committed.path / MARK).exists() if found is None else found
 
     def newest_of(
         self, doomed: list[CommittedStep], steps: Iterable[CommittedStep]
@@ -45,3 +57,7 @@ class Verified:
                 newer = (s for s in steps if s.step > candidate.step)
                 return None if any(s in self for s in newer) else candidate
         return None
+
+
+def _key(committed: CommittedStep) -> tuple[int, int]:
+    return committed.step, committed.commit_timestamp_nsecs
