@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -19,7 +18,6 @@ from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
     ClosedError,
-    CorruptCheckpointError,
     PolicyError,
     StepError,
     StepNotFoundError,
@@ -31,9 +29,9 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
 from torchax_ckpt.restoring import (
     RestoreReport,
-    is_damage,
     load_state,
     newest_readable,
+    reading,
     restore_attached,
 )
 from torchax_ckpt.saving import Capture, Saver
@@ -244,27 +242,11 @@ class TorchaxCheckpointer:
         return dataclasses.replace(report, skipped_steps=skipped)
 
     def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
-        with self._reading(committed):
+        with reading(committed, self._directory):
             report = restore_attached(committed, attached, strict, self._options)
         if report.is_verified:
             self._directory.verified.note(committed, is_sound=True)
         return report
-
-    @contextlib.contextmanager
-    def _reading(self, committed: CommittedStep) -> Iterator[None]:
-        """Notes that a step is damaged; tells that from one that is deleted while it is read."""
-        try:
-            yield
-        except CheckpointError as error:
-            if is_damage(error):
-                if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
-                    raise StepNotFoundError(
-                        f"{committed.path}: step {committed.step} was deleted meanwhile",
-                        step=committed.step,
-                        path=committed.path,
-                    ) from error
-                self._directory.verified.note(committed, is_sound=False)
-            raise
 
     @guarded(trains=False)
     def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
@@ -292,7 +274,7 @@ class TorchaxCheckpointer:
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with self._reading(committed):
+        with reading(committed, self._directory):
             return load_state(committed, abstract_state, self._options)
 
     @guarded(trains=False)
@@ -319,7 +301,7 @@ class TorchaxCheckpointer:
             self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
         )
         try:
-            with self._reading(committed):
+            with reading(committed, self._directory):
                 verify_step(committed, self._options)
             self._directory.verified.note(committed, is_sound=True)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -33,7 +34,7 @@ from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage.directory import CommittedStep
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,6 +90,31 @@ def newest_readable(
             warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
     assert first_error is not None, "called with no candidates"
     raise first_error
+
+
+@contextlib.contextmanager
+def reading(committed: CommittedStep, directory: StepDirectory) -> Iterator[None]:
+    """Notes it if the step that is read within turns out to be damaged, and offers others.
+
+    Raises:
+      StepNotFoundError: it was deleted while it was read.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if not is_damage(error):
+            raise
+        if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
+            raise StepNotFoundError(
+                f"{committed.path}: step {committed.step} was deleted meanwhile",
+                step=committed.step,
+                path=committed.path,
+            ) from error
+        directory.verified.note(committed, is_sound=False)
+        others = [s for s in directory.steps() if s.step != committed.step]
+        named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])
+        error.message += f" Other steps there: {', '.join(named) or 'none'}."
+        raise
 
 
 def is_damage(error: BaseException) -> bool:
