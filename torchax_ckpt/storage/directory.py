@@ -27,6 +27,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from torchax_ckpt.storage.record import DRAFT_SUFFIX
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary"
-_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})")
+_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
     rf"|{lease_room.NAME}-.*{re.escape(DRAFT_SUFFIX)}"
@@ -95,6 +96,7 @@ class StepDirectory:
         self._commit_times = commits.CommitTimes()
         self._is_read_only = read_only
         self._num_writes = 0
+        self._given: set[str] = set()
         self._lease = lease_room.Lease(self.path)
 
     # --- reading ---
@@ -109,7 +111,7 @@ class StepDirectory:
         abandoned = self._abandoned_by(newest)
         counted = {
             s.step: s
-            for s in sorted(found, key=lambda s: s.is_incoming)
+            for s in sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
             if (s.step, s.commit_timestamp_nsecs) not in abandoned
         }
         return [counted[step] for step in sorted(counted)]
@@ -199,7 +201,7 @@ class StepDirectory:
             self.fence()
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
 
     def fence(self) -> None:
         """Makes sure, right before something becomes visible, that this program may write.
@@ -244,17 +246,21 @@ class StepDirectory:
             self._num_writes += 1
             writer = f"{self._lease.token}-{self._num_writes}"
             return self.path / f"writing-{step}-{writer if jax.process_count() == 1 else 'all'}"
-        for name in (str(step), f"incoming-{step}"):
+        more = (f"incoming-{step}-{count}" for count in itertools.count(2))
+        for name in itertools.chain((str(step), f"incoming-{step}"), more):
             path = self.path / name
+            # A request of a failed save may still be carried out, and overwrite what a later save
+            # writes under the same name. Several processes must agree, though.
+            if name in self._given and jax.process_count() == 1:
+                continue
             if path.exists() and not commits.is_marked(path):
                 self.fence()
-                path.rmtree()  # a killed save
+                bucket.remove(path)  # a killed save
             elif path.exists():
                 continue
+            self._given.add(name)
             return path
-        raise DirectoryError(
-            f"{self.path}: {step} and incoming-{step} are both taken", path=self.path, step=step
-        )
+        raise AssertionError("the numbers have ended")
 
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes a written step visible, under its number or beside an abandoned step that has it.
@@ -314,7 +320,7 @@ class StepDirectory:
         # Object by object: a process killed meanwhile leaves two halves without a mark, which are
         # removed, and never one that looks like a step.
         mark = (path / commits.MARK).read_text()
-        (path / commits.MARK).unlink()
+        bucket.remove(path / commits.MARK)
         path.rename(target)
         (target / commits.MARK).write_text(mark)
 
@@ -327,8 +333,8 @@ class StepDirectory:
         with self._translated("delete from"):
             self.fence()
             if self._is_bucket:
-                (committed.path / commits.MARK).unlink(missing_ok=True)
-                committed.path.rmtree(missing_ok=True)
+                bucket.remove(committed.path / commits.MARK)
+                bucket.remove(committed.path)
                 return
             doomed = self.path / f"deleting-{committed.step}"
             if doomed.exists():
@@ -374,6 +380,9 @@ class StepDirectory:
 
 def _remove_leftover(path: epath.Path) -> None:
     """Removes what it can: Orbax goes on writing the other files of a save that failed."""
+    if location.is_bucket(path):
+        bucket.remove(path)
+        return
     try:
         path.rmtree()
     except OSError as error:
