@@ -35,6 +35,7 @@ from support import P, assert_trees_identical, bits, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import DirectoryError, SaveError
+from torchax_ckpt.storage import location
 
 ROOT = Path(__file__).parent.parent.parent
 _numbers = itertools.count(1)
@@ -275,6 +276,24 @@ def test_past_the_limit_a_save_fails_clearly_and_saving_resumes(
     ckpt.close()
     assert names(gcs, bucket_run) == {"1", "2", "3"}
     assert_trees_identical(ckpt.load(2), state(2))
+
+
+def test_arrays_that_cannot_be_read_now_are_given_up_with_a_clear_error(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+    for retries in (1, 2):
+        monkeypatch.setattr(location, "_RETRIES", retries)
+        gcs.counts.clear()
+        gcs.is_out, gcs.concerned = "refuse", "%2Fstate%2Fd%2F"
+        message = f"cannot be read now.*All {retries} retry attempts failed.*check the network"
+        with pytest.raises(DirectoryError, match=message):
+            ckpt.load(1)
+        requests = len(gcs.server.names(f"{bucket_run.removeprefix('gs://bucket/')}/1/state/d/"))
+        assert gcs.counts["refuse"] == (retries + 1) * requests
+        gcs.calm()
+    assert_trees_identical(ckpt.load(1), state(1))
 
 
 def test_a_step_that_the_network_hides_is_not_passed_over(

@@ -1,7 +1,8 @@
 """Owns the run directory: which steps are there, which count, how they come, move and go.
 
     DIRECTORY/120/             a committed step
-    DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies
+    DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies, or on
+                               a bucket one that did not come to be; there also incoming-120-2, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
@@ -14,9 +15,11 @@ error here, never an absent step: a run must not go back, or start anew, for a p
 
 On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
 mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
-incoming step stays where it is. A writer that loses its lease in the middle of a step may then
-still overwrite single objects of the same step that its successor writes; locally it cannot, as
-every writer's saves have names of their own until they are committed.
+incoming step stays where it is. A request may be carried out there long after its answer was given
+up for lost, so nothing is deleted but the very object that was looked at, and a name under which
+this program has begun a save is not used again. A writer that is killed, or loses its lease, in the
+middle of a step may still overwrite single objects of the same step that its successor writes;
+locally it cannot, as every writer's saves have names of their own until they are committed.
 
 Listing and reading change nothing. One process at a time may write: whoever holds the lease.
 """
