@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=0.1, help="share of requests with a fault")
     parser.add_argument("--outage-secs", type=float, default=20.0)
     parser.add_argument("--kill-every", type=int, default=20, help="saves per kill; 0 for none")
+    parser.add_argument("--kill-within", type=float, default=20.0, help="seconds after it begins")
     parser.add_argument("--lie", choices=["drop", "flip"], help="have the server lie")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="a folder for what the processes say")
@@ -58,7 +59,9 @@ def main() -> int:
         server.spoil = liar(server, args.lie)
     began = time.monotonic()
     share = -(-args.saves // args.processes)
-    runs = [Run(f"gs://bucket/run{i}", share, args.log) for i in range(args.processes)]
+    runs = [
+        Run(f"gs://bucket/run{i}", share, args.kill_within, args.log) for i in range(args.processes)
+    ]
     threads = [
         threading.Thread(target=run.drive, args=(proxy, args.kill_every, args.seed + i))
         for i, run in enumerate(runs)
@@ -128,7 +131,8 @@ class Run:
 
     url: str
     share: int
-    log: Path | None = None
+    kill_within: float
+    log: Path | None
     tried: int = 0
     kills: int = 0
     exact: int = 0
@@ -193,7 +197,7 @@ class Run:
                 if until == 0:
                     is_killed = True
                     # A save takes some ten seconds: also while it commits, deletes, or is over.
-                    threading.Timer(dice.uniform(0, 20), process.kill).start()
+                    threading.Timer(dice.uniform(0, self.kill_within), process.kill).start()
             elif word == "durable":
                 self.durable.append(int(step))
                 self.untidied += [line] if rest else []
