@@ -75,6 +75,9 @@ def main() -> int:
             time.sleep(args.outage_secs)
             proxy.is_out, args.outage_secs = "", 0
         time.sleep(0.5)
+    for run in runs:
+        if run.tried < run.share and not run.broken:
+            run.broken.append(f"{run.url}: stopped after {run.tried} of {run.share} saves")
     counts = dict(proxy.counts)
     proxy.calm()
     with futures.ThreadPoolExecutor(4) as pool:
