@@ -41,4 +41,5 @@ def test_a_server_that_lies_is_found_out() -> None:
     code, table, output = torture(*args, "--lie", "flip")
     assert code == 1, output
     assert table["durable"] == 3, output
+    assert table["killed on the way"] == 0, output
     assert table["lost or wrong steps"] == 1, output

@@ -150,7 +150,7 @@ class Run:
         dice = random.Random(seed)
         while self.tried < self.share and not self.broken:
             left = self.share - self.tried
-            until = dice.randint(1, 2 * kill_every) if kill_every else left
+            until = dice.randint(1, 2 * kill_every) if kill_every else left + 1
             self._process(proxy, left, until, dice)
 
     def verify(self, proxy: gcs_proxy.FaultProxy) -> list[str]:
