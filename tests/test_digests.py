@@ -20,7 +20,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.content import read_manifest
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.storage import arrays, digests, reading
+from torchax_ckpt.storage import arrays, digests, location, reading
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.placing import Wanted
 
@@ -163,7 +163,8 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
     step = StepDirectory(directory).find(1)
-    store = reading.ts.KvStore.open(reading._kvstore(step), context=reading._context()).result()
+    context = location.reading_context()
+    store = reading.ts.KvStore.open(reading._kvstore(step), context=context).result()
     key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
     store.delete_range(reading.ts.KvStore.KeyRange(key, key + b"\0")).result()
     with pytest.raises(CorruptCheckpointError, match="state/big"):

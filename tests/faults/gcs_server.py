@@ -46,6 +46,10 @@ class GcsServer:
         _mend()
         self._server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=bucket)
         self.storage: Any = self._server._storage
+        # Each would make every write slower than the one before: a list of all objects, and what
+        # was deleted, kept for a week.
+        self.storage._write_config_to_file = lambda: None
+        self.storage.buckets[bucket]["softDeletePolicy"] = {"retentionDurationSeconds": 0}
         self.spoil: Spoil | None = None
         create = self.storage.create_file
 
@@ -83,11 +87,11 @@ def _mend() -> None:
         objects.download = _with_generation(objects.download)
         objects._finalize_resumable_object = _remembered(objects._finalize_resumable_object)
         objects.upload_partial = _repeatable(objects.upload_partial)
-        insert = _conditional(objects.insert)
+        mended = {h: _conditional(h) for h in (objects.insert, objects.delete)}
         emulator.HANDLERS = (
             (_MOVE, {"POST": _move}),
             *(
-                (pattern, {m: insert if h is objects.insert else h for m, h in methods.items()})
+                (pattern, {m: mended.get(h, h) for m, h in methods.items()})
                 for pattern, methods in emulator.HANDLERS
             ),
         )
@@ -103,19 +107,20 @@ def _with_generation(download: Callable[..., None]) -> Callable[..., None]:
     return answer
 
 
-def _conditional(insert: Callable[..., None]) -> Callable[..., None]:
-    """Refuses a write whose ``ifGenerationMatch`` is not the generation there is, 0 for none."""
+def _conditional(handle: Callable[..., None]) -> Callable[..., None]:
+    """Refuses a request whose ``ifGenerationMatch`` is not the generation there is, 0 for none."""
 
     def answer(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
         query = request.query
         if "ifGenerationMatch" in query and "upload_id" not in query:
             there = storage.objects.get(request.params["bucket_name"], {})
-            found = there.get(query["name"][0], {}).get("generation", 0)
+            name = request.params.get("object_id") or query["name"][0]
+            found = there.get(name, {}).get("generation", 0)
             if str(found) != query["ifGenerationMatch"][0]:
                 _ = request.data  # off the connection
                 response.status = HTTPStatus.PRECONDITION_FAILED
                 return
-        insert(request, response, storage, *args, **kwargs)
+        handle(request, response, storage, *args, **kwargs)
 
     return answer
 

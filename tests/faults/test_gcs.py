@@ -12,13 +12,15 @@ import textwrap
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 # Read when gcsfs is imported: it would ask a gRPC service that the emulator does not have.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
+import aiohttp
+import fsspec
 import gcs_proxy
 import gcs_server
 import gcsfs.retry
@@ -33,6 +35,7 @@ from support import P, assert_trees_identical, bits, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import DirectoryError, SaveError
+from torchax_ckpt.storage import location
 
 ROOT = Path(__file__).parent.parent.parent
 _numbers = itertools.count(1)
@@ -87,6 +90,19 @@ def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
     ckpt.wait_until_finished()
 
 
+def leave(gcs: gcs_proxy.FaultProxy, run: str, step: int, as_names: Sequence[str]) -> None:
+    """Copies a step without its mark, as killed saves and moves leave it."""
+    prefix = run.removeprefix("gs://bucket/")
+    storage = gcs.server.storage
+    for name in gcs.server.names(f"{prefix}/{step}/"):
+        if not name.endswith("commit_success.txt"):
+            found = storage.get_file_obj("bucket", name)
+            for left in as_names:
+                copy = name.replace(f"{prefix}/{step}/", f"{prefix}/{left}/")
+                content = storage.get_file("bucket", name)
+                storage.create_file("bucket", copy, content, {**found, "name": copy})
+
+
 def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -122,20 +138,82 @@ def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_sav
 ) -> None:
     with TorchaxCheckpointer(bucket_run) as ckpt:
         save(ckpt, 1, 2)
-    prefix = bucket_run.removeprefix("gs://bucket/")
-    storage = gcs.server.storage
-    for name in gcs.server.names(f"{prefix}/2/"):
-        if not name.endswith("commit_success.txt"):
-            found = storage.get_file_obj("bucket", name)
-            for left in ("7", "incoming-6", "abandoned-5-2"):
-                copy = name.replace(f"{prefix}/2/", f"{prefix}/{left}/")
-                content = storage.get_file("bucket", name)
-                storage.create_file("bucket", copy, content, {**found, "name": copy})
+    leave(gcs, bucket_run, 2, as_names=("7", "incoming-6", "abandoned-5-2"))
     assert {"7", "incoming-6", "abandoned-5-2"} < names(gcs, bucket_run)
     with TorchaxCheckpointer(bucket_run) as ckpt:
         assert ckpt.all_steps() == [1, 2]
         save(ckpt, 8)
     assert names(gcs, bucket_run) == {"1", "2", "8"}
+
+
+def test_a_delete_that_is_carried_out_late_spares_what_was_written_since(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+    leave(gcs, bucket_run, 1, as_names=("2",))
+    filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+    monkeypatch.setattr(filesystem, "requests_timeout", aiohttp.ClientTimeout(sock_read=2))
+    late: list[threading.Thread] = []
+    now = threading.Event()
+
+    def hold(request: str) -> None:
+        if request.startswith("DELETE") and "2%2Fmanifest%2Fdata.json" in request and not late:
+            late.append(threading.current_thread())
+            now.wait(60)
+
+    gcs.hook = hold
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 2)
+        now.set()
+        for thread in late:
+            thread.join()
+        assert late
+    assert_trees_identical(ckpt.load(2), state(2))
+
+
+def test_nothing_is_deleted_but_what_was_looked_at(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    requests: list[str] = []
+    with TorchaxCheckpointer(bucket_run, preservation_policy=policies.LatestN(1)) as ckpt:
+        save(ckpt, 1)
+        gcs.hook = requests.append
+        save(ckpt, 2, 3)
+    deletes = [r for r in requests if r.startswith("DELETE")]
+    assert len(deletes) > 10
+    assert [r for r in deletes if "ifGenerationMatch=" not in r] == []
+    assert names(gcs, bucket_run) == {"3"}
+
+
+def test_a_write_of_a_failed_save_that_is_carried_out_late_spares_the_step_when_saved_anew(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+    monkeypatch.setattr(filesystem, "requests_timeout", aiohttp.ClientTimeout(sock_read=2))
+    late: list[threading.Thread] = []
+    now = threading.Event()
+
+    def hold(request: str) -> None:
+        if "/2/manifest/data.json" in request and "upload_id" in request and not late:
+            late.append(threading.current_thread())
+            gcs.allows_writes = False  # so that the save fails
+            now.wait(60)
+
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+        gcs.hook = hold
+        ckpt.save(2, state=state(7), metrics={"loss": 7}, force=True)
+        with pytest.raises(SaveError, match="saving step 2"):
+            ckpt.wait_until_finished()
+        gcs.allows_writes = True
+        save(ckpt, 2)
+        now.set()
+        for thread in late:
+            thread.join()
+        assert late
+        assert_trees_identical(ckpt.load(2), state(2))
+    assert_trees_identical(TorchaxCheckpointer(bucket_run).load(2), state(2))
 
 
 def test_another_process_sees_new_steps(gcs: gcs_proxy.FaultProxy, bucket_run: str) -> None:
@@ -198,6 +276,24 @@ def test_past_the_limit_a_save_fails_clearly_and_saving_resumes(
     ckpt.close()
     assert names(gcs, bucket_run) == {"1", "2", "3"}
     assert_trees_identical(ckpt.load(2), state(2))
+
+
+def test_arrays_that_cannot_be_read_now_are_given_up_with_a_clear_error(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+    for retries in (1, 2):
+        monkeypatch.setattr(location, "_RETRIES", retries)
+        gcs.counts.clear()
+        gcs.is_out, gcs.concerned = "refuse", "%2Fstate%2Fd%2F"
+        message = f"cannot be read now.*All {retries} retry attempts failed.*check the network"
+        with pytest.raises(DirectoryError, match=message):
+            ckpt.load(1)
+        requests = len(gcs.server.names(f"{bucket_run.removeprefix('gs://bucket/')}/1/state/d/"))
+        assert gcs.counts["refuse"] == (retries + 1) * requests
+        gcs.calm()
+    assert_trees_identical(ckpt.load(1), state(1))
 
 
 def test_a_step_that_the_network_hides_is_not_passed_over(

@@ -5,7 +5,7 @@
 Several processes save to prefixes of their own, are killed at random moments, and go on. Every
 step's content follows from its number, so whatever is listed afterwards can be held to it, bit by
 bit. Ends with 1 if anything is lost or wrong. ``--lie drop`` and ``--lie flip`` have the server
-acknowledge writes of array data that it drops or damages: then it must end with 1.
+drop or damage the array data of committed steps: then it must end with 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import concurrent.futures as futures
 import dataclasses
+import itertools
+import logging
 import os
 import random
 import subprocess
@@ -37,8 +39,10 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=0.1, help="share of requests with a fault")
     parser.add_argument("--outage-secs", type=float, default=20.0)
     parser.add_argument("--kill-every", type=int, default=20, help="saves per kill; 0 for none")
+    parser.add_argument("--kill-within", type=float, default=20.0, help="seconds after it begins")
     parser.add_argument("--lie", choices=["drop", "flip"], help="have the server lie")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="a folder for what the processes say")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -52,10 +56,12 @@ def main() -> int:
     proxy = gcs_proxy.FaultProxy(server, args.seed)
     proxy.rate = args.rate
     if args.lie:
-        server.spoil = liar(args.lie)
+        server.spoil = liar(server, args.lie)
     began = time.monotonic()
     share = -(-args.saves // args.processes)
-    runs = [Run(f"gs://bucket/run{i}", share) for i in range(args.processes)]
+    runs = [
+        Run(f"gs://bucket/run{i}", share, args.kill_within, args.log) for i in range(args.processes)
+    ]
     threads = [
         threading.Thread(target=run.drive, args=(proxy, args.kill_every, args.seed + i))
         for i, run in enumerate(runs)
@@ -69,6 +75,9 @@ def main() -> int:
             time.sleep(args.outage_secs)
             proxy.is_out, args.outage_secs = "", 0
         time.sleep(0.5)
+    for run in runs:
+        if run.tried < run.share and not run.broken:
+            run.broken.append(f"{run.url}: stopped after {run.tried} of {run.share} saves")
     counts = dict(proxy.counts)
     proxy.calm()
     with futures.ThreadPoolExecutor(4) as pool:
@@ -96,16 +105,25 @@ def main() -> int:
     return 1 if lost or any(r.wrong or r.broken for r in runs) else 0
 
 
-def liar(how: str) -> gcs_server.Spoil:
-    """Every ninth object of array data is not what was acknowledged."""
-    numbers = iter(range(1 << 30))
+def liar(server: gcs_server.GcsServer, how: str) -> gcs_server.Spoil:
+    """Every third step's array data is gone, or damaged, as soon as the step is committed.
 
-    def spoil(name: str, content: bytes) -> bytes | None:
-        if "/d/" not in name or next(numbers) % 9 != 8:
-            return content
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        return flipped if how == "flip" else None
+    Not before: whoever saves reads some of it again, and would rightly not acknowledge the step.
+    """
+    commits = itertools.count(1)
+
+    def spoil(name: str, content: bytes) -> bytes:
+        step, _, file = name.rpartition("/")
+        if file == "commit_success.txt" and next(commits) % 3 == 0:
+            for data in (n for n in server.names(f"{step}/") if "/d/" in n):
+                found = server.storage.get_file_obj("bucket", data)
+                was = server.storage.get_file("bucket", data)
+                server.storage.delete_file("bucket", data)
+                if how == "flip":
+                    middle = len(was) // 2
+                    now = was[:middle] + bytes([was[middle] ^ 1]) + was[middle + 1 :]
+                    server.storage.create_file("bucket", data, now, found)
+        return content
 
     return spoil
 
@@ -116,6 +134,8 @@ class Run:
 
     url: str
     share: int
+    kill_within: float
+    log: Path | None
     tried: int = 0
     kills: int = 0
     exact: int = 0
@@ -130,7 +150,7 @@ class Run:
         dice = random.Random(seed)
         while self.tried < self.share and not self.broken:
             left = self.share - self.tried
-            until = dice.randint(1, 2 * kill_every) if kill_every else left
+            until = dice.randint(1, 2 * kill_every) if kill_every else left + 1
             self._process(proxy, left, until, dice)
 
     def verify(self, proxy: gcs_proxy.FaultProxy) -> list[str]:
@@ -155,13 +175,16 @@ class Run:
 
     def _start(self, proxy: gcs_proxy.FaultProxy, count: int) -> subprocess.Popen[str]:
         path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}"
-        return subprocess.Popen(
-            [sys.executable, __file__, "--worker", self.url, str(count)],
-            env={**os.environ, **proxy.environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        mine = {**proxy.environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        name = os.devnull if self.log is None else self.log / f"{self.url.rpartition('/')[2]}.log"
+        with open(name, "a") as log:
+            return subprocess.Popen(
+                [sys.executable, __file__, "--worker", self.url, str(count)],
+                env={**os.environ, **mine},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     def _process(
         self, proxy: gcs_proxy.FaultProxy, count: int, until: int, dice: random.Random
@@ -176,7 +199,8 @@ class Run:
                 until -= 1
                 if until == 0:
                     is_killed = True
-                    threading.Timer(dice.uniform(0, 8), process.kill).start()
+                    # A save takes some ten seconds: also while it commits, deletes, or is over.
+                    threading.Timer(dice.uniform(0, self.kill_within), process.kill).start()
             elif word == "durable":
                 self.durable.append(int(step))
                 self.untidied += [line] if rest else []
@@ -207,7 +231,12 @@ def work(url: str, count: int) -> None:
     from torchax_ckpt import TorchaxCheckpointer, policies
     from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
 
+    logging.basicConfig(format="%(asctime)s %(process)d %(name)s %(message)s")
+    logging.getLogger("torchax_ckpt").setLevel(logging.INFO)
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # every failure, with a traceback
+
     def say(word: str, step: int, *more: Any) -> None:
+        logging.getLogger("torchax_ckpt.torture").info("%s %s %s", word, step, more)
         print(word, step, *more, flush=True)
 
     while True:  # as whoever starts the program again would
@@ -260,15 +289,14 @@ def compare(ckpt: Any, step: int, say: Any) -> None:
     from torchax_ckpt.errors import DirectoryError
 
     try:
-        found = ckpt.load(step)
+        found, expected = ckpt.load(step), state(ckpt.directory, step)
+        same = found["step"] == step and all(
+            np.asarray(found[k]).tobytes() == np.asarray(expected[k]).tobytes()
+            for k in ("device", "host")
+        )
     except Exception as error:
         word = "unreachable" if isinstance(error, DirectoryError) else "corrupt"
         return say(word, step, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
-    expected = state(ckpt.directory, step)
-    same = found["step"] == step and all(
-        np.asarray(found[k]).tobytes() == np.asarray(expected[k]).tobytes()
-        for k in ("device", "host")
-    )
     return say("exact" if same else "wrong", step)
 
 

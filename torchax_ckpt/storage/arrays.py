@@ -178,10 +178,18 @@ def abstract_array(
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     """A path of Orbax's that looks at the fence of its step before the commit mark is written.
 
+    On a bucket it does not delete the file that Orbax is about to write, which writing replaces in
+    any case: if the answer is slow to come, such a delete is sent again, and the first one may be
+    carried out after the write, and even after the step was reported durable.
+
     The fences lie outside, as Orbax keeps paths in caches.
     """
 
     fences: ClassVar[dict[str, Callable[[], None]]] = {}
+
+    def unlink(self, *args: Any, **kwargs: Any) -> None:
+        if not location.is_bucket(self):
+            super().unlink(*args, **kwargs)
 
     def write_text(self, *args: Any, **kwargs: Any) -> int:
         if self.name == commits.MARK:

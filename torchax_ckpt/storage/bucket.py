@@ -9,8 +9,10 @@ end, so that is bounded here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _CHECK_SECS = 60.0
 _SILENCE_SECS = 30
+_REMOVALS_AT_A_TIME = 32
 # Orbax asks for the bucket itself, to learn whether it has a hierarchical namespace.
 _READING = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
 _WRITING = ("storage.objects.create", "storage.objects.delete")
@@ -75,6 +78,29 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
             ),
             path=path,
         )
+
+
+def remove(path: epath.Path) -> None:
+    """Removes an object, or all under a prefix, each only as it was listed; nothing is no error.
+
+    A request whose answer was lost is sent again, and the first one may be carried out long after
+    the second: a plain delete would then remove what was written under the same name meanwhile.
+    """
+    filesystem = _filesystem(path)
+    found = filesystem.find(str(path), detail=True)
+    asyn.sync(filesystem.loop, _remove_all, filesystem, found)
+    if path.exists():  # a hierarchical namespace keeps the folders
+        path.rmtree(missing_ok=True)
+
+
+async def _remove_all(filesystem: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
+    async def remove_one(name: str, generation: str) -> None:
+        bucket, _, key = name.partition("/")
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another by now
+            await filesystem._call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=generation)
+
+    removals = [remove_one(name, str(info["generation"])) for name, info in found.items()]
+    await asyn._run_coros_in_chunks(removals, batch_size=_REMOVALS_AT_A_TIME)
 
 
 def _filesystem(path: epath.Path) -> Any:

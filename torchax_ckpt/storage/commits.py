@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 
 from etils import epath
 
-from torchax_ckpt.storage import inspection, location
+from torchax_ckpt.storage import bucket, inspection, location
 
 logger = logging.getLogger(__name__)
 
@@ -62,3 +63,16 @@ class CommitTimes:
                 "%s looks like a step, but its commit record cannot be read: ignoring it", path
             )
         return None
+
+
+def remove_leftover(path: epath.Path) -> None:
+    """Removes what it can: Orbax goes on writing the other files of a save that failed."""
+    if location.is_bucket(path):
+        bucket.remove(path)
+        return
+    try:
+        path.rmtree()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise
+        logger.info("%s is still being written to: it is removed later", path)

@@ -1,7 +1,8 @@
 """Owns the run directory: which steps are there, which count, how they come, move and go.
 
     DIRECTORY/120/             a committed step
-    DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies
+    DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies, or on
+                               a bucket one that did not come to be; there also incoming-120-2, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
@@ -15,9 +16,11 @@ error here, never an absent step: a run must not go back, or start anew, for a p
 
 On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
 mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
-incoming step stays where it is. A writer that loses its lease in the middle of a step may then
-still overwrite single objects of the same step that its successor writes; locally it cannot, as
-every writer's saves have names of their own until they are committed.
+incoming step stays where it is. A request may be carried out there long after its answer was given
+up for lost, so nothing is deleted but the very object that was looked at, and a name under which
+this program has begun a save is not used again. A writer that is killed, or loses its lease, in the
+middle of a step may still overwrite single objects of the same step that its successor writes;
+locally it cannot, as every writer's saves have names of their own until they are committed.
 
 Listing and reading change nothing. One process at a time may write: whoever holds the lease.
 """
@@ -27,7 +30,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
+import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +51,7 @@ logger = logging.getLogger(__name__)
 SUMMARY = "summary"
 # How many commits may bear later times than the latest of all.
 _LATEST = 32
-_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})")
+_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
     rf"|{lease_room.NAME}-.*{re.escape(DRAFT_SUFFIX)}"
@@ -103,6 +106,7 @@ class StepDirectory:
         self.verified = Verified()
         self._is_read_only = read_only
         self._num_writes = 0
+        self._given: set[str] = set()
         self._lease = lease_room.Lease(self.path)
 
     # --- reading ---
@@ -116,7 +120,7 @@ class StepDirectory:
         abandoned = self._abandoned_by(found)
         counted = {
             s.step: s
-            for s in sorted(found, key=lambda s: s.is_incoming)
+            for s in sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
             if (s.step, s.commit_timestamp_nsecs) not in abandoned
         }
         return [counted[step] for step in sorted(counted)]
@@ -209,7 +213,7 @@ class StepDirectory:
             self.fence()
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
 
     def fence(self) -> None:
         """Makes sure, right before something becomes visible, that this program may write.
@@ -239,7 +243,7 @@ class StepDirectory:
                     _MARKED.fullmatch(child.name) and commits.is_begun(child)
                 ):
                     logger.info("removing %s, left behind by a killed save or delete", child)
-                    _remove_leftover(child)
+                    commits.remove_leftover(child)
 
     def path_for(self, step: int) -> epath.Path:
         """Where to write a step until it is committed."""
@@ -250,17 +254,21 @@ class StepDirectory:
             self._num_writes += 1
             writer = f"{self._lease.token}-{self._num_writes}"
             return self.path / f"writing-{step}-{writer if jax.process_count() == 1 else 'all'}"
-        for name in (str(step), f"incoming-{step}"):
+        more = (f"incoming-{step}-{count}" for count in itertools.count(2))
+        for name in itertools.chain((str(step), f"incoming-{step}"), more):
             path = self.path / name
+            # A request of a failed save may still be carried out, and overwrite what a later save
+            # writes under the same name. Several processes must agree, though.
+            if name in self._given and jax.process_count() == 1:
+                continue
             if commits.is_begun(path):
                 self.fence()
-                path.rmtree()  # a killed save
+                bucket.remove(path)  # a killed save
             elif path.exists():
                 continue
+            self._given.add(name)
             return path
-        raise DirectoryError(
-            f"{self.path}: {step} and incoming-{step} are both taken", path=self.path, step=step
-        )
+        raise AssertionError("the numbers have ended")
 
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes a written step visible, under its number or beside an abandoned step that has it.
@@ -320,7 +328,7 @@ class StepDirectory:
         # Object by object: a process killed meanwhile leaves two halves without a mark, which are
         # removed, and never one that looks like a step.
         mark = (path / commits.MARK).read_text()
-        (path / commits.MARK).unlink()
+        bucket.remove(path / commits.MARK)
         path.rename(target)
         (target / commits.MARK).write_text(mark)
 
@@ -333,8 +341,8 @@ class StepDirectory:
         with self._translated("delete from"):
             self.fence()
             if self._is_bucket:
-                (committed.path / commits.MARK).unlink(missing_ok=True)
-                committed.path.rmtree(missing_ok=True)
+                bucket.remove(committed.path / commits.MARK)
+                bucket.remove(committed.path)
                 return
             doomed = self.path / f"deleting-{committed.step}"
             if doomed.exists():
@@ -382,13 +390,3 @@ class StepDirectory:
             + (advice or "Check that the path is a directory and that this process may use it."),
             path=self.path,
         )
-
-
-def _remove_leftover(path: epath.Path) -> None:
-    """Removes what it can: Orbax goes on writing the other files of a save that failed."""
-    try:
-        path.rmtree()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-            raise
-        logger.info("%s is still being written to: it is removed later", path)

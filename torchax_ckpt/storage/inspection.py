@@ -117,7 +117,8 @@ def require_stored(
         return
     folder = step_path / STATE
     try:
-        store = ts.KvStore.open({"driver": "ocdbt", "base": location.kvstore(folder)}).result()
+        spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
+        store = ts.KvStore.open(spec, context=location.reading_context()).result()
         found = {name: store.read(f"{stored_key(name)}/.zarray") for name in wanted}
         contents = {name: read.result() for name, read in found.items()}
     except (ValueError, OSError) as error:

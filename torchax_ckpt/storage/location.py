@@ -6,10 +6,13 @@ import os
 import re
 from typing import Any
 
+import tensorstore as ts
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
 
+# After 1, 2, 4, ... and at most 32 seconds: two minutes in all.
+_RETRIES = 8
 _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 
 
@@ -52,6 +55,21 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
         return {"driver": "file", "path": f"{folder}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
+
+
+def reading_context() -> ts.Context:
+    """TensorStore's settings for reading: files in parallel, and a database's index once.
+
+    Left alone, it repeats a request to a bucket for a quarter of an hour. Writing is left alone:
+    there the settings are Orbax's own constants, which no option reaches.
+    """
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": 128},
+            "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
+            "gcs_request_retries": {"max_retries": _RETRIES},
+        }
+    )
 
 
 def _unsupported(directory: Any) -> DirectoryError:
