@@ -27,12 +27,14 @@ FLOORS = [
     "preemption",
     "lifetime",
     "storage",
+    "stored",
     "content",
     "history",
     "saving",
     "restoring",
     "policies",
     "checkpointer",
+    "cli",
     "__init__",
 ]
 
@@ -50,12 +52,14 @@ FORBIDDEN = {
     "preemption": {"torch", "torchax", "orbax"},
     "lifetime": {"torch", "torchax", "orbax"},
     "storage": {"torch", "torchax"},
+    "stored": {"torch", "torchax", "jax", "orbax"},
     "content": {"torch", "torchax", "jax", "orbax"},
     "history": {"torch", "torchax", "jax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
     "restoring": {"torch", "torchax", "orbax"},
     "policies": {"torch", "torchax", "orbax"},
     "checkpointer": {"torch", "torchax", "orbax"},
+    "cli": {"torch", "torchax", "jax", "orbax"},
     "__init__": {"torch", "torchax", "jax", "orbax"},
 }
 

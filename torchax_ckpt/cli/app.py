@@ -1,0 +1,76 @@
+"""Owns the commands and their arguments. What they do is imported when they run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from torchax_ckpt.cli.outcome import EPILOG, ends_well
+
+app = typer.Typer(
+    help="Looks at the checkpoints of torchax_ckpt, checks, compares and converts them.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Directory = Annotated[
+    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
+]
+Step = Annotated[
+    int | None, typer.Argument(metavar="[STEP]", min=0, help="Completed steps; default: newest.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+@app.command("ls", epilog=EPILOG)
+@ends_well
+def list_steps(directory: Directory, json: Json = False) -> int:
+    """Lists the steps: age, size on storage, metrics, and whether they were read back whole."""
+    from torchax_ckpt.cli import looking
+
+    return looking.list_steps(directory, as_json=json)
+
+
+@app.command("show", epilog=EPILOG)
+@ends_well
+def show(
+    directory: Directory,
+    step: Step = None,
+    filter: Annotated[
+        str | None,
+        typer.Option(metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Shows what a step holds: every leaf with shape, dtype, sharding, stack and size."""
+    from torchax_ckpt.cli import looking
+
+    return looking.show(directory, step, filter, as_json=json)
+
+
+@app.command("verify", epilog=EPILOG)
+@ends_well
+def verify(
+    directory: Directory,
+    step: Step = None,
+    all: Annotated[bool, typer.Option("--all", help="Every step of the directory.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Do not mark steps as verified.")
+    ] = False,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Bound on array data in memory; default 256 MiB.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Reads steps whole and compares every byte with what was saved.
+
+    A step that is as it was saved is marked as verified: no keep rule deletes the newest of them.
+    """
+    from torchax_ckpt.cli import looking
+
+    return looking.verify(
+        directory, step, verify_all=all, read_only=read_only, max_bytes=max_bytes, as_json=json
+    )
