@@ -164,7 +164,19 @@ class StoredStep:
                         yield members[row], piece.index[1:], np.asarray(content, host.dtype)
 
     def read(self, names: Iterable[str], options: CheckpointOptions) -> dict[str, np.ndarray]:
-        """Whole leaves, by name; raises as ``stream`` does."""
+        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage."""
+        names = list(names)
+        total, memory = (
+            sum(self.leaves[name].nbytes for name in names),
+            inspection.host_memory_bytes(),
+        )
+        if total > memory:
+            raise CorruptCheckpointError(
+                f"step {self.committed.step} in {self.committed.path}: expected leaves that this "
+                f"host can hold, {memory} bytes, found {total} bytes",
+                step=self.committed.step,
+                path=self.committed.path,
+            )
         found = {
             name: np.empty(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names

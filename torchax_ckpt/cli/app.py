@@ -22,6 +22,13 @@ Directory = Annotated[
 Step = Annotated[
     int | None, typer.Argument(metavar="[STEP]", min=0, help="Completed steps; default: newest.")
 ]
+MaxBytes = Annotated[
+    int | None, typer.Option(min=1, help="Bound on array data in memory; default 256 MiB.")
+]
+Filter = Annotated[
+    str | None,
+    typer.Option(metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
@@ -39,10 +46,7 @@ def list_steps(directory: Directory, json: Json = False) -> int:
 def show(
     directory: Directory,
     step: Step = None,
-    filter: Annotated[
-        str | None,
-        typer.Option(metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."),
-    ] = None,
+    filter: Filter = None,
     json: Json = False,
 ) -> int:
     """Shows what a step holds: every leaf with shape, dtype, sharding, stack and size."""
@@ -60,9 +64,7 @@ def verify(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Do not mark steps as verified.")
     ] = False,
-    max_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Bound on array data in memory; default 256 MiB.")
-    ] = None,
+    max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Reads steps whole and compares every byte with what was saved.
@@ -74,3 +76,23 @@ def verify(
     return looking.verify(
         directory, step, verify_all=all, read_only=read_only, max_bytes=max_bytes, as_json=json
     )
+
+
+@app.command("diff", epilog=EPILOG)
+@ends_well
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A step, DIRECTORY/STEP; or a directory.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
+    filter: Filter = None,
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Compares two steps to the bit; a directory stands for its newest step.
+
+    Says which leaves and values are on one side only, which differ in kind, dtype or shape, and of
+    the others how many elements differ and by how much. Two NaNs are equal; where they, or 0.0 and
+    -0.0, have other bits, that is said too.
+    """
+    from torchax_ckpt.cli import comparing
+
+    return comparing.diff(a, b, filter, max_bytes=max_bytes, as_json=json)

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from torchax_ckpt.cli.outcome import UsageError
-from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage import location
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
@@ -44,3 +44,17 @@ def chosen(directory: StepDirectory, step: int | None) -> CommittedStep:
     if not steps:
         raise UsageError(f"{directory.path}: there are no checkpoints")
     return steps[-1]
+
+
+def named(text: str) -> CommittedStep:
+    """The step that a path names: ``runs/a/20`` step 20, ``runs/a`` the newest one.
+
+    Raises:
+      StepNotFoundError, UsageError: it names none.
+    """
+    above, _, last = text.rstrip("/").rpartition("/")
+    if last.isdecimal():
+        # A run may be called 2026: what has no such step above it is a run.
+        with contextlib.suppress(StepNotFoundError, UsageError):
+            return existing(above or ("/" if text.startswith("/") else ".")).find(int(last))
+    return chosen(existing(text), None)
