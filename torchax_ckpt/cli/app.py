@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +30,14 @@ MaxBytes = Annotated[
 Filter = Annotated[
     str | None,
     typer.Option(metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."),
+]
+At = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Where the weights are, if not in the one attached model: model/NAME, state/params; "
+        "or optimizer.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
@@ -96,3 +106,49 @@ def diff(
     from torchax_ckpt.cli import comparing
 
     return comparing.diff(a, b, filter, max_bytes=max_bytes, as_json=json)
+
+
+class Format(enum.StrEnum):
+    """What ``export`` writes."""
+
+    SAFETENSORS = "safetensors"
+    PT = "pt"
+
+
+@app.command("export", epilog=EPILOG)
+@ends_well
+def export(
+    directory: Directory,
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Completed steps.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="A file; of safetensors also a directory."),
+    ],
+    format: Annotated[
+        Format, typer.Option(help="pt: what torch.load(weights_only=True) reads.")
+    ] = Format.SAFETENSORS,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="safetensors: several files of at most this: 5GB."),
+    ] = None,
+    at: At = None,
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Writes a step's weights for other programs, under torch's names, tied weights once.
+
+    With a directory or several files, OUT looks as Hugging Face writes it. safetensors are written
+    in bounded memory, whatever the model's size; pt holds all weights in memory. Dtypes stay.
+    """
+    from torchax_ckpt.cli import converting
+
+    return converting.export(
+        directory,
+        step,
+        out,
+        format=format.value,
+        max_shard_size=max_shard_size,
+        at=at,
+        max_bytes=max_bytes,
+        as_json=json,
+    )
