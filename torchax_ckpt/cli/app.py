@@ -152,3 +152,26 @@ def export(
         max_bytes=max_bytes,
         as_json=json,
     )
+
+
+@app.command("import", epilog=EPILOG)
+@ends_well
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FROM", help="A .safetensors file; or a directory, or its index."),
+    ],
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Of the new run.")],
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ALIAS=NAME", help="A tied weight's other name; may be repeated."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Makes step 0 of a new run from weights in safetensors; attach then goes on from it.
+
+    Optimizers and whatever else is attached start anew. Takes the directory's lease meanwhile.
+    """
+    from torchax_ckpt.cli import converting
+
+    return converting.import_(source, directory, tie or [], as_json=json)

@@ -1,8 +1,9 @@
-"""Owns the command ``export``."""
+"""Owns the commands ``export`` and ``import``."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchax_ckpt.cli import output
@@ -62,6 +63,38 @@ def export(
         f"step {step}: {len(weights.leaves)} tensors{tied}, {output.size(num_bytes)}, in "
         f"{', '.join(str(path) for path in paths)}"
     )
+    return OK
+
+
+def import_(source: Path, directory: str, ties: Sequence[str], *, as_json: bool) -> int:
+    """``torchax-ckpt import``."""
+    from torchax_ckpt.formats.importing import import_weights, open_safetensors, parsed_ties
+
+    try:
+        tied = parsed_ties(ties)
+    except ValueError as error:
+        raise UsageError(f"import: --tie: {error}") from None
+    if not source.exists():
+        raise UsageError(f"{source}: no such file or directory")
+    opened = open_safetensors(source)
+    committed = import_weights(opened, directory, ties=tied)
+    num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
+    if as_json:
+        output.print_json(
+            {
+                "step": committed.step,
+                "path": str(committed.path),
+                "files": [str(path) for path in opened.paths],
+                "num_tensors": len(opened.tensors),
+                "num_bytes": num_bytes,
+                "ties": {**opened.ties, **tied},
+            }
+        )
+    else:
+        output.print_line(
+            f"step {committed.step} in {committed.path}: {len(opened.tensors)} tensors, "
+            f"{output.size(num_bytes)}"
+        )
     return OK
 
 

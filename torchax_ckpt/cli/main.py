@@ -8,7 +8,7 @@ import sys
 
 from torchax_ckpt.cli.outcome import USAGE
 
-_EXTRA = ("typer", "rich")
+_EXTRA = ("rich", "safetensors", "typer")
 
 
 def main() -> None:
