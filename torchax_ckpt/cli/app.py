@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchax_ckpt.cli.outcome import EPILOG, ends_well
+from torchax_ckpt.cli.outcome import EPILOG, UsageError, ends_well
 
 app = typer.Typer(
     help="Looks at the checkpoints of torchax_ckpt, checks, compares and converts them.",
@@ -175,3 +175,62 @@ def import_(
     from torchax_ckpt.cli import converting
 
     return converting.import_(source, directory, tie or [], as_json=json)
+
+
+@app.command("prune", epilog=EPILOG)
+@ends_well
+def prune(
+    directory: Directory,
+    keep_latest: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the latest N.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the multiples of N.")
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="Keep the best by a metric: loss:min, accuracy:max."),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete; without it, only say what would go.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Deletes the steps that no rule keeps; without --delete it only says which.
+
+    The newest step and the newest verified one are always kept. Takes the directory's lease: a
+    training that runs prunes by itself, and is not disturbed.
+    """
+    from torchax_ckpt.cli import tidying
+    from torchax_ckpt.storage import policies
+
+    rules: list[object] = []
+    if keep_latest is not None:
+        rules.append(policies.LatestN(keep_latest))
+    if keep_every is not None:
+        rules.append(policies.EveryNSteps(keep_every))
+    if keep_best is not None:
+        metric, _, mode = keep_best.rpartition(":")
+        if not metric or mode not in ("min", "max"):
+            raise UsageError(f"prune: --keep-best: expected METRIC:min or :max, found {keep_best}")
+        rules.append(policies.BestN(metric=metric, mode="min" if mode == "min" else "max"))
+    return tidying.prune(directory, rules, delete=delete, as_json=json)
+
+
+@app.command("copy", epilog=EPILOG)
+@ends_well
+def copy(
+    source: Annotated[
+        str, typer.Argument(metavar="FROM", help="A step, DIRECTORY/STEP; or a directory: all.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="TO", help="A directory; made if need be.")],
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Copies steps to another directory; a copy appears once it was read back and compared.
+
+    Takes the lease of the directory it copies to.
+    """
+    from torchax_ckpt.cli import tidying
+
+    return tidying.copy(source, target, max_bytes=max_bytes, as_json=json)

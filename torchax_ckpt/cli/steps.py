@@ -52,9 +52,27 @@ def named(text: str) -> CommittedStep:
     Raises:
       StepNotFoundError, UsageError: it names none.
     """
+    return _one(text) or chosen(existing(text), None)
+
+
+def named_or_all(text: str) -> list[CommittedStep]:
+    """The step that a path names, ``runs/a/20``; of a directory all of its steps.
+
+    Raises:
+      StepNotFoundError, UsageError: it names none.
+    """
+    if (one := _one(text)) is not None:
+        return [one]
+    steps = existing(text).steps()
+    if not steps:
+        raise UsageError(f"{text}: there are no checkpoints")
+    return steps
+
+
+def _one(text: str) -> CommittedStep | None:
     above, _, last = text.rstrip("/").rpartition("/")
     if last.isdecimal():
         # A run may be called 2026: what has no such step above it is a run.
         with contextlib.suppress(StepNotFoundError, UsageError):
             return existing(above or ("/" if text.startswith("/") else ".")).find(int(last))
-    return chosen(existing(text), None)
+    return None
