@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -22,6 +23,8 @@ from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep
 
 _CHUNK_BYTES = 16 << 20
+# Files at a time: every one is a round trip or more to a bucket.
+_PARALLEL = 8
 
 
 def copy_steps(
@@ -72,8 +75,7 @@ def _copy(
     try:
         with modes.closed_while_written(path) as mode:
             path.mkdir(parents=True, exist_ok=True, mode=0o777 if mode is None else mode)
-            for file in _files(committed.path):
-                _copy_file(committed.path / file, path / file, on_bytes)
+            _copy_files(committed.path, path, on_bytes)
             written = dataclasses.replace(committed, path=path)
             try:
                 StoredStep(written).verify(options)
@@ -119,6 +121,20 @@ def _files(step: epath.Path, below: str = "") -> Iterator[str]:
             yield from _files(step, name)
         elif name not in (MARK, commits.MARK):
             yield name
+
+
+def _copy_files(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
+        copies = [
+            pool.submit(_copy_file, source / file, target / file, on_bytes)
+            for file in _files(source)
+        ]
+        try:
+            for copy in copies:
+                copy.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
