@@ -345,6 +345,7 @@ def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_p
         ((3, tmp_path, "--max-shard-size", "many"), "expected a size"),
         ((3, tmp_path, "--format", "pt"), "the name of a file"),
         ((9, tmp_path / "x"), "no checkpoint at step 9"),
+        ((3, "gs://bucket/x"), "locally only"),
         ((3, tmp_path / "x", "--format", "zip"), "zip"),
     ):
         assert message in run("export", directory, *args, code=outcome.USAGE)

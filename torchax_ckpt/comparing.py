@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.stored import StoredLeaf, StoredStep
 
@@ -195,7 +196,10 @@ _ABSENT = object()
 
 def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """What differs in the two documents apart from arrays."""
-    left, right = dict(_plain(a, ())), dict(_plain(b, ()))
+    try:
+        left, right = dict(_plain(a, ())), dict(_plain(b, ()))
+    except RecursionError:
+        raise CorruptCheckpointError("a manifest nests deeper than any that is written") from None
     for path in sorted({*left, *right}):
         here, there = left.get(path, _ABSENT), right.get(path, _ABSENT)
         # True is 1 to Python, and not to whoever saved it.

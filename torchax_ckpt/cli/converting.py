@@ -30,6 +30,7 @@ def export(
     as_json: bool,
 ) -> int:
     """``torchax-ckpt export``."""
+    _require_local(out)
     max_shard_bytes = None if max_shard_size is None else parsed_size(max_shard_size)
     is_file = out.suffix in (".safetensors", ".pt", ".pth", ".bin")
     if max_shard_bytes is not None and (format == "pt" or is_file):
@@ -74,6 +75,7 @@ def import_(source: Path, directory: str, ties: Sequence[str], *, as_json: bool)
         tied = parsed_ties(ties)
     except ValueError as error:
         raise UsageError(f"import: --tie: {error}") from None
+    _require_local(source)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
     opened = open_safetensors(source)
@@ -118,6 +120,11 @@ def _write(
         return export_safetensors(
             stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
         )
+
+
+def _require_local(path: Path) -> None:
+    if path.parts and path.parts[0].endswith(":"):  # what pathlib makes of gs://
+        raise UsageError(f"{path}: files of other programs are read and written locally only")
 
 
 def parsed_size(text: str) -> int:

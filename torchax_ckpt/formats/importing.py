@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedLeafError
-from torchax_ckpt.formats.safetensors_files import INDEX, NAMES_OF_DTYPES
+from torchax_ckpt.formats.safetensors_files import INDEX, METADATA, NAMES_OF_DTYPES
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, installed_versions
@@ -30,7 +30,6 @@ from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
 # What .to("jax") makes of 64-bit integers, unless JAX is told to keep them.
 _NARROW = {"int64": "int32", "uint64": "uint32"}
-_METADATA = "__metadata__"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +225,7 @@ def _open(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     tensors = {
         name: _mapped(path, name, entry, 8 + length)
         for name, entry in header.items()
-        if name != _METADATA
+        if name != METADATA
     }
     return tensors, dict(metadata)
 

@@ -32,6 +32,7 @@ NAMES_OF_DTYPES: Mapping[str, str] = {
     "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 
+METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _ALIGNMENT = 8
@@ -61,9 +62,9 @@ class _File:
         """The bytes before the tensors; also decides where those are."""
         described: dict[str, object] = {
             # Read by Hugging Face's loaders; the rest as safetensors.torch.save_model has it.
-            "__metadata__": {
-                "format": "pt",
+            METADATA: {
                 **{alias: name for alias, name in ties.items() if name in self.leaves},
+                "format": "pt",
             }
         }
         end, begins = 0, {}
@@ -139,6 +140,8 @@ def _dtype(leaf: StoredLeaf) -> str:
 
 
 def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
+    if METADATA in weights.leaves:
+        raise UnsupportedLeafError(f"safetensors has no tensor of the name {METADATA}")
     shards: list[dict[str, StoredLeaf]] = [{}]
     size = 0
     for name, leaf in weights.leaves.items():

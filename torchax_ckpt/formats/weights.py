@@ -82,7 +82,9 @@ def _node(stored: StoredStep, place: str) -> Any:
     node: Any = stored.manifest.document.get(component)
     for part in rest:
         pairs = node.get("dict") if isinstance(node, dict) else None
-        found = [p[1] for p in pairs or [] if isinstance(p, list) and len(p) == 2 and p[0] == part]
+        if not isinstance(pairs, list):
+            return {}
+        found = [p[1] for p in pairs if isinstance(p, list) and len(p) == 2 and p[0] == part]
         node = found[0] if found else {}
     return node if node is not None else {}
 
