@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from torchax_ckpt.formats import safetensors_files
-from torchax_ckpt.storage import reading
+from torchax_ckpt.storage import digests, reading
 
 
 class Plain(torch.nn.Module):
@@ -322,6 +323,27 @@ def test_names_that_meet_and_dtypes_that_torch_lacks_are_refused(directory: Path
         load_torch_state_dict(directory, at="state/a")
     with pytest.raises(UnsupportedLeafError, match="state/i: torch has no dtype int4"):
         load_torch_state_dict(directory, at="state/i")
+
+
+@pytest.mark.parametrize("ties", [5, [["a"]], [["head.weight", 3]], [["a", "not there"]]])
+def test_ties_that_no_release_writes_are_damage(
+    ties: Any, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(trained[0], tmp_path / "run")
+    path = directory / "3" / "manifest" / "data.json"
+    manifest = json.loads(path.read_text())
+    del manifest["xxh3_64"]
+    manifest["document"]["model"]["ties"] = ties
+    path.write_text(json.dumps(digests.seal(manifest)))
+    with pytest.raises(CorruptCheckpointError, match="tie"):
+        load_torch_state_dict(directory)
+
+
+def test_a_name_that_safetensors_reserves_is_refused(directory: Path, tmp_path: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"__metadata__": np.zeros(1)}, force=True)
+    said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=outcome.USAGE)
+    assert "no tensor of the name __metadata__" in said
 
 
 @pytest.mark.parametrize(
