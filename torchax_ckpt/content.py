@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
-from torchax_ckpt.layout.manifest import Digests, Manifest
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, Placement, put
 from torchax_ckpt.state import checks
@@ -18,6 +17,7 @@ from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, reading
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.placing import Wanted
+from torchax_ckpt.stored import about, digests_of, parse_manifest
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
@@ -27,27 +27,10 @@ def read_manifest(committed: CommittedStep) -> Manifest:
       ForeignCheckpointError: the step has none: bare Orbax wrote it.
       CorruptCheckpointError: it is not one that this package has written.
     """
+    manifest = parse_manifest(committed)
     with about(committed):
-        with storage.as_corrupt(committed, "folders"):
-            inspection.require_contained(committed.path, committed.step)
-        path = str(committed.path / storage.MANIFEST)
-        manifest = Manifest.from_json(storage.read_manifest(committed), path=path)
         checks.check_document(manifest.document)
     return manifest
-
-
-@contextlib.contextmanager
-def about(committed: CommittedStep) -> Iterator[None]:
-    """Has errors that come out say which step they are about, and where it is."""
-    try:
-        yield
-    except (CorruptCheckpointError, MismatchError) as error:
-        if error.step is None:
-            where = "" if str(committed.path) in error.message else f" in {committed.path}"
-            error.message = f"step {committed.step}{where}: {error.message}"
-            error.step = committed.step
-            error.path = error.path or str(committed.path)
-        raise
 
 
 def require_plausible(
@@ -110,14 +93,14 @@ def read_leaves(
         if name in manifest.plan.empty:
             empty[name] = np.zeros(shape, np.dtype(dtype))
         elif name not in located:
-            known = None if options.verify == "never" else _digests(manifest, name)
+            known = None if options.verify == "never" else digests_of(manifest, name)
             wanted[name] = Wanted(shape, dtype, {name: read.placement}, known)
         else:
             stored, _ = located[name]
             if stored not in stacks:
                 stacks[stored] = {}
                 members = manifest.plan.stacks[stored]
-                known = None if options.verify == "never" else _digests(manifest, stored)
+                known = None if options.verify == "never" else digests_of(manifest, stored)
                 wanted[stored] = Wanted(
                     (len(members), *shape), dtype, stacks[stored], known, members
                 )
@@ -141,14 +124,8 @@ def verify_step(committed: CommittedStep, options: CheckpointOptions) -> None:
             inspection.require_stored(committed.path, committed.step, stored)
         wanted = {
             name: Wanted(
-                shape, dtype, {}, _digests(manifest, name), manifest.plan.stacks.get(name, ())
+                shape, dtype, {}, digests_of(manifest, name), manifest.plan.stacks.get(name, ())
             )
             for name, (shape, dtype) in stored.items()
         }
         reading.check_arrays(committed, wanted, options)
-
-
-def _digests(manifest: Manifest, stored: str) -> Digests:
-    if stored not in manifest.digests:
-        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
-    return manifest.digests[stored]

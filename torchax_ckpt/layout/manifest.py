@@ -28,6 +28,10 @@ FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. Readers refuse what is newer than they are, and read what is older.
 VERSION = 1
 
+# The component of a step that was made from other files: it holds a model's weights and no more,
+# and what else is attached starts anew.
+IMPORTED = "imported"
+
 KINDS = frozenset({"torchax", "torch", "jax", "numpy", "numpy_scalar", "key"})
 # What TensorStore holds: numpy's dtypes but float128 and complex256, and most of ml_dtypes'.
 STORABLE_DTYPES = frozenset(

@@ -11,7 +11,7 @@ import torch
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
 from torchax_ckpt.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import checks, functional
 from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
@@ -106,14 +106,16 @@ class Attached:
     def prepare(self, document: Mapping[str, Node], findings: Findings) -> Restoration:
         """Compares the document with what is attached and says what to do. Changes nothing."""
         restorations = []
-        is_functional = STATE in document
+        is_functional, is_imported = STATE in document, IMPORTED in document
         for name, component in self.components.items():
             if name in document:
                 restorations.append(component.prepare(document[name], findings))
-            elif not (is_functional and name in _TRAINED):
+            elif not (is_imported or (is_functional and name in _TRAINED)):
                 findings.missing.append(name)
         for name, node in document.items():
-            if name in self.components or name == STATE or (name == "rng" and not self._rng):
+            if name in self.components or name in (STATE, IMPORTED):
+                continue
+            if name == "rng" and not self._rng:
                 continue
             findings.unexpected += [n["array"] for n in array_nodes(node)] or [name]
         result = Restoration()

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import fsspec
 import numpy as np
 import tensorstore as ts
 from etils import epath
@@ -83,6 +84,16 @@ def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
                     folders.append(entry.path)
                 else:
                     yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def stored_bytes(step_path: epath.Path) -> int:
+    """What the files of a step take on storage; what is removed meanwhile counts for nothing."""
+    if location.is_bucket(step_path):
+        return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
+    try:
+        return sum(status.st_size for _, status in _walk(os.fspath(step_path)))
+    except FileNotFoundError:
+        return 0
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:

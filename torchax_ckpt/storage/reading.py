@@ -8,7 +8,7 @@ only what its devices hold, in regions of whole blocks; no more than a bound is 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, W
 # On its way between storage and devices at one time, unless the options say otherwise: enough to
 # keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
+# For programs that stand beside a training and should not take its memory.
+_STREAMED_BYTES = 256 << 20
 
 
 def read_arrays(
@@ -62,8 +64,48 @@ def check_arrays(
     _read(committed, [Checked(name, want, {}) for name, want in wanted.items()], options)
 
 
+def stream_arrays(
+    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+) -> Iterator[tuple[str, Piece, np.ndarray]]:
+    """Reads some arrays of a step whole, piece by piece; no more is in memory than is on its way.
+
+    Yields:
+      Stored name, piece, and its checked content on the host.
+
+    Raises:
+      CorruptCheckpointError: as for ``read_arrays``.
+    """
+    targets = [Checked(name, want, {}) for name, want in wanted.items()]
+    stores = _prepared(committed, wanted)
+    max_bytes, on_its_way = options.max_host_bytes or _STREAMED_BYTES, 0
+    reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
+    for target in targets:
+        store = stores[target.name]
+        for piece in target.pieces(_chunk(store)):
+            while reading and on_its_way + piece.nbytes > max_bytes:
+                name, oldest, arrival = reading.popleft()
+                yield name, oldest, arrival.fetch()
+                on_its_way -= oldest.nbytes
+            on_its_way += piece.nbytes
+            reading.append((target.name, piece, _Arrival(committed, target, piece, store)))
+    while reading:
+        name, oldest, arrival = reading.popleft()
+        yield name, oldest, arrival.fetch()
+
+
 def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
-    wanted = {target.name: target.wanted for target in targets}
+    stores = _prepared(committed, {target.name: target.wanted for target in targets})
+    window = _Window(options.max_host_bytes or _IN_FLIGHT_BYTES)
+    for target in targets:
+        store = stores[target.name]
+        for piece in target.pieces(_chunk(store)):
+            window.make_room(piece.nbytes)
+            window.add(piece.nbytes, _Arrival(committed, target, piece, store))
+    window.drain()
+
+
+def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
+    """The arrays, opened, once their digests were found to fit them."""
     for name, want in wanted.items():
         if want.digests is not None and not digests.fit(want.digests, want.shape):
             raise _corrupt(
@@ -72,14 +114,7 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
                 f"the manifest's digests are of blocks {list(want.digests.block)}, which do not "
                 f"make up {list(want.shape)}",
             )
-    stores = _open(committed, wanted)
-    window = _Window(options.max_host_bytes or _IN_FLIGHT_BYTES)
-    for target in targets:
-        store = stores[target.name]
-        for piece in target.pieces(_chunk(store)):
-            window.make_room(piece.nbytes)
-            window.add(piece.nbytes, _Arrival(committed, target, piece, store))
-    window.drain()
+    return _open(committed, wanted)
 
 
 def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
@@ -168,6 +203,10 @@ class _Arrival:
 
     def finish(self) -> list[jax.Array]:
         """Waits for the piece, checks it, and starts its way to devices."""
+        return self._target.arrived(self._piece, self.fetch())
+
+    def fetch(self) -> np.ndarray:
+        """Waits for the piece, and checks it."""
         target, piece = self._target, self._piece
         with as_corrupt(self._committed, target.name):
             self._future.result()
@@ -176,7 +215,7 @@ class _Arrival:
             wrong = digests.mismatches(self._host, piece.start, known, target.wanted.shape)
             if wrong:
                 raise self._damaged(wrong)
-        return target.arrived(piece, self._host)
+        return self._host
 
     def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
         members, committed = self._target.wanted.members, self._committed

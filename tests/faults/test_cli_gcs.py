@@ -1,0 +1,59 @@
+"""The command line on a bucket: the commands, and the commit mark last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Read when gcsfs is imported: it would ask a gRPC service that the emulator does not have.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+import gcs_proxy
+import gcs_server
+import pytest
+from support import run_python
+
+PROGRAM = """
+    import json, sys
+    import numpy as np
+    from typer.testing import CliRunner
+    from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
+    from torchax_ckpt.cli.app import app
+
+    run, target = sys.argv[1:]
+
+    def command(*args, code=0):
+        result = CliRunner().invoke(app, [*map(str, args), "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout) if result.stdout else result.stderr
+
+    with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, 2):
+            state = {"p": {"w": np.full(4096, step, np.float32)}}
+            ckpt.save(step, state=state, metrics={"loss": step}, force=True)
+
+    assert command("verify", run, 2)["steps"][0]["marked"]
+    listed = command("ls", run)["steps"]
+    assert [(s["step"], s["verified"]) for s in listed] == [(1, False), (2, True)]
+    assert all(s["size_bytes"] > 4096 for s in listed), listed
+    found = command("diff", run + "/1", run, "--filter", "state/p/*", code=1)
+    assert found["leaves"][0]["max_abs"] == 1.0
+    assert command("copy", run + "/1", target)["steps"] == [1]
+    assert (load_torch_state_dict(target, at="state/p")["w"] == 1).all()
+    assert command("prune", run, "--keep-latest", 1, "--delete")["kept"] == [2]
+"""
+
+
+@pytest.fixture
+def gcs() -> Iterator[gcs_proxy.FaultProxy]:
+    proxy = gcs_proxy.FaultProxy(gcs_server.GcsServer())
+    yield proxy
+    proxy.stop()
+    proxy.server.stop()
+
+
+def test_commands_work_on_a_bucket(gcs: gcs_proxy.FaultProxy) -> None:
+    run_python(PROGRAM, "gs://bucket/run", "gs://bucket/copy", env=gcs.environment())
+    assert not [name for name in gcs.server.names() if "lease" in name]
+    assert not gcs.server.names("run/1/")
+    assert "copy/1/commit_success.txt" in gcs.server.names()

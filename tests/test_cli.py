@@ -1,0 +1,284 @@
+"""The command line: what it prints for people and machines, and how it ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import mlp, run_python
+from test_verified import damage
+from typer.testing import CliRunner
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli.app import app
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage import directory as directory_room
+from torchax_ckpt.storage.verified import MARK
+
+
+def run(*args: Any, code: int = 0) -> str:
+    """What a command prints; it must end with this code, and with one line where it fails."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    if code and result.stderr:
+        assert "Traceback" not in result.stderr
+    return result.stdout if code in (0, outcome.FOUND) else result.stderr
+
+
+def run_json(*args: Any, code: int = 0) -> Any:
+    return json.loads(run(*args, "--json", code=code))
+
+
+def state(step: int) -> dict[str, Any]:
+    values = np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
+    return {"w": values, "layers": [{"b": np.full(3, i)} for i in range(3)], "n": np.float32(step)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps; no test changes them."""
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=state(step), metrics={"loss": 1 / step}, force=True)
+            ckpt.wait_until_finished()
+    return directory
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+@pytest.fixture
+def unchanged(saved: Path) -> Iterator[None]:
+    before = {p: p.stat().st_mtime_ns for p in sorted(saved.rglob("*"))}
+    yield
+    assert {p: p.stat().st_mtime_ns for p in sorted(saved.rglob("*"))} == before
+
+
+# --- how it starts and ends ---
+
+
+def test_the_command_is_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["torchax-ckpt"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
+    program = """
+        import runpy, sys
+        sys.argv[1:] = ["show", sys.argv[1]]
+        try:
+            runpy.run_module("torchax_ckpt.cli", run_name="__main__")
+        except SystemExit as end:
+            assert end.code == 0
+        import jax
+        assert not {"torch", "torchax"} & set(sys.modules)
+        assert not jax._src.xla_bridge.backends_are_initialized()
+        assert jax.config.jax_platforms == "cpu"
+    """
+    # As on a TPU host, where the training holds the TPU.
+    result = run_python(program, str(saved), env={"JAX_PLATFORMS": "tpu"})
+    assert "state/w" in result.stdout
+
+
+@pytest.mark.parametrize("missing", ["rich", "safetensors", "typer"])
+def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
+    program = f"""
+        import sys
+        sys.modules["{missing}"] = None
+        from torchax_ckpt.cli.main import main
+        main()
+    """
+    result = run_python(program, "ls", ".", check=False)
+    assert result.returncode == outcome.USAGE
+    assert result.stderr == 'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"\n'
+
+
+def test_every_exit_code_is_stated_in_help_and_manual() -> None:
+    manual = (Path(__file__).parents[1] / "docs/command-line.md").read_text()
+    for name, code in vars(outcome).items():
+        if name.isupper() and isinstance(code, int) and code != outcome.INTERRUPTED:
+            assert f"| {code} |" in manual
+            assert re.search(rf"\b{code} [a-z]", outcome.EPILOG)
+    for command in app.registered_commands:
+        assert "Exit codes: 0" in run(command.name, "--help")
+        assert f"torchax-ckpt {command.name} " in manual
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("ls", "{tmp}/nowhere"), "nowhere: no such directory"),
+        (("show", "{saved}/1/commit_success.txt"), "no such directory"),
+        (("show", "{saved}", "7"), "no checkpoint at step 7; there are: 1, 2"),
+        (("show", "{tmp}"), "there are no checkpoints"),
+        (("verify", "s3://bucket/run"), "s3:// is not supported"),
+        (("verify", "{saved}", "1", "--all"), "not both"),
+        (("verify", "{saved}", "--max-bytes", "0"), "max-bytes"),
+        (("show", "{saved}", "-1"), "-1"),
+        (("ls",), "DIRECTORY"),
+    ],
+)
+def test_wrong_use_is_told_and_ends_with_2(
+    args: tuple[str, ...], message: str, saved: Path, tmp_path: Path
+) -> None:
+    filled = [arg.format(tmp=tmp_path, saved=saved) for arg in args]
+    assert message in run(*filled, code=outcome.USAGE)
+
+
+def test_what_cannot_be_read_now_ends_with_3(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> Any:
+        raise DirectoryError("cannot read it:\nInput/output error")
+
+    monkeypatch.setattr(directory_room.StepDirectory, "steps", fail)
+    said = run("ls", saved, code=outcome.UNAVAILABLE)
+    assert said == "torchax-ckpt: cannot read it: Input/output error\n"
+
+
+def test_an_error_of_the_command_itself_is_no_finding(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_room.StepDirectory, "steps", lambda self: 1 / 0)
+    result = CliRunner().invoke(app, ["ls", str(saved)])
+    assert result.exit_code == outcome.FAILED
+    assert "ZeroDivisionError" in result.stderr
+
+
+# --- ls ---
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_ls_lists_the_steps(saved: Path) -> None:
+    listed = run_json("ls", saved)
+    assert listed["directory"] == str(saved)
+    assert [step["step"] for step in listed["steps"]] == [1, 2]
+    assert [step["metrics"] for step in listed["steps"]] == [{"loss": 1.0}, {"loss": 0.5}]
+    assert not any(step["verified"] for step in listed["steps"])
+    files = [p for p in (saved / "2").rglob("*") if p.is_file()]
+    assert listed["steps"][1]["size_bytes"] == sum(p.stat().st_size for p in files)
+    table = run("ls", saved).splitlines()
+    assert table[0].split() == ["step", "age", "size", "verified", "metrics"]
+    assert re.fullmatch(r" *2 +\d+ s +[\d.]+ kB +no +loss=0.5 *", table[2])
+
+
+def test_ls_of_an_empty_directory_is_no_error(tmp_path: Path) -> None:
+    assert run_json("ls", tmp_path)["steps"] == []
+    assert "no checkpoints" in run("ls", tmp_path)
+
+
+# --- show ---
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_show_lists_every_leaf(saved: Path) -> None:
+    shown = run_json("show", saved)
+    assert shown["step"] == 2
+    assert shown["metrics"] == {"loss": 0.5}
+    leaves = {leaf["name"]: leaf for leaf in shown["leaves"]}
+    assert leaves["state/w"] == {
+        "name": "state/w",
+        "kind": "numpy",
+        "dtype": "float32",
+        "shape": [64, 64],
+        "num_bytes": 64 * 64 * 4,
+        "stack": None,
+        "sharding": None,
+    }
+    assert leaves["state/layers/1/b"]["stack"] == "state/layers/*/b"
+    assert shown["num_bytes"] == sum(leaf["num_bytes"] for leaf in leaves.values())
+    text = run("show", saved, 1)
+    assert all(name in text for name in leaves)
+
+
+def test_show_filters_by_a_pattern(saved: Path) -> None:
+    shown = run_json("show", saved, "--filter", "state/layers/*")
+    assert [leaf["name"] for leaf in shown["leaves"]] == [f"state/layers/{i}/b" for i in range(3)]
+    total = run_json("show", saved)["num_leaves"]
+    last = run("show", saved, "--filter", "state/layers/*").splitlines()[-1]
+    assert last == f"step 2: 3 of {total} leaves, 72 B"
+
+
+def test_show_says_how_leaves_were_sharded() -> None:
+    golden = Path(__file__).parent / "golden/v1/stacked"
+    leaves = {leaf["name"]: leaf for leaf in run_json("show", golden)["leaves"]}
+    assert leaves["state/dtypes/bfloat16"]["sharding"] == "(fsdp) on fsdp=8"
+    # In storage it is a row of a stack, whose first dim is no dim of the leaf.
+    assert leaves["state/layers/0/w"]["stack"] == "state/layers/*/w"
+    assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
+
+
+def test_names_cannot_command_a_terminal(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"[red]\u202ename": np.zeros(1)}, force=True)
+    text = run("show", directory)
+    assert "state/[red]\\u202ename" in text
+
+
+# --- verify ---
+
+
+def test_verify_marks_what_is_well(copy: Path) -> None:
+    assert run_json("verify", copy, "--read-only")["steps"][0]["marked"] is False
+    assert not (copy / "2" / MARK).exists()
+    num_bytes = run_json("show", copy)["num_bytes"]
+    expected = {"step": 2, "ok": True, "num_bytes": num_bytes, "marked": True}
+    assert run_json("verify", copy)["steps"] == [expected]
+    assert (copy / "2" / MARK).exists()
+    assert not (copy / "1" / MARK).exists()
+    assert [s["verified"] for s in run_json("ls", copy)["steps"]] == [False, True]
+
+
+def test_verify_finds_damage_and_names_it(copy: Path) -> None:
+    file, _ = damage(copy / "1", state(1)["w"].tobytes()[:64])
+    result = run_json("verify", copy, "--all", "--max-bytes", 1, code=outcome.FOUND)
+    first, second = result["steps"]
+    assert (first["step"], first["ok"], first["leaf"]) == (1, False, "state/w")
+    assert str(file) in first["error"]
+    assert (second["step"], second["ok"]) == (2, True)
+    assert not (copy / "1" / MARK).exists()
+    assert (copy / "2" / MARK).exists()
+    result = CliRunner().invoke(app, ["verify", str(copy), "1"])
+    assert result.exit_code == outcome.FOUND
+    assert result.stderr.count("\n") == 1
+    assert "state/w" in result.stderr
+
+
+def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
+    damage(copy / "2", b'"format"')
+    assert run_json("verify", copy, code=outcome.FOUND)["steps"][0]["ok"] is False
+
+
+def test_verify_says_when_a_step_cannot_be_marked(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, steps: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("torchax_ckpt.storage.verified.Verified.mark", refuse)
+    result = CliRunner().invoke(app, ["verify", str(copy), "--json"])
+    assert result.exit_code == outcome.OK
+    assert json.loads(result.stdout)["steps"][0]["marked"] is False
+    assert "cannot be marked" in result.stderr
+
+
+def test_attached_models_can_be_looked_at(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+    names = {leaf["name"] for leaf in run_json("show", directory)["leaves"]}
+    assert {"model/0.weight", "rng/torchax"} <= names
+    assert run_json("verify", directory)["steps"][0]["ok"]
+    assert os.path.exists(directory / "1" / MARK)

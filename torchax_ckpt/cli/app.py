@@ -1,0 +1,236 @@
+"""Owns the commands and their arguments. What they do is imported when they run."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchax_ckpt.cli.outcome import EPILOG, UsageError, ends_well
+
+app = typer.Typer(
+    help="Looks at the checkpoints of torchax_ckpt, checks, compares and converts them.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Directory = Annotated[
+    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
+]
+Step = Annotated[
+    int | None, typer.Argument(metavar="[STEP]", min=0, help="Completed steps; default: newest.")
+]
+MaxBytes = Annotated[
+    int | None, typer.Option(min=1, help="Bound on array data in memory; default 256 MiB.")
+]
+Filter = Annotated[
+    str | None,
+    typer.Option(metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."),
+]
+At = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Where the weights are, if not in the one attached model: model/NAME, state/params; "
+        "or optimizer.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+@app.command("ls", epilog=EPILOG)
+@ends_well
+def list_steps(directory: Directory, json: Json = False) -> int:
+    """Lists the steps: age, size on storage, metrics, and whether they were read back whole."""
+    from torchax_ckpt.cli import looking
+
+    return looking.list_steps(directory, as_json=json)
+
+
+@app.command("show", epilog=EPILOG)
+@ends_well
+def show(
+    directory: Directory,
+    step: Step = None,
+    filter: Filter = None,
+    json: Json = False,
+) -> int:
+    """Shows what a step holds: every leaf with shape, dtype, sharding, stack and size."""
+    from torchax_ckpt.cli import looking
+
+    return looking.show(directory, step, filter, as_json=json)
+
+
+@app.command("verify", epilog=EPILOG)
+@ends_well
+def verify(
+    directory: Directory,
+    step: Step = None,
+    all: Annotated[bool, typer.Option("--all", help="Every step of the directory.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Do not mark steps as verified.")
+    ] = False,
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Reads steps whole and compares every byte with what was saved.
+
+    A step that is as it was saved is marked as verified: no keep rule deletes the newest of them.
+    """
+    from torchax_ckpt.cli import looking
+
+    return looking.verify(
+        directory, step, verify_all=all, read_only=read_only, max_bytes=max_bytes, as_json=json
+    )
+
+
+@app.command("diff", epilog=EPILOG)
+@ends_well
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A step, DIRECTORY/STEP; or a directory.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
+    filter: Filter = None,
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Compares two steps to the bit; a directory stands for its newest step.
+
+    Says which leaves and values are on one side only, which differ in kind, dtype or shape, and of
+    the others how many elements differ and by how much. Two NaNs are equal; where they, or 0.0 and
+    -0.0, have other bits, that is said too.
+    """
+    from torchax_ckpt.cli import comparing
+
+    return comparing.diff(a, b, filter, max_bytes=max_bytes, as_json=json)
+
+
+class Format(enum.StrEnum):
+    """What ``export`` writes."""
+
+    SAFETENSORS = "safetensors"
+    PT = "pt"
+
+
+@app.command("export", epilog=EPILOG)
+@ends_well
+def export(
+    directory: Directory,
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Completed steps.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="A file; of safetensors also a directory."),
+    ],
+    format: Annotated[
+        Format, typer.Option(help="pt: what torch.load(weights_only=True) reads.")
+    ] = Format.SAFETENSORS,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="safetensors: several files of at most this: 5GB."),
+    ] = None,
+    at: At = None,
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Writes a step's weights for other programs, under torch's names, tied weights once.
+
+    With a directory or several files, OUT looks as Hugging Face writes it. safetensors are written
+    in bounded memory, whatever the model's size; pt holds all weights in memory. Dtypes stay.
+    """
+    from torchax_ckpt.cli import converting
+
+    return converting.export(
+        directory,
+        step,
+        out,
+        format=format.value,
+        max_shard_size=max_shard_size,
+        at=at,
+        max_bytes=max_bytes,
+        as_json=json,
+    )
+
+
+@app.command("import", epilog=EPILOG)
+@ends_well
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FROM", help="A .safetensors file; or a directory, or its index."),
+    ],
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Of the new run.")],
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ALIAS=NAME", help="A tied weight's other name; may be repeated."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Makes step 0 of a new run from weights in safetensors; attach then goes on from it.
+
+    Optimizers and whatever else is attached start anew. Takes the directory's lease meanwhile.
+    """
+    from torchax_ckpt.cli import converting
+
+    return converting.import_(source, directory, tie or [], as_json=json)
+
+
+@app.command("prune", epilog=EPILOG)
+@ends_well
+def prune(
+    directory: Directory,
+    keep_latest: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the latest N.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the multiples of N.")
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="Keep the best by a metric: loss:min, accuracy:max."),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete; without it, only say what would go.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Deletes the steps that no rule keeps; without --delete it only says which.
+
+    The newest step and the newest verified one are always kept. Takes the directory's lease: a
+    training that runs prunes by itself, and is not disturbed.
+    """
+    from torchax_ckpt.cli import tidying
+    from torchax_ckpt.storage import policies
+
+    rules: list[object] = []
+    if keep_latest is not None:
+        rules.append(policies.LatestN(keep_latest))
+    if keep_every is not None:
+        rules.append(policies.EveryNSteps(keep_every))
+    if keep_best is not None:
+        metric, _, mode = keep_best.rpartition(":")
+        if not metric or mode not in ("min", "max"):
+            raise UsageError(f"prune: --keep-best: expected METRIC:min or :max, found {keep_best}")
+        rules.append(policies.BestN(metric=metric, mode="min" if mode == "min" else "max"))
+    return tidying.prune(directory, rules, delete=delete, as_json=json)
+
+
+@app.command("copy", epilog=EPILOG)
+@ends_well
+def copy(
+    source: Annotated[
+        str, typer.Argument(metavar="FROM", help="A step, DIRECTORY/STEP; or a directory: all.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="TO", help="A directory; made if need be.")],
+    max_bytes: MaxBytes = None,
+    json: Json = False,
+) -> int:
+    """Copies steps to another directory; a copy appears once it was read back and compared.
+
+    Takes the lease of the directory it copies to.
+    """
+    from torchax_ckpt.cli import tidying
+
+    return tidying.copy(source, target, max_bytes=max_bytes, as_json=json)

@@ -1,0 +1,174 @@
+"""Owns the commands that look at steps: ``ls``, ``show`` and ``verify``."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torchax_ckpt.cli import output
+from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
+from torchax_ckpt.cli.steps import chosen, existing
+from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage import inspection
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.stored import StoredStep
+
+
+def list_steps(directory: str, *, as_json: bool) -> int:
+    """``torchax-ckpt ls``."""
+    run = existing(directory)
+    found = run.steps()
+    steps: list[dict[str, Any]] = [
+        {
+            "step": committed.step,
+            "committed": output.moment(committed.commit_timestamp_nsecs),
+            "size_bytes": inspection.stored_bytes(committed.path),
+            "metrics": run.metrics(committed),
+            "verified": committed in run.verified,
+        }
+        for committed in found
+    ]
+    if as_json:
+        output.print_json({"directory": str(run.path), "steps": steps})
+    elif not steps:
+        output.print_line(f"{run.path}: there are no checkpoints")
+    else:
+        rows = [
+            (
+                step["step"],
+                output.age(committed.commit_timestamp_nsecs),
+                output.size(step["size_bytes"]),
+                "yes" if step["verified"] else "no",
+                " ".join(f"{k}={output.number(v)}" for k, v in step["metrics"].items()),
+            )
+            for step, committed in zip(steps, found, strict=True)
+        ]
+        output.print_table(
+            ("step", "age", "size", "verified", "metrics"), rows, right=("step", "age", "size")
+        )
+    return OK
+
+
+def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool) -> int:
+    """``torchax-ckpt show``."""
+    run = existing(directory)
+    committed = chosen(run, step)
+    stored = StoredStep(committed)
+    leaves = [
+        leaf
+        for name, leaf in stored.leaves.items()
+        if pattern is None or fnmatch.fnmatchcase(name, pattern)
+    ]
+    total = sum(leaf.nbytes for leaf in leaves)
+    if as_json:
+        output.print_json(
+            {
+                "directory": str(run.path),
+                "step": committed.step,
+                "committed": output.moment(committed.commit_timestamp_nsecs),
+                "verified": committed in run.verified,
+                "metrics": run.metrics(committed),
+                "versions": dict(stored.manifest.versions),
+                "num_leaves": len(leaves),
+                "num_bytes": total,
+                "leaves": [
+                    {
+                        "name": leaf.name,
+                        "kind": leaf.kind,
+                        "dtype": leaf.dtype,
+                        "shape": list(leaf.shape),
+                        "num_bytes": leaf.nbytes,
+                        "stack": leaf.stack,
+                        "sharding": stored.shardings.get(leaf.name),
+                    }
+                    for leaf in leaves
+                ],
+            }
+        )
+        return OK
+    rows = [
+        (
+            leaf.name,
+            leaf.dtype,
+            list(leaf.shape),
+            output.size(leaf.nbytes),
+            stored.shardings.get(leaf.name, "host" if leaf.kind in _HOST_KINDS else ""),
+            leaf.stack,
+        )
+        for leaf in leaves
+    ]
+    columns = ("name", "dtype", "shape", "size", "sharding", "stack")
+    output.print_table(columns, rows, right=("size",))
+    shown = "" if pattern is None else f" of {len(stored.leaves)}"
+    output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
+    return OK
+
+
+_HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
+
+
+def verify(
+    directory: str,
+    step: int | None,
+    *,
+    verify_all: bool,
+    read_only: bool,
+    max_bytes: int | None,
+    as_json: bool,
+) -> int:
+    """``torchax-ckpt verify``."""
+    if verify_all and step is not None:
+        raise UsageError("verify: give a step or --all, not both")
+    run = existing(directory, read_only=read_only)
+    steps = run.steps() if verify_all else [chosen(run, step)]
+    options = CheckpointOptions(max_host_bytes=max_bytes)
+    results = []
+    for committed in steps:
+        result = _verify_one(run, committed, options, read_only=read_only)
+        results.append(result)
+        if not as_json and result["ok"]:
+            said = f"step {committed.step}: {output.size(result['num_bytes'])}, as it was saved"
+            output.print_line(said)
+        elif not as_json:
+            output.note(result["error"])
+    if as_json:
+        steps_json = [{k: v for k, v in r.items() if k != "code"} for r in results]
+        output.print_json({"directory": str(run.path), "steps": steps_json})
+    # Damage is what was looked for; what could not be read may be well.
+    codes = {result["code"] for result in results}
+    return next((code for code in (FOUND, UNAVAILABLE) if code in codes), max(codes, default=OK))
+
+
+def _verify_one(
+    run: StepDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"step": committed.step}
+    try:
+        stored = StoredStep(committed)
+        with output.progress(f"step {committed.step}", stored.stored_bytes) as on_bytes:
+            stored.verify(options, on_bytes)
+    except CheckpointError as error:
+        said = " ".join(str(error).split())
+        return {
+            **result,
+            "ok": False,
+            "error": said,
+            "leaf": error.key_path,
+            "code": code_of(error),
+        }
+    is_marked = committed in run.verified
+    if not (is_marked or read_only):
+        run.verified.note(committed)
+        try:
+            run.verified.mark([committed])
+            is_marked = True
+        except OSError as error:
+            output.note(f"step {committed.step} is well, but cannot be marked so: {error}")
+    return {
+        **result,
+        "ok": True,
+        "num_bytes": stored.stored_bytes,
+        "marked": is_marked,
+        "code": OK,
+    }

@@ -1,0 +1,107 @@
+"""Owns what is printed: tables for people, JSON for machines, progress for whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+# Where nobody watches, nothing is cut to the width of a terminal.
+_UNBOUNDED = 1_000_000
+
+
+def console() -> Console:
+    """What tables are printed to."""
+    # Not rich's guess, which environment variables change: pipes get whole lines.
+    return Console(width=None if sys.stdout.isatty() else _UNBOUNDED, highlight=False)
+
+
+def print_json(content: Any) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(content, indent=2))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
+) -> None:
+    """A table; text is printed as it is, whatever it holds."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        is_right = column in right
+        table.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
+    for row in rows:
+        # Names come from elsewhere: no markup, no control characters.
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    console().print(table)
+
+
+def print_line(text: str) -> None:
+    """A line for people."""
+    console().print(Text(plain(text)))
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print("torchax-ckpt: " + plain(text), file=sys.stderr)
+
+
+def plain(value: Any) -> str:
+    """Text that cannot move a terminal's cursor."""
+    text = "" if value is None else str(value)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+@contextlib.contextmanager
+def progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr as long as a person watches; gives what to tell of each part that is done."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(label, total=total_bytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def size(nbytes: int) -> str:
+    """``1.5 GB``, in powers of ten."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 999.5 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "B" or amount >= 99.5 else f"{amount:.3g} {unit}"
+
+
+def age(commit_timestamp_nsecs: int) -> str:
+    """``5 min``, since then."""
+    secs = max(0.0, time.time() - commit_timestamp_nsecs / 1e9)
+    for limit, unit, unit_secs in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if secs < limit:
+            return f"{secs / unit_secs:.0f} {unit}"
+    return f"{secs / 86_400:.0f} d"
+
+
+def moment(commit_timestamp_nsecs: int) -> str:
+    """ISO 8601, UTC, in seconds."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(commit_timestamp_nsecs // 10**9))
+
+
+def number(value: Any) -> str:
+    """A metric, short."""
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)

@@ -1,0 +1,89 @@
+"""Owns the commands that write to runs: ``prune`` and ``copy``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchax_ckpt.cli import output
+from torchax_ckpt.cli.outcome import OK, UsageError
+from torchax_ckpt.cli.steps import existing, named_or_all
+from torchax_ckpt.copying import copy_steps
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage import inspection, policies
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+
+
+def prune(directory: str, rules: Sequence[Any], *, delete: bool, as_json: bool) -> int:
+    """``torchax-ckpt prune``."""
+    if not rules:
+        raise UsageError("prune: say what to keep: --keep-latest, --keep-every or --keep-best")
+    run = existing(directory, read_only=not delete)
+    policy = policies.AnyPreservationPolicy(list(rules))
+    if delete:
+        try:
+            run.claim()
+            steps = run.steps()  # as they are now that nobody else writes
+            doomed, sizes = _doomed(run, steps, policy)
+            keep = [committed not in doomed for committed in steps]
+            run.prune(keep, steps)
+        finally:
+            run.release()
+    else:
+        steps = run.steps()
+        doomed, sizes = _doomed(run, steps, policy)
+    kept = [committed.step for committed in steps if committed not in doomed]
+    gone = [committed.step for committed in doomed]
+    if as_json:
+        output.print_json(
+            {
+                "directory": str(run.path),
+                "dry_run": not delete,
+                "kept": kept,
+                "deleted": gone,
+                "freed_bytes": sum(sizes),
+            }
+        )
+        return OK
+    verb = "deleted" if delete else "would delete"
+    for step, nbytes in zip(gone, sizes, strict=True):
+        output.print_line(f"{verb} step {step}, {output.size(nbytes)}")
+    output.print_line(
+        f"{verb} {len(gone)} of {len(steps)} steps, {output.size(sum(sizes))}; kept: "
+        f"{', '.join(map(str, kept)) or 'none'}"
+    )
+    if gone and not delete:
+        output.note("nothing was deleted; do it with --delete")
+    return OK
+
+
+def _doomed(
+    run: StepDirectory, steps: Sequence[CommittedStep], policy: Any
+) -> tuple[list[CommittedStep], list[int]]:
+    """What no rule keeps, but the newest verified step, and what each takes."""
+    keep = policies.preserved(policy, [run.info(committed) for committed in steps])
+    doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
+    spared = run.verified.newest_of(doomed, steps)
+    doomed = [committed for committed in doomed if committed is not spared]
+    return doomed, [inspection.stored_bytes(committed.path) for committed in doomed]
+
+
+def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> int:
+    """``torchax-ckpt copy``."""
+    steps = named_or_all(source)
+    run = StepDirectory(target)
+    total = sum(inspection.stored_bytes(committed.path) for committed in steps)
+    with output.progress("copying", total) as on_bytes:
+        copied = copy_steps(steps, run, CheckpointOptions(max_host_bytes=max_bytes), on_bytes)
+    if as_json:
+        output.print_json(
+            {
+                "directory": str(run.path),
+                "steps": [committed.step for committed in copied],
+                "num_bytes": total,
+            }
+        )
+    else:
+        listed = ", ".join(str(committed.step) for committed in copied)
+        output.print_line(f"copied to {run.path}, and verified: {listed}, {output.size(total)}")
+    return OK

@@ -1,0 +1,104 @@
+"""Owns which leaves of a step are weights, under which of torch's names, and which are tied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.stored import StoredLeaf, StoredStep
+
+MODEL = "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights of one model.
+
+    Attributes:
+      leaves: torch's name -> the leaf that holds it, in the model's order.
+      ties: another name of a tied weight -> the name it stands under in ``leaves``.
+      left_out: leaves below the same place that are no weights: a module's extra state.
+    """
+
+    leaves: Mapping[str, StoredLeaf]
+    ties: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
+    """The weights that a step holds at one place.
+
+    Args:
+      stored: the step.
+      at: key path in the step: ``model``, ``model/generator`` where several models were attached,
+        ``state/params`` of functional state, whose keys are then joined with ``.``. None for the
+        one model that was attached.
+
+    Raises:
+      MismatchError: there are no leaves there; says where there are.
+      CorruptCheckpointError: the manifest does not describe them as this package does.
+      UnsupportedLeafError: two leaves would get the same name.
+    """
+    place = at or MODEL
+    node = _node(stored, place)
+    is_module = isinstance(node, dict) and "ties" in node
+    if node is None or (at is None and not is_module):
+        raise MismatchError(
+            f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
+            f"at {place!r}, found leaves at {', '.join(_places(stored))}: name one of these",
+            missing=(place,),
+            step=stored.committed.step,
+            path=stored.committed.path,
+        )
+    below = [name for name in stored.leaves if name == place or name.startswith(f"{place}/")]
+    chosen: dict[str, StoredLeaf] = {}
+    depth = len(names.split(place))
+    ties = _ties(node, place) if is_module else {}
+    for name in below:
+        parts = names.split(name)[depth:]
+        if is_module and len(parts) != 1:
+            continue
+        torch_name = ".".join(parts) or place
+        if torch_name in chosen:
+            raise UnsupportedLeafError(f"{name}: two leaves would be called {torch_name!r}")
+        chosen[torch_name] = stored.leaves[name]
+    for alias, name in ties.items():
+        if name not in chosen or alias in chosen:
+            raise CorruptCheckpointError(
+                f"{place}: {alias!r} is tied to {name!r}, which is not stored", key_path=place
+            )
+    kept = {leaf.name for leaf in chosen.values()}
+    return Weights(chosen, ties, tuple(name for name in below if name not in kept))
+
+
+def _node(stored: StoredStep, place: str) -> Any:
+    """The node at a key path of dicts; None if there are no leaves at or below it."""
+    if not any(name == place or name.startswith(f"{place}/") for name in stored.leaves):
+        return None
+    component, *rest = names.split(place)
+    node: Any = stored.manifest.document.get(component)
+    for part in rest:
+        pairs = node.get("dict") if isinstance(node, dict) else None
+        if not isinstance(pairs, list):
+            return {}
+        found = [p[1] for p in pairs if isinstance(p, list) and len(p) == 2 and p[0] == part]
+        node = found[0] if found else {}
+    return node if node is not None else {}
+
+
+def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
+    pairs = node["ties"]
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in pairs
+    ):
+        raise CorruptCheckpointError(f"{place}: malformed ties in the manifest", key_path=place)
+    return dict(pairs)
+
+
+def _places(stored: StoredStep) -> list[str]:
+    """Where leaves are, two keys deep at most."""
+    above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
+    return sorted(above)[:10]

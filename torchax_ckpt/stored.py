@@ -1,0 +1,234 @@
+"""Owns a step as it lies in storage, for whoever only looks: its leaves, as arrays on the host.
+
+Knows neither torch nor devices, so that a look at a checkpoint starts in a second, beside a
+training that holds the accelerators. Restoring, which must be able to make every leaf again, goes
+through ``content.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
+from torchax_ckpt.layout.manifest import Digests, Manifest
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import inspection, medium, reading
+from torchax_ckpt.storage.directory import CommittedStep
+from torchax_ckpt.storage.placing import Wanted
+
+Index = tuple[slice, ...]
+
+_SHARDINGS = "_sharding"
+
+
+@contextlib.contextmanager
+def about(committed: CommittedStep) -> Iterator[None]:
+    """Has errors that come out say which step they are about, and where it is."""
+    try:
+        yield
+    except (CorruptCheckpointError, MismatchError) as error:
+        if error.step is None:
+            where = "" if str(committed.path) in error.message else f" in {committed.path}"
+            error.message = f"step {committed.step}{where}: {error.message}"
+            error.step = committed.step
+            error.path = error.path or str(committed.path)
+        raise
+
+
+def parse_manifest(committed: CommittedStep) -> Manifest:
+    """The manifest of a step; whether its leaves can be made again is not looked at.
+
+    Raises:
+      ForeignCheckpointError: the step has none: bare Orbax wrote it.
+      CorruptCheckpointError: it is not one that this package has written.
+    """
+    with about(committed):
+        with storage.as_corrupt(committed, "folders"):
+            inspection.require_contained(committed.path, committed.step)
+        path = str(committed.path / storage.MANIFEST)
+        return Manifest.from_json(storage.read_manifest(committed), path=path)
+
+
+def digests_of(manifest: Manifest, stored: str) -> Digests:
+    """The digests of a stored array; raises CorruptCheckpointError if there are none."""
+    if stored not in manifest.digests:
+        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
+    return manifest.digests[stored]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """What a step says of one leaf.
+
+    Attributes:
+      name: ``model/encoder.0.weight``.
+      kind: what it was: ``torchax``, ``torch``, ``jax``, ``numpy``, ``numpy_scalar`` or ``key``.
+      dtype: numpy's or ml_dtypes' name of its dtype.
+      shape: its dims, as stored: a random key has one more than it had.
+      stack: the stored array that it is a row of, if it is one.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    stack: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, uncompressed."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class StoredStep:
+    """One step, open for reading; changes nothing.
+
+    Attributes:
+      committed: which step.
+      manifest: what it says of itself.
+      leaves: every leaf by name, in the manifest's order.
+
+    Raises:
+      ForeignCheckpointError: bare Orbax wrote it.
+      CorruptCheckpointError: its manifest is damaged.
+      DirectoryError: it cannot be read now.
+    """
+
+    def __init__(self, committed: CommittedStep) -> None:
+        self.committed = committed
+        self.manifest = parse_manifest(committed)
+        located = self.manifest.plan.locate()
+        self.leaves = {
+            name: StoredLeaf(
+                name,
+                node["kind"],
+                node["dtype"],
+                tuple(node["shape"]),
+                located[name][0] if name in located else None,
+            )
+            for name, node in self.manifest.leaves().items()
+        }
+
+    @property
+    def stored_bytes(self) -> int:
+        """What all arrays take, uncompressed."""
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+    @functools.cached_property
+    def shardings(self) -> Mapping[str, str]:
+        """Leaf -> the sharding it was saved with, in words; {} where Orbax has noted none."""
+        by_key = _read_shardings(self.committed)
+        found = {}
+        for name, leaf in self.leaves.items():
+            text = by_key.get(inspection.stored_key(leaf.stack or name))
+            if text is not None:
+                found[name] = _in_words(text, is_stacked=leaf.stack is not None)
+        return found
+
+    def stream(
+        self, names: Iterable[str], options: CheckpointOptions
+    ) -> Iterator[tuple[str, Index, np.ndarray]]:
+        """Reads leaves piece by piece, compared with their digests.
+
+        Leaves come in the order they are stored in, each in one or several pieces. What is in
+        memory at one time is bounded by ``options.max_host_bytes`` (one piece at least).
+
+        Yields:
+          Leaf, where in it the piece belongs, and its content.
+
+        Raises:
+          CorruptCheckpointError: it is damaged; names leaf and, where it can be known, the file.
+          DirectoryError: it cannot be read now.
+        """
+        asked = set(names)
+        with about(self.committed):
+            wanted = self._wanted(asked)
+            for stored, piece, host in reading.stream_arrays(self.committed, wanted, options):
+                members = wanted[stored].members
+                if not members:
+                    yield stored, piece.index, host
+                    continue
+                for row, content in enumerate(host, start=piece.start[0]):
+                    if members[row] in asked:
+                        # A 0-d row of numpy's would be a scalar.
+                        yield members[row], piece.index[1:], np.asarray(content, host.dtype)
+
+    def read(self, names: Iterable[str], options: CheckpointOptions) -> dict[str, np.ndarray]:
+        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage."""
+        names = list(names)
+        total, memory = (
+            sum(self.leaves[name].nbytes for name in names),
+            inspection.host_memory_bytes(),
+        )
+        if total > memory:
+            raise CorruptCheckpointError(
+                f"step {self.committed.step} in {self.committed.path}: expected leaves that this "
+                f"host can hold, {memory} bytes, found {total} bytes",
+                step=self.committed.step,
+                path=self.committed.path,
+            )
+        found = {
+            name: np.empty(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
+            for name in names
+        }
+        for name, index, content in self.stream(found, options):
+            found[name][index] = content
+        return found
+
+    def verify(
+        self, options: CheckpointOptions, on_bytes: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Reads everything, compares it with its digests, and keeps nothing; as ``stream``."""
+        with about(self.committed):
+            wanted = self._wanted(self.leaves)
+            for _, piece, _ in reading.stream_arrays(self.committed, wanted, options):
+                on_bytes(piece.nbytes)
+
+    def _wanted(self, names: Iterable[str]) -> dict[str, Wanted]:
+        stored = self.manifest.stored(names)
+        with storage.as_corrupt(self.committed, "array metadata"):
+            inspection.require_stored(self.committed.path, self.committed.step, stored)
+        stacks = self.manifest.plan.stacks
+        return {
+            name: Wanted(shape, dtype, {}, digests_of(self.manifest, name), stacks.get(name, ()))
+            for name, (shape, dtype) in stored.items()
+        }
+
+
+def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
+    """Stored key -> what Orbax has noted of its sharding, for people; {} where it has not."""
+    try:
+        raw = json.loads((committed.path / inspection.STATE / _SHARDINGS).read_text())
+        return {base64.b64decode(key).decode(): json.loads(text) for key, text in raw.items()}
+    except Exception as error:
+        if medium.is_unavailable(error):
+            raise
+        return {}
+
+
+def _in_words(sharding: Any, *, is_stacked: bool) -> str:
+    """``('fsdp', None) on fsdp=8``, of what Orbax writes; a stack's first dim is not the leaf's."""
+    if not isinstance(sharding, dict):
+        return "?"
+    if sharding.get("sharding_type") != "NamedSharding":
+        return str(sharding.get("device_str") or sharding.get("sharding_type") or "?")
+    keys = ("partition_spec", "shape", "axis_names")
+    spec, sizes, axes = ([] if sharding.get(key) is None else sharding[key] for key in keys)
+    if not all(isinstance(part, list) for part in (spec, sizes, axes)):
+        return "?"
+    dims = [
+        "+".join(map(str, dim)) if isinstance(dim, list) else str(dim or "-")
+        for dim in spec[1 if is_stacked else 0 :]
+    ]
+    mesh = ", ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=False))
+    return f"({', '.join(dims)}) on {mesh}" if dims else f"replicated on {mesh}"
