@@ -100,7 +100,7 @@ def _copy(
                 f"cannot copy step {committed.step} to {target.path}: {error}", path=target.path
             ) from error
         raise
-    target.verified.note(done)
+    target.verified.note(done, is_sound=True)
     target.verified.mark([done])
     return done
 

@@ -8,10 +8,11 @@ from typing import Any
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.steps import chosen, existing
-from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep
 
 
@@ -149,6 +150,9 @@ def _verify_one(
         with output.progress(f"step {committed.step}", stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes)
     except CheckpointError as error:
+        if isinstance(error, CorruptCheckpointError) and not read_only:
+            run.verified.note(committed, is_sound=False)
+            run.verified.mark([committed])
         said = " ".join(str(error).split())
         return {
             **result,
@@ -157,14 +161,12 @@ def _verify_one(
             "leaf": error.key_path,
             "code": code_of(error),
         }
-    is_marked = committed in run.verified
+    if not (read_only or committed in run.verified):
+        run.verified.note(committed, is_sound=True)
+        run.verified.mark([committed])
+    is_marked = (committed.path / MARK).exists()
     if not (is_marked or read_only):
-        run.verified.note(committed)
-        try:
-            run.verified.mark([committed])
-            is_marked = True
-        except OSError as error:
-            output.note(f"step {committed.step} is well, but cannot be marked so: {error}")
+        output.note(f"step {committed.step} is well, but cannot be marked so")
     return {
         **result,
         "ok": True,
