@@ -264,10 +264,10 @@ def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
 def test_verify_says_when_a_step_cannot_be_marked(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Any, steps: Any) -> None:
+    def refuse(path: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("torchax_ckpt.storage.verified.Verified.mark", refuse)
+    monkeypatch.setattr("torchax_ckpt.storage.modes.make_file", refuse)
     result = CliRunner().invoke(app, ["verify", str(copy), "--json"])
     assert result.exit_code == outcome.OK
     assert json.loads(result.stdout)["steps"][0]["marked"] is False
