@@ -146,6 +146,20 @@ def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_sav
     assert names(gcs, bucket_run) == {"1", "2", "8"}
 
 
+def test_a_folder_that_merely_has_a_number_for_a_name_is_left_alone(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    notes = {f"{bucket_run}/{name}/notes.txt": name for name in ("2024", "abandoned-7", "5")}
+    filesystem = fsspec.filesystem("gcs")
+    for path, content in notes.items():
+        filesystem.pipe_file(path, content.encode())
+    with TorchaxCheckpointer(bucket_run, preservation_policy=policies.LatestN(1)) as ckpt:
+        save(ckpt, 4, 5, 6)
+        assert ckpt.all_steps() == [6]
+    for path, content in notes.items():
+        assert filesystem.cat_file(path) == content.encode()
+
+
 def test_a_delete_that_is_carried_out_late_spares_what_was_written_since(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
