@@ -6,10 +6,13 @@ import os
 import re
 from typing import Any
 
+import tensorstore as ts
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
 
+# After 1, 2, 4, ... and at most 32 seconds: two minutes in all.
+_RETRIES = 8
 _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 
 
@@ -52,6 +55,20 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
         return {"driver": "file", "path": f"{folder}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
+
+
+def reading_context() -> ts.Context:
+    """Reads files in parallel, and the database's index once; gives up on a bucket after minutes.
+
+    Left alone, TensorStore repeats a request for a quarter of an hour.
+    """
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": 128},
+            "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
+            "gcs_request_retries": {"max_retries": _RETRIES},
+        }
+    )
 
 
 def _unsupported(directory: Any) -> DirectoryError:

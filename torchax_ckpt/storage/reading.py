@@ -27,9 +27,6 @@ from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, W
 # keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
 
-# After 1, 2, 4, ... and at most 32 seconds: two minutes in all.
-_RETRIES = 8
-
 
 def read_arrays(
     committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
@@ -86,7 +83,7 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
 
 
 def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
-    context = _context()
+    context = location.reading_context()
     base = _kvstore(committed)
     opening = {
         name: ts.open(
@@ -116,20 +113,6 @@ def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, t
                 f"{found[0]}{list(found[1])}",
             )
     return stores
-
-
-def _context() -> ts.Context:
-    """Reads files in parallel, and the database's index once; gives up on a bucket after minutes.
-
-    Left alone, TensorStore repeats a request for a quarter of an hour.
-    """
-    return ts.Context(
-        {
-            "file_io_concurrency": {"limit": 128},
-            "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
-            "gcs_request_retries": {"max_retries": _RETRIES},
-        }
-    )
 
 
 def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
