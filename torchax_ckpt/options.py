@@ -39,7 +39,9 @@ class CheckpointOptions:
       read_only: the checkpointer only reads, so a bucket need not grant it permission to write;
         ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes and per process, on array data that is on its way
-        between devices and storage at one time; None for no bound.
+        between devices and storage at one time; None for no bound. An array, or a stack, that is
+        larger goes by itself. Not counted are the copies of host arrays that a save makes, and
+        leaves that a restore gives as host arrays.
       preemption_grace_secs: how long the process may go on after a SIGTERM, from ``attach`` or
         the first ``save`` on until ``close``; then it ends at once. State what the scheduler
         gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None

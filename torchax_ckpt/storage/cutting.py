@@ -27,6 +27,8 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
     out a dim, only when to stop.
     """
     written = _written_shape(array)
+    if _nbytes(written, array) <= MAX_BYTES:
+        return written
     divisors = [_divisors(n) for n in written]
     is_divided = [n != whole for n, whole in zip(written, array.shape, strict=True)]
     chunk = list(written)
