@@ -343,6 +343,24 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
 
 
+def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "MAX_BYTES", 4096)
+    state = {"w": {str(i): random_bits("float32", (32, 64), i) for i in range(3)}}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="stacked")) as ckpt:
+        ckpt.save(1, state=state)
+        ckpt.wait_until_finished()
+        ckpt.verify(1)
+    step = StepDirectory(directory).find(1)
+    (name,) = read_manifest(step).plan.stacks
+    want = Wanted((3, 32, 64), "float32", {}, None)
+    chunk = reading._chunk(reading._open(step, {name: want})[name])
+    assert chunk == (3, 16, 16)
+    assert read_manifest(step).digests[name].block == (1, 16, 16)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
+
+
 def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> None:
     state = {"w": np.arange(cutting.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
     with TorchaxCheckpointer(directory) as ckpt:
