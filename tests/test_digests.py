@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -192,16 +191,6 @@ def test_every_reader_gives_up_on_a_bucket_after_minutes(
         TorchaxCheckpointer(directory).load(1, abstract(state))
     assert len(limits) >= 3  # array metadata, arrays, and the place of what is damaged
     assert all(limit == {"max_retries": 8} for limit in limits)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_what_is_fetched_for_digests_is_kept_only_where_wanted(keep: bool) -> None:
-    # Of int4 a host copy is made on CPU devices as well.
-    array = put(np.ones((64, 32), jnp.int4), fsdp_mesh(8, "x"), P("x"))
-    taken = digests.take(array, is_stack=False, keep=keep)
-    cached = [shard.data._npy_value is not None for shard in array.addressable_shards]
-    assert cached == [keep] * 8
-    assert digests.mismatches(np.asarray(array), (0, 0), taken, array.shape) == []
 
 
 class HostMemory:

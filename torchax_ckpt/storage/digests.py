@@ -77,20 +77,16 @@ def _text(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def take(array: jax.Array | np.ndarray, *, is_stack: bool, keep: bool = True) -> Digests:
+def take(array: jax.Array | np.ndarray, *, is_stack: bool) -> Digests:
     """The digests of all blocks of an array that are stored by this process.
 
-    Of a device array this fetches the shards, one after the other.
-
-    Args:
-      array: what is going to be stored.
-      is_stack: whether its leading axis is one of leaves.
-      keep: what was fetched stays cached beside the array, so that whoever writes it to storage
-        next does not fetch it again; otherwise it takes memory for one shard only.
+    Of a device array this fetches the shards; they stay cached beside the array, so that whoever
+    writes them to storage next does not fetch them again. To let go of them would not bound the
+    memory of a save: Orbax, fetching them again, leaves them there as well.
     """
     block = cutting.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
-    for start, host in _shards(array, keep):
+    for start, host in _shards(array):
         found = of_blocks(host, block)
         at = tuple(
             slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
@@ -108,19 +104,14 @@ def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
                     shard.data.copy_to_host_async()
 
 
-def _shards(
-    array: jax.Array | np.ndarray, keep: bool
-) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+def _shards(array: jax.Array | np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """Every part of the array that this process stores, and where it starts."""
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
         return
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            data = shard.data
-            if not keep:  # a new array of the same buffer, whose cache goes with it
-                data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-            yield tuple(part.start or 0 for part in shard.index), np.asarray(data)
+            yield tuple(part.start or 0 for part in shard.index), np.asarray(shard.data)
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
