@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from support import P, assert_trees_identical, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.content import read_manifest
-from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.storage import arrays, digests, location, reading
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.storage import cutting, digests, inspection, location, placing, reading
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.placing import Wanted
 
@@ -85,8 +86,7 @@ def test_every_mesh_reads_and_checks_what_any_other_saved(
     directory: Path, saved_on: Any, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small_blocks:
-        monkeypatch.setattr(digests, "MAX_BLOCK_BYTES", 1100)
-        monkeypatch.setattr(arrays, "_CHUNK_BYTES", 1100)
+        monkeypatch.setattr(cutting, "MAX_BYTES", 1100)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state_on(mesh_of(*saved_on), saved_on[1]))
     checked: list[int] = []
@@ -171,24 +171,100 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
         TorchaxCheckpointer(directory, options=NEVER).load(1, abstract(state))
 
 
-def test_memory_on_the_way_is_bounded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reader_gives_up_on_a_bucket_after_minutes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = state_on(fsdp_mesh(8, "x"), ("x",))
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
-    waiting: list[int] = []
-    add = reading._Window.add
+    damage(directory / "1" / "state", state["host"].tobytes())
+    limits: list[Any] = []
+    for opened in (reading.ts, reading.ts.KvStore):
 
-    def watched(window: Any, nbytes: int, arrival: Any) -> None:
-        add(window, nbytes, arrival)
-        waiting.append(window._bytes)
+        def watched(*args: Any, context: Any = None, to: Any = opened.open, **rest: Any) -> Any:
+            limits.append(context and context["gcs_request_retries"].to_json())
+            return to(*args, context=context, **rest)
 
-    monkeypatch.setattr(reading._Window, "add", watched)
-    options = CheckpointOptions(max_host_bytes=4000)
-    found = TorchaxCheckpointer(directory, options=options).load(1, abstract(state))
-    assert_trees_identical(found, state)
-    assert max(waiting) == state["host"].nbytes > 4000  # which is one block, and goes alone
-    assert sorted(waiting)[-2] <= 4000
-    assert len(waiting) > 10
+        monkeypatch.setattr(opened, "open", watched)
+    with pytest.raises(CorruptCheckpointError, match="the first lies in"):
+        TorchaxCheckpointer(directory).load(1, abstract(state))
+    assert len(limits) >= 3  # array metadata, arrays, and the place of what is damaged
+    assert all(limit == {"max_retries": 8} for limit in limits)
+
+
+class HostMemory:
+    """What is alive of the host arrays that a restore makes, on a host whose devices are slow.
+
+    A buffer that goes to a device stays until somebody waits for the device.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive = self.peak = 0
+        put, ready = placing._put, jax.block_until_ready
+        moving: dict[int, np.ndarray] = {}
+
+        def slow_put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
+            arrays = put(hosts, devices)
+            moving.update({id(array): host for array, host in zip(arrays, hosts, strict=True)})
+            return arrays
+
+        def wait(arrays: Any) -> Any:
+            for array in jax.tree.leaves(arrays):
+                moving.pop(id(array), None)
+            return ready(arrays)
+
+        for module in (placing, reading):
+            monkeypatch.setattr(module, "empty", self._empty)
+        monkeypatch.setattr(placing, "_put", slow_put)
+        monkeypatch.setattr(jax, "block_until_ready", wait)
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        nbytes = math.prod(shape) * dtype.itemsize
+        octets = np.empty(nbytes + 128, np.uint8)
+        weakref.finalize(octets, self._count, -nbytes)
+        self._count(nbytes)
+        # Aligned so badly that a CPU device copies it, as others do.
+        skipped = -octets.ctypes.data % 64 + dtype.itemsize
+        return octets[skipped : skipped + nbytes].view(dtype).reshape(shape)
+
+    def _count(self, nbytes: int) -> None:
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+
+
+ROWS, COLUMNS = P("x"), P(None, "x")
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("saved_as", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("read_as", [ROWS, COLUMNS, P()], ids=["rows", "columns", "replicated"])
+def test_memory_on_the_way_is_bounded(
+    directory: Path, layout: Any, saved_as: Any, read_as: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state_as(spec: Any) -> dict[str, Any]:
+        generator = np.random.default_rng(0)
+        mesh = fsdp_mesh(8, "x")
+        return {
+            f"part {letter}": {
+                str(j): put(generator.standard_normal((32, 32)).astype("f4"), mesh, spec)
+                for j in range(3)
+            }
+            for letter in "abcdef"
+        }
+
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout)) as ckpt:
+        ckpt.save(1, state=state_as(saved_as))
+    expected = state_as(read_as)
+    one = 3 * 4096 if layout == "stacked" else 4096  # an array
+    for bound in (3 * one, 1000):
+        with monkeypatch.context() as patch:
+            host = HostMemory(patch)
+            options = CheckpointOptions(max_host_bytes=bound)
+            found = TorchaxCheckpointer(directory, options=options).load(1, abstract(expected))
+        assert_trees_identical(found, expected)
+        # An array that is larger than the bound still has to pass, and pieces to it.
+        assert host.peak <= max(bound, one + 1536)
+        assert host.peak > min(bound, one) / 2
 
 
 @given(
@@ -204,7 +280,7 @@ def test_any_single_flipped_bit_changes_exactly_one_block(
     host = random_bits(dtype, tuple(dims), seed)
     is_stack = is_stack and host.ndim > 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "MAX_BLOCK_BYTES", max_bytes)
+        patch.setattr(cutting, "MAX_BYTES", max_bytes)
         taken = digests.take(host, is_stack=is_stack)
     start = (0,) * host.ndim
     assert digests.fit(taken, host.shape)
@@ -218,16 +294,96 @@ def test_any_single_flipped_bit_changes_exactly_one_block(
     assert digests.mismatches(changed, start, taken, host.shape) == [cell]
 
 
-def test_blocks_are_the_chunks_that_storage_holds(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+# Shape, how it lies on eight devices (None: on the host), and the blocks it should be cut into
+# where 4096 bytes are the most.
+CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
+    "rows": ((512, 32), None, (32, 32)),
+    "wide": ((32, 512), None, (32, 32)),
+    "sharded rows": ((512, 128), P("x"), (8, 128)),
+    "sharded columns": ((32, 1024), P(None, "x"), (32, 32)),
+    "replicated": ((512, 32), P(), (32, 32)),
+    "wide, replicated": ((32, 512), P(), (2, 512)),
+    # Cut further, these would fall to single elements, rows or pairs of them.
+    "prime": ((1033,), None, (1033,)),
+    "prime rows": ((1033, 17), None, (1033, 17)),
+    "prime rows, replicated": ((1033, 17), P(), (1033, 17)),
+    "prime rows, sharded columns": ((1033, 32), P(None, "x"), (1033, 1)),
+    "twice a prime": ((2 * 1033, 2), None, (1033, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
+    directory: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Otherwise chunks would be read whole to compare a part of them.
-    monkeypatch.setattr(digests, "MAX_BLOCK_BYTES", 256)
-    monkeypatch.setattr(arrays, "_CHUNK_BYTES", 256)
-    rows = put(np.ones((64, 8)), fsdp_mesh(4, "x"), P("x"))
+    monkeypatch.setattr(cutting, "MAX_BYTES", 4096)
+    shape, spec, expected = CUTS[case]
+    host = random_bits("float32", shape, 0)
+    array: Any = host if spec is None else put(host, fsdp_mesh(8, "x"), spec)
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": rows})
+        ckpt.save(1, state={"w": array})
     step = StepDirectory(directory).find(1)
-    want = Wanted((64, 8), "float32", {"state/w": rows.sharding}, None)
+    want = Wanted(shape, "float32", {}, None)
     chunk = reading._chunk(reading._open(step, {"state/w": want})["state/w"])
-    assert chunk == read_manifest(step).digests["state/w"].block == (8, 8)
+    assert chunk == read_manifest(step).digests["state/w"].block == expected
+    found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
+    assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
+
+
+def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "MAX_BYTES", 4096)
+    state = {"w": {str(i): random_bits("float32", (32, 64), i) for i in range(3)}}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="stacked")) as ckpt:
+        ckpt.save(1, state=state)
+        ckpt.wait_until_finished()
+        ckpt.verify(1)
+    step = StepDirectory(directory).find(1)
+    (name,) = read_manifest(step).plan.stacks
+    want = Wanted((3, 32, 64), "float32", {}, None)
+    chunk = reading._chunk(reading._open(step, {name: want})[name])
+    assert chunk == (3, 16, 16)
+    assert read_manifest(step).digests[name].block == (1, 16, 16)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
+
+
+def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> None:
+    state = {"w": np.arange(cutting.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1), state)
+
+
+def test_what_no_reader_takes_is_not_committed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": np.ones((4, 4)), "x": put(np.ones(64), fsdp_mesh(8, "x"), P("x"))}
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(inspection, "MAX_CHUNKS", 7)
+            ckpt.save(1, state=state)
+            with pytest.raises(SaveError, match="at most 7 chunks, found 8") as caught:
+                ckpt.wait_until_finished()
+            assert caught.value.key_path == "state/x"
+        with monkeypatch.context() as patch:
+            patch.setattr(digests, "MAX_JSON_BYTES", 500)
+            ckpt.save(2, state=state)
+            with pytest.raises(SaveError, match="'digests'|'document'"):
+                ckpt.wait_until_finished()
+        assert ckpt.all_steps() == []
+        ckpt.save(3, state=state, force=True)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(3, abstract(state)), state)
+
+
+@pytest.mark.parametrize("place", [np.asarray, jax.device_put])
+def test_booleans_that_storage_would_not_give_back_are_refused(place: Any, directory: Path) -> None:
+    odd = place(np.array([0, 1, 2], np.uint8).view(np.bool_))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"mask": odd}, force=True)
+        with pytest.raises(SaveError, match=r"state/mask: expected booleans"):
+            ckpt.wait_until_finished()
+        ckpt.save(2, state={"mask": odd != 0}, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.load(2)["mask"].tolist() == [False, True, True]

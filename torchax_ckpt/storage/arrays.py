@@ -20,10 +20,11 @@ from torchax_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
     ForeignCheckpointError,
+    SaveError,
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import commits, digests, inspection, location, medium, modes
+from torchax_ckpt.storage import commits, cutting, digests, inspection, location, medium, modes
 from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import SUMMARY, CommittedStep
 from torchax_ckpt.storage.inspection import STATE
@@ -33,9 +34,6 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest"
 # Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
 _DATA_FILE_BYTES = 64 << 20
-# Larger shards are stored in several chunks, so that reading a part of one, on another mesh, does
-# not fetch all of it.
-_CHUNK_BYTES = digests.MAX_BLOCK_BYTES
 # How Orbax names what it will rename to commit it.
 _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 # An item needs content; a state may have no stored arrays at all.
@@ -71,30 +69,60 @@ def write_step(
       on_transferred: called as soon as all arrays are on the host.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
+
+    Raises:
+      SaveError, ValueError: readers would refuse the step; nothing is written.
     """
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
+        _require_readable(name, array)
+    sealed = digests.seal(manifest), digests.seal(summary)
     _FencedPath.fences[str(path)] = before_commit
     try:
         with (
             modes.closed_while_written(path) as mode,
-            _context(options, _FencedPath, mode, is_compressed=compression.is_on),
+            _context(
+                options,
+                _FencedPath,
+                mode,
+                is_compressed=compression.is_on,
+                # Orbax cuts no chunk larger than this.
+                data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
+            ),
             compression.observed(arrays.values()),
         ):
             response = ocp.save_checkpointables_async(
                 path,
-                {
-                    STATE: tree or _PLACEHOLDER,
-                    MANIFEST: digests.seal(manifest),
-                    SUMMARY: digests.seal(summary),
-                },
+                {STATE: tree or _PLACEHOLDER, MANIFEST: sealed[0], SUMMARY: sealed[1]},
             )
             on_transferred()
             response.result()
     finally:
         del _FencedPath.fences[str(path)]
+
+
+def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
+    count = cutting.num_pieces(array.shape, cutting.chunk_shape(array))
+    if count > inspection.MAX_CHUNKS:
+        raise SaveError(
+            f"{name}: readers take at most {inspection.MAX_CHUNKS} chunks, found {count} in "
+            f"{array.dtype}{list(array.shape)}",
+            key_path=name,
+        )
+    if array.dtype == np.bool_ and any(
+        (host.view(np.uint8) > 1).any() for _, host in digests.shards(array)
+    ):
+        raise SaveError(
+            f"{name}: expected booleans whose bytes are 0 or 1, which is all that storage gives "
+            "back, found others; make them anew: x != 0",
+            key_path=name,
+        )
+
+
+def _storage_options(_: Any, leaf: Any) -> Any:
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=cutting.chunk_limit(leaf))
 
 
 def read_manifest(committed: CommittedStep) -> Any:
@@ -204,6 +232,7 @@ def _context(
     folder_mode: int | None = None,
     *,
     is_compressed: bool = False,
+    data_file_bytes: int = _DATA_FILE_BYTES,
 ) -> Iterator[None]:
     _use_coordination_service()
     registry = ocp.handlers.local_registry()
@@ -219,8 +248,10 @@ def _context(
     context.file.path_class = path_class
     context.file.path_permission_mode = folder_mode
     context.array.saving.use_compression = is_compressed
-    context.array.saving.ocdbt_target_data_file_size = _DATA_FILE_BYTES
-    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array.saving.ocdbt_target_data_file_size = data_file_bytes
+    context.array.saving.scoped_storage_options_creator = _storage_options
+    # What cutting goes by; left alone, it depends on the platform.
+    context.array.saving.use_replica_parallel = True
     # Version 3 would put a shard's chunks and their index into one value: one more copy of
     # every byte, a seventh of the time of a save.
     context.array.saving.use_zarr3 = False

@@ -1,10 +1,10 @@
 """Owns digests: one 64-bit number for every block of stored bytes, by which damage is found.
 
-An array is cut into equal blocks: the shards it was saved from, cut further where they are large,
-and for a stack one per member, so that a mismatch names the leaf. The digest is taken of the very
-bytes that go to storage, on the host, and checked on the bytes that come back, whatever mesh they
-are read onto. Devices are not involved: what changes in a device's memory, or on the way between
-it and the host, is not seen. The JSON of a step is sealed with a digest of its own.
+An array is cut into equal blocks (``cutting.py``), and a stack into one or more for each member, so
+that a mismatch names the leaf. The digest is taken of the very bytes that go to storage, on the
+host, and checked on the bytes that come back, whatever mesh they are read onto. Devices are not
+involved: what changes in a device's memory, or on the way between it and the host, is not seen. The
+JSON of a step is sealed with a digest of its own.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
 """
@@ -22,12 +22,13 @@ import xxhash
 from etils import epath
 
 from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.storage import cutting
 
 Index = tuple[slice, ...]
 
 _SEAL = "xxh3_64"
-# The most that is read, checked and held in memory as one piece.
-MAX_BLOCK_BYTES = 64 << 20
+# The largest file of JSON, or of an index, that is read. That of a million leaves is half of this.
+MAX_JSON_BYTES = 1 << 28
 
 
 def read_sealed(folder: epath.Path) -> dict[str, Any]:
@@ -40,8 +41,20 @@ def read_sealed(folder: epath.Path) -> dict[str, Any]:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object together with the digest of its text."""
-    return {**content, _SEAL: _of_json(dict(content))}
+    """A JSON object together with the digest of its text.
+
+    Raises:
+      ValueError: it is larger than what is read.
+    """
+    text = _text(dict(content))
+    # Written to a file it has a space after each of these.
+    nbytes = len(text) + text.count(b",") + text.count(b":")
+    if nbytes > MAX_JSON_BYTES:
+        raise ValueError(
+            f"the JSON of a step may have {MAX_JSON_BYTES >> 20} MiB, found {nbytes / 2**20:.0f}, "
+            f"the largest part being {max(content, key=lambda key: len(_text(content[key])))!r}"
+        )
+    return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
 
 
 def unseal(raw: Any) -> dict[str, Any]:
@@ -53,43 +66,27 @@ def unseal(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict) or _SEAL not in raw:
         raise ValueError(f"expected a JSON object with its digest under {_SEAL!r}, found none")
     content = {key: value for key, value in raw.items() if key != _SEAL}
-    found = _of_json(content)
+    found = xxhash.xxh3_64_hexdigest(_text(content))
     if raw[_SEAL] != found:
         raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: it was damaged")
     return content
 
 
-def _of_json(content: Any) -> str:
+def _text(content: Any) -> bytes:
     # Python writes every JSON value in one way only, so the text need not be kept.
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, separators=(",", ":")).encode())
-
-
-def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
-    """The shape of an array's blocks: a divisor of its shards' shape.
-
-    The first dim that can be cut is cut, so that a block lies in one piece in memory.
-    """
-    shape = tuple(array.shape)
-    shard = tuple(array.sharding.shard_shape(shape)) if isinstance(array, jax.Array) else shape
-    block = [1, *shard[1:]] if is_stack else list(shard)
-    for dim in range(1 if is_stack else 0, len(block)):
-        size = math.prod(block) * array.dtype.itemsize
-        if size <= MAX_BLOCK_BYTES:
-            break
-        rows = int(MAX_BLOCK_BYTES // (size // block[dim]))
-        block[dim] = next((n for n in range(rows, 0, -1) if block[dim] % n == 0), 1)
-    return tuple(block)
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def take(array: jax.Array | np.ndarray, *, is_stack: bool) -> Digests:
     """The digests of all blocks of an array that are stored by this process.
 
     Of a device array this fetches the shards; they stay cached beside the array, so that whoever
-    writes them to storage next does not fetch them again.
+    writes them to storage next does not fetch them again. To let go of them would not bound the
+    memory of a save: Orbax, fetching them again, leaves them there as well.
     """
-    block = block_shape(array, is_stack=is_stack)
+    block = cutting.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
-    for start, host in _shards(array):
+    for start, host in shards(array):
         found = of_blocks(host, block)
         at = tuple(
             slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
@@ -107,7 +104,7 @@ def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
                     shard.data.copy_to_host_async()
 
 
-def _shards(array: jax.Array | np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+def shards(array: jax.Array | np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """Every part of the array that this process stores, and where it starts."""
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array

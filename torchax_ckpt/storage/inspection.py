@@ -23,15 +23,13 @@ from etils import epath
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names
-from torchax_ckpt.storage import location, medium
+from torchax_ckpt.storage import cutting, digests, location, medium
 
 STATE = "state"
 _PYTREE_METADATA = "_METADATA"
-# JSON of a million leaves is half of this.
-_MAX_METADATA_BYTES = 1 << 28
 _MAX_ARRAY_METADATA_BYTES = 1 << 20
-# One chunk per shard is what is written; no run has so many devices.
-_MAX_CHUNKS = 1 << 20
+# Shards are one chunk, or several of some MiB; no run has so many devices, or so large arrays.
+MAX_CHUNKS = 1 << 20
 # Folders of array data.
 _DATA_FOLDER = "d"
 
@@ -64,7 +62,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
             kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "special file"
             raise _corrupt(step, path, "folders and regular files", f"a {kind}")
         in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
-        limit = host_memory_bytes() if in_data else _MAX_METADATA_BYTES
+        limit = host_memory_bytes() if in_data else digests.MAX_JSON_BYTES
         if status.st_size > limit:
             raise _corrupt(step, path, f"at most {limit} bytes", f"{status.st_size}")
 
@@ -106,7 +104,7 @@ def is_plain(folder: epath.Path, file: str) -> bool:
         status = os.lstat(folder / file)
     except FileNotFoundError:
         return True
-    return stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_METADATA_BYTES
+    return stat.S_ISREG(status.st_mode) and status.st_size <= digests.MAX_JSON_BYTES
 
 
 # --- arrays of this package ----------------------------------------------------------------------
@@ -168,9 +166,9 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
         and all(type(n) is int and 0 < n <= limit for n, limit in zip(chunk, whole, strict=True))
     ):
         return f"chunks within {whole}", f"{chunk!r:.80}"
-    count = math.prod(-(-dim // n) for dim, n in zip(whole, chunk, strict=True))
-    if count > _MAX_CHUNKS:
-        return f"at most {_MAX_CHUNKS} chunks", f"{count}"
+    count = cutting.num_pieces(whole, chunk)
+    if count > MAX_CHUNKS:
+        return f"at most {MAX_CHUNKS} chunks", f"{count}"
     if codec not in (None, "zstd") or metadata.get("filters") is not None:
         return "plain bytes, or Zstandard", f"{codec!r:.40}, {metadata.get('filters')!r:.40}"
     return None

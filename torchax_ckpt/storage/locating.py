@@ -31,7 +31,8 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
     """
     wanted = f"{key}/{'.'.join(map(str, chunk)) or '0'}".encode()
     try:
-        base = ts.KvStore.open(location.kvstore(folder)).result()
+        context = location.reading_context()
+        base = ts.KvStore.open(location.kvstore(folder), context=context).result()
         versions = ts.ocdbt.dump(base).result()["versions"]
         todo = [versions[-1]["root"]["location"]]
         while todo:

@@ -68,21 +68,36 @@ class _Region:
     def __init__(self, bounds: Bounds, dtype: np.dtype[Any]) -> None:
         self.start = tuple(start for start, _ in bounds)
         self.shape = tuple(stop - start for start, stop in bounds)
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+        self.is_awaited = False
         self._dtype = dtype
         self._missing = math.prod(self.shape)
         self._host: np.ndarray | None = None
 
-    def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
-        """Takes what it needs of a piece; the whole region once it is complete."""
-        if (piece.start, piece.shape) == (self.start, self.shape):
-            return host
+    def is_piece(self, piece: Piece) -> bool:
+        """Whether a piece is all of it, which then need not be copied."""
+        return (piece.start, piece.shape) == (self.start, self.shape)
+
+    def overlaps(self, piece: Piece) -> bool:
+        """Whether it takes anything of a piece."""
+        low, high = self._common(piece)
+        return all(a < b for a, b in zip(low, high, strict=True))
+
+    def _common(self, piece: Piece) -> tuple[list[int], list[int]]:
         low = [max(a, b) for a, b in zip(self.start, piece.start, strict=True)]
         high = [
             min(a + n, b + m)
             for a, n, b, m in zip(self.start, self.shape, piece.start, piece.shape, strict=True)
         ]
-        if any(a >= b for a, b in zip(low, high, strict=True)):
+        return low, high
+
+    def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
+        """Takes what it needs of a piece; the whole region once it is complete."""
+        if self.is_piece(piece):
+            return host
+        if not self.overlaps(piece):
             return None
+        low, high = self._common(piece)
         if self._host is None:
             self._host = empty(self.shape, self._dtype)
         there, here = (
@@ -104,7 +119,12 @@ class Target:
       name: under which it is stored.
       wanted: what is expected of it.
       leaves: where leaves go, by name.
+
+    Attributes:
+      nbytes: of all that is put together from pieces.
     """
+
+    nbytes = 0
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         self.name = name
@@ -116,8 +136,21 @@ class Target:
         """What is to be read, in the order in which to read it."""
         raise NotImplementedError
 
-    def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
-        """Takes a piece that was read; what is now on its way to devices."""
+    def awaits(self, piece: Piece) -> tuple[int, int]:
+        """What a piece takes of this host's memory.
+
+        Returns:
+          Bytes until it has arrived; bytes of what is put together from it and other pieces, from
+          the first of them until ``arrived`` has sent it on and it is on its devices.
+        """
+        return piece.nbytes, 0
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
+        """Takes a piece that was read.
+
+        Returns:
+          Bytes of what is complete with it, and the arrays as which that is on its way to devices.
+        """
         raise NotImplementedError
 
     def _unit(self, chunk: Sequence[int]) -> list[int]:
@@ -158,19 +191,33 @@ class Alone(Target):
         for device, bounds in _devices(self._placement, wanted.shape):
             devices.setdefault(bounds, []).append(device)
         self._regions = [(_Region(b, self._dtype), to) for b, to in devices.items()]
+        self.nbytes = sum(region.nbytes for region, _ in self._regions)
         self._missing = len(self._regions)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
         """The pieces of the parts that devices of this process hold."""
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
-    def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
+    def awaits(self, piece: Piece) -> tuple[int, int]:
+        """Parts of which this is the first piece; a piece that is a part by itself counts once."""
+        nbytes, parts = piece.nbytes, 0
+        for region, _ in self._regions:
+            if not region.is_awaited and region.overlaps(piece):
+                region.is_awaited = True
+                parts += region.nbytes
+                if region.is_piece(piece):
+                    nbytes = 0
+        return nbytes, parts
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
         """Sends on the parts that are complete with it."""
         moving: list[jax.Array] = []
+        nbytes = 0
         for region, devices in self._regions:
             whole = region.take(piece, host)
             if whole is None:
                 continue
+            nbytes += region.nbytes
             self._missing -= 1
             if self._placement is Local.HOST:
                 self._shards.append(whole)
@@ -179,7 +226,7 @@ class Alone(Target):
         self._shards += moving
         if not self._missing:
             self._leaves[self._leaf] = _assemble(self.wanted.shape, self._placement, self._shards)
-        return moving
+        return nbytes, moving
 
 
 class Stack(Target):
@@ -187,22 +234,44 @@ class Stack(Target):
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
+        # Its pieces where they are cut as devices want them; otherwise all of it.
         self._parts: dict[tuple[int, ...], np.ndarray] = {}
-        self._region = _Region(tuple((0, n) for n in wanted.shape), self._dtype)
-        self._index = {member: i for i, member in enumerate(wanted.members)}
         self._whole: np.ndarray | None = None
+        self._are_parts = False
+        self._region = _Region(tuple((0, n) for n in wanted.shape), self._dtype)
+        self.nbytes = self._region.nbytes
+        self._index = {member: i for i, member in enumerate(wanted.members)}
         self._missing = math.prod(wanted.shape)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
         """What is to be read: every piece has a part of all members."""
-        return self._pieces([self.wanted.shape[0], *self._unit(chunk)[1:]], [self._region])
+        unit = [self.wanted.shape[0], *self._unit(chunk)[1:]]
+        pieces = list(self._pieces(unit, [self._region]))
+        there = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
+        self._are_parts = all(
+            (tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+            in there
+            for placement in set(self.wanted.placements.values())
+            for _, bounds in _devices(placement, self.wanted.shape[1:])
+        )
+        yield from pieces
 
-    def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
+    def awaits(self, piece: Piece) -> tuple[int, int]:
+        """A piece that is kept counts until all are there; otherwise the whole from the first."""
+        if self._are_parts or self._region.is_piece(piece):
+            return 0, piece.nbytes
+        is_first, self._region.is_awaited = not self._region.is_awaited, True
+        return piece.nbytes, self.nbytes if is_first else 0
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
         """Sends the members on with the last piece."""
-        self._parts[piece.start[1:]] = host
+        if self._are_parts:
+            self._parts[piece.start[1:]] = host
+        else:
+            self._whole = self._region.take(piece, host)
         self._missing -= host.size
         if self._missing:
-            return []
+            return 0, []
         shape = self.wanted.shape[1:]
         hosts, devices, counts = [], [], []
         for leaf, placement in self.wanted.placements.items():
@@ -219,18 +288,12 @@ class Stack(Target):
             self._leaves[leaf] = _assemble(shape, placement, list(itertools.islice(shards, count)))
         self._parts.clear()
         self._whole = None
-        return [array for array in moving if isinstance(array, jax.Array)]
+        return self.nbytes, [array for array in moving if isinstance(array, jax.Array)]
 
     def _part(self, member: int, bounds: Bounds) -> np.ndarray:
-        """A part of a member: a view of a piece where the pieces are cut as the devices want."""
-        part = self._parts.get(tuple(start for start, _ in bounds))
-        if part is not None and part.shape[1:] == tuple(stop - start for start, stop in bounds):
-            return part[member, ...]
+        """A view of a part of a member."""
         if self._whole is None:
-            self._whole = empty(self.wanted.shape, self._dtype)
-            for start, host in self._parts.items():
-                at = (slice(s, s + n) for s, n in zip(start, host.shape[1:], strict=True))
-                self._whole[(slice(None), *at)] = host
+            return self._parts[tuple(start for start, _ in bounds)][member, ...]
         index: Any = (member, *(slice(*b) for b in bounds), ...)
         return self._whole[index]
 
@@ -243,9 +306,9 @@ class Checked(Target):
         everything = _Region(tuple((0, n) for n in self.wanted.shape), self._dtype)
         return self._pieces(self._unit(chunk), [everything])
 
-    def arrived(self, piece: Piece, host: np.ndarray) -> list[jax.Array]:
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
         """Lets go of it."""
-        return []
+        return 0, []
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:

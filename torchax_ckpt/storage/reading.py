@@ -23,8 +23,8 @@ from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE, stored_key
 from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, Wanted, empty
 
-# On its way between storage and devices at one time, unless the options say otherwise: enough to
-# keep storage and devices busy.
+# On its way between storage and devices at one time, besides the largest array that is put together
+# there, unless the options say otherwise: enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
 # For programs that stand beside a training and should not take its memory.
 _STREAMED_BYTES = 256 << 20
@@ -95,12 +95,14 @@ def stream_arrays(
 
 def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
     stores = _prepared(committed, {target.name: target.wanted for target in targets})
-    window = _Window(options.max_host_bytes or _IN_FLIGHT_BYTES)
+    largest = max((target.nbytes for target in targets), default=0)
+    window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES)
     for target in targets:
         store = stores[target.name]
         for piece in target.pieces(_chunk(store)):
-            window.make_room(piece.nbytes)
-            window.add(piece.nbytes, _Arrival(committed, target, piece, store))
+            alone, together = target.awaits(piece)
+            window.make_room(alone + together)
+            window.add(alone, together, _Arrival(committed, target, piece, store))
     window.drain()
 
 
@@ -201,8 +203,8 @@ class _Arrival:
         source = store[piece.index][ts.d[:].translate_to[0]]
         self._future = ts.array(self._host, dtype=store.dtype).write(source)
 
-    def finish(self) -> list[jax.Array]:
-        """Waits for the piece, checks it, and starts its way to devices."""
+    def finish(self) -> tuple[int, list[jax.Array]]:
+        """Waits for the piece, checks it, and starts the way to devices of what is complete."""
         return self._target.arrived(self._piece, self.fetch())
 
     def fetch(self) -> np.ndarray:
@@ -238,7 +240,11 @@ class _Arrival:
 
 
 class _Window:
-    """What is on its way, the oldest first; never more than a bound, or one piece."""
+    """What is on its way, the oldest first: never more than a bound, unless one array needs it.
+
+    Counted are pieces until they have arrived, and what is put together from them from its first
+    piece until it is on its devices.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -246,13 +252,14 @@ class _Window:
         self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
         self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
 
-    def add(self, nbytes: int, arrival: _Arrival) -> None:
-        self._bytes += nbytes
-        self._reading.append((nbytes, arrival))
+    def add(self, alone: int, together: int, arrival: _Arrival) -> None:
+        """Takes a piece, and its bytes as ``Target.awaits`` tells them."""
+        self._bytes += alone + together
+        self._reading.append((alone, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Finishes what is oldest until so much more may be on its way."""
-        while self._bytes and self._bytes + nbytes > self._max_bytes:
+        """Finishes what is oldest until so much more may be on its way, or nothing is left to."""
+        while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
             self._finish_oldest()
 
     def drain(self) -> None:
@@ -264,7 +271,7 @@ class _Window:
         if self._moving and (len(self._moving) > len(self._reading) or not self._reading):
             nbytes, arrays = self._moving.popleft()
             jax.block_until_ready(arrays)
-            self._bytes -= nbytes
         else:
             nbytes, arrival = self._reading.popleft()
-            self._moving.append((nbytes, arrival.finish()))
+            self._moving.append(arrival.finish())
+        self._bytes -= nbytes
