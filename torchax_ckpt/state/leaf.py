@@ -149,11 +149,8 @@ def describe(value: Any, name: str) -> Spec:
         if isinstance(value, jax.core.Tracer):
             raise refuse(_TRACER)
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            data = jax.eval_shape(jax.random.key_data, value)
-            if isinstance(value, jax.ShapeDtypeStruct):
-                value = jnp.empty((0,), value.dtype)  # key_impl wants an array
-            impl = str(jax.random.key_impl(value))
-            return Spec("key", dtype_name(data.dtype), tuple(data.shape), impl)
+            dtype, more_dims, impl = _key_data(value.dtype)
+            return Spec("key", dtype, (*value.shape, *more_dims), impl)
         require_storable(value.dtype)
         weak = bool(value.weak_type)
         return Spec("jax", dtype_name(value.dtype), tuple(value.shape), is_weak=weak)
@@ -164,6 +161,14 @@ def describe(value: Any, name: str) -> Spec:
         raise refuse(f"is a {type(value).__name__}, a subclass of numpy.ndarray")
     kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"
     return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
+
+
+@functools.cache  # JAX keeps something for every shape it is asked for
+def _key_data(dtype: Any) -> tuple[str, tuple[int, ...], str]:
+    """Of a key dtype: the dtype of its data, the dims that has besides, and its implementation."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    impl = str(jax.random.key_impl(jnp.empty((0,), dtype)))  # which wants an array
+    return dtype_name(data.dtype), tuple(data.shape), impl
 
 
 def require_jax_dtype(dtype: str, name: str) -> None:

@@ -14,6 +14,7 @@ from absl import flags
 from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -259,8 +260,23 @@ def _context(
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
-    with one_at_a_time, context:
+    with one_at_a_time, context, _without_raw_metrics():
         yield
+
+
+@contextlib.contextmanager
+def _without_raw_metrics() -> Iterator[None]:
+    """Keeps Orbax from asking TensorStore for its metrics, around every save and load.
+
+    TensorStore 0.1.86 never frees what it answers, 7 kB each time: 1 GB in 70,000 saves. Orbax
+    only reports them.
+    """
+    ask = tensorstore_utils.get_tensorstore_raw_bytes
+    tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
+    try:
+        yield
+    finally:
+        tensorstore_utils.get_tensorstore_raw_bytes = ask
 
 
 def _use_coordination_service() -> None:
