@@ -46,14 +46,17 @@ def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_rest
 
 
 @pytest.mark.parametrize(
-    ("weakening", "finding"),
+    ("weakening", "findings"),
     [
-        ("delete-first", "durable steps lost"),
-        ("mixed", "wrong or failed restores"),
-        ("copy", "wrong or failed restores"),
+        ("delete-first", ["durable steps lost"]),
+        ("mixed", ["wrong or failed restores"]),
+        # It depends on the moment of a kill: half a step, or a step of the same number gone.
+        ("copy", ["wrong or failed restores", "durable steps lost"]),
     ],
 )
-def test_a_program_that_writes_less_carefully_is_found_out(weakening: str, finding: str) -> None:
+def test_a_program_that_writes_less_carefully_is_found_out(
+    weakening: str, findings: list[str]
+) -> None:
     code, table, output = torture("--kills", "5", "--weakened", weakening)
     assert code == 1, output
-    assert table[finding] > 0, output
+    assert sum(table[finding] for finding in findings) > 0, output
