@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -163,6 +164,23 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: i
         parameter.grad = grads[name]
     optimizer.step()
     return value
+
+
+def run_torture(program: Path, *args: str) -> tuple[int, dict[str, int], str]:
+    """Exit code, table and output of a harness, which starts processes of its own."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), *args],
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    table = {
+        name.strip(): int(value)
+        for name, value in re.findall(r"^(.+?) +(\d+)$", result.stdout, re.MULTILINE)
+    }
+    return result.returncode, table, result.stdout + result.stderr[-4000:]
 
 
 def run_python(

@@ -87,3 +87,11 @@ def test_the_time_in_which_arrays_are_written_counts() -> None:
         with compression.observed([array]):
             time.sleep(MANY / SLOW_BYTES_PER_SEC * 1.05)
     assert compression.is_on
+
+
+def test_several_processes_compress_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    compression = Compression(None)
+    for _ in range(5):
+        compression.observe(MANY, 3600)
+    assert not compression.is_on

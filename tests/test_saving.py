@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 import torch
+from orbax.checkpoint._src.serialization import tensorstore_utils
 from support import assert_trees_identical, mlp, run_python, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -264,6 +266,26 @@ def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
     assert ckpt.save(2, state=STATE) is False
     assert len(calls) == 4
     assert ckpt.all_steps() == [1]
+
+
+def test_saves_do_not_ask_for_metrics_that_tensorstore_never_frees(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def collect(*args: Any) -> list[Any]:
+        asked.append(args)
+        return []
+
+    monkeypatch.setattr(ts, "experimental_collect_matching_metrics", collect)
+    orbax_asks = tensorstore_utils.get_tensorstore_raw_bytes
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
+        ckpt.wait_until_finished()
+    assert not asked
+    assert tensorstore_utils.get_tensorstore_raw_bytes is orbax_asks
+    orbax_asks()
+    assert asked, "or this test looks in the wrong place"
 
 
 def test_an_interrupt_while_saving_leaves_nothing_hanging(

@@ -13,7 +13,7 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from support import mlp
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, content, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, content, policies, stored
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
@@ -23,6 +23,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import modes
 from torchax_ckpt.storage.verified import MARK
+from torchax_ckpt.stored import StoredStep
 
 LATEST = policies.LatestN(1)
 
@@ -140,13 +141,14 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
-    read = content.read_manifest
+    read = stored.parse_manifest
 
     def delete_first(committed: Any) -> Any:
         shutil.rmtree(directory / str(committed.step))
         return read(committed)
 
-    monkeypatch.setattr(content, "read_manifest", delete_first)
+    monkeypatch.setattr(stored, "parse_manifest", delete_first)
+    monkeypatch.setattr(content, "parse_manifest", delete_first)
     ckpt = TorchaxCheckpointer(directory)
     with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
         ckpt.verify(2)
@@ -157,7 +159,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
 def test_a_step_that_cannot_be_read_back_is_deleted(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verify = content.verify_step
+    verify = StoredStep.verify
 
     def fail(*args: Any) -> None:
         raise DirectoryError("Input/output error")
@@ -165,12 +167,12 @@ def test_a_step_that_cannot_be_read_back_is_deleted(
     with TorchaxCheckpointer(directory, options=CheckpointOptions(read_back=True)) as ckpt:
         ckpt.save(1, state=state(1), force=True)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(content, "verify_step", fail)
+        monkeypatch.setattr(StoredStep, "verify", fail)
         ckpt.save(2, state=state(2), force=True)
         with pytest.raises(SaveError, match="Input/output error"):
             ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1]
-        monkeypatch.setattr(content, "verify_step", verify)
+        monkeypatch.setattr(StoredStep, "verify", verify)
         ckpt.save(3, state=state(3), force=True)
         ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1, 3]

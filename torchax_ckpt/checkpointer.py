@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.content import verify_step
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -40,6 +39,7 @@ from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.stored import StoredStep
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class TorchaxCheckpointer:
         )
         try:
             with reading(committed, self._directory):
-                verify_step(committed, self._options)
+                StoredStep(committed).verify(self._options)
             self._directory.verified.note(committed, is_sound=True)
         finally:
             if not self._options.read_only:

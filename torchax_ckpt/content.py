@@ -107,25 +107,3 @@ def read_leaves(
             stacks[stored][name] = read.placement
     leaves = reading.read_arrays(committed, wanted, options)
     return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}
-
-
-def verify_step(committed: CommittedStep, options: CheckpointOptions) -> None:
-    """Reads a step whole, compares every block with its digest, and keeps nothing of it.
-
-    Raises:
-      CorruptCheckpointError: it is damaged; names the leaf and, where it can be known, the file.
-      ForeignCheckpointError: bare Orbax wrote it, which stores no digests.
-      DirectoryError: it cannot be read now.
-    """
-    manifest = read_manifest(committed)
-    with about(committed):
-        stored = manifest.stored(manifest.leaves())
-        with storage.as_corrupt(committed, "array metadata"):
-            inspection.require_stored(committed.path, committed.step, stored)
-        wanted = {
-            name: Wanted(
-                shape, dtype, {}, digests_of(manifest, name), manifest.plan.stacks.get(name, ())
-            )
-            for name, (shape, dtype) in stored.items()
-        }
-        reading.check_arrays(committed, wanted, options)

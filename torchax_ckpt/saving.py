@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchax_ckpt import content
 from torchax_ckpt.errors import (
     CheckpointError,
     DonatedBufferError,
@@ -38,6 +37,7 @@ from torchax_ckpt.storage import digests, medium
 from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
+from torchax_ckpt.stored import StoredStep
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class Saver:
         if self._options.read_back:
             save.enter("reading it back")
             try:
-                content.verify_step(durable, self._options)
+                StoredStep(durable).verify(self._options)
             except Exception:  # damaged, or not to be read: it must not be the newest step
                 self._directory.delete(durable)
                 raise

@@ -23,6 +23,7 @@ from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, medium, reading
+from torchax_ckpt.storage.commits import MANIFEST
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.placing import Wanted
 
@@ -55,7 +56,7 @@ def parse_manifest(committed: CommittedStep) -> Manifest:
     with about(committed):
         with storage.as_corrupt(committed, "folders"):
             inspection.require_contained(committed.path, committed.step)
-        path = str(committed.path / storage.MANIFEST)
+        path = str(committed.path / MANIFEST)
         return Manifest.from_json(storage.read_manifest(committed), path=path)
 
 

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import run_torture
 
 PROGRAM = Path(__file__).parent / "torture_kill.py"
 
 
-def torture(*args: str) -> tuple[int, dict[str, int], str]:
-    """Exit code, table and output of the harness, which forks: it needs its own process."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROGRAM), *args],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    table = {
-        name.strip(): int(value)
-        for name, value in re.findall(r"^(.+?)  +(\d+)$", result.stdout, re.MULTILINE)
-    }
-    return result.returncode, table, result.stdout + result.stderr[-4000:]
-
-
 def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_restored() -> None:
-    code, table, output = torture("--kills", "15", "--seconds", "45", "--seed", "4")
+    code, table, output = run_torture(PROGRAM, "--kills", "15", "--seconds", "45", "--seed", "4")
     assert code == 0, output
     assert table["SIGKILLs"] >= 3, output
     assert table["states restored and compared"] >= 3, output
@@ -57,6 +36,6 @@ def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_rest
 def test_a_program_that_writes_less_carefully_is_found_out(
     weakening: str, findings: list[str]
 ) -> None:
-    code, table, output = torture("--kills", "5", "--weakened", weakening)
+    code, table, output = run_torture(PROGRAM, "--kills", "5", "--weakened", weakening)
     assert code == 1, output
     assert sum(table[finding] for finding in findings) > 0, output

@@ -26,13 +26,13 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import commits, cutting, digests, inspection, location, medium, modes
+from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
 from torchax_ckpt.storage.compression import Compression
-from torchax_ckpt.storage.directory import SUMMARY, CommittedStep
+from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest"
 # Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
 _DATA_FILE_BYTES = 64 << 20
 # How Orbax names what it will rename to commit it.

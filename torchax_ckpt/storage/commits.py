@@ -8,15 +8,18 @@ import logging
 
 from etils import epath
 
-from torchax_ckpt.storage import bucket, inspection, location
+from torchax_ckpt.storage import bucket, inspection, location, verified
 
 logger = logging.getLogger(__name__)
 
+# Items of a step besides its arrays.
+MANIFEST = "manifest"
+SUMMARY = "summary"
 # What Orbax writes last into a step.
 MARK = "commit_success.txt"
 _RECORD = "_CHECKPOINT_METADATA"
 # What a step of this package, or one of bare Orbax, consists of.
-_PARTS = {inspection.STATE, "manifest", "summary", "verified", _RECORD, "_METADATA", "pytree"}
+_PARTS = {inspection.STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 # Nanoseconds since 1970, until 2262: what dates are computed from.
 _MAX_TIME = 2**63 - 1
 

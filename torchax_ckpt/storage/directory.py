@@ -48,7 +48,6 @@ from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
 
-SUMMARY = "summary"
 # How many commits may bear later times than the latest of all.
 _LATEST = 32
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
@@ -177,11 +176,13 @@ class StepDirectory:
         if key not in self._summaries:
             try:
                 inspection.require_contained(committed.path, committed.step)
-                loaded = digests.read_sealed(committed.path / SUMMARY)
+                loaded = digests.read_sealed(committed.path / commits.SUMMARY)
             except Exception as error:
                 if medium.is_unavailable(error):
                     raise self._error("read", error) from error
-                return {}  # not written by this package, damaged, or moved: restoring will tell
+                if not committed.path.exists():
+                    return {}  # moved meanwhile, by whoever writes here
+                loaded = None  # not written by this package, or damaged: restoring will tell
             self._summaries[key] = loaded if isinstance(loaded, dict) else {}
         return self._summaries[key]
 

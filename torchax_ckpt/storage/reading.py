@@ -53,17 +53,6 @@ def read_arrays(
     return leaves
 
 
-def check_arrays(
-    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
-) -> None:
-    """Reads some arrays of a step whole and compares them; keeps nothing.
-
-    Raises:
-      CorruptCheckpointError: as for ``read_arrays``.
-    """
-    _read(committed, [Checked(name, want, {}) for name, want in wanted.items()], options)
-
-
 def stream_arrays(
     committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
