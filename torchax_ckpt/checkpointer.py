@@ -167,7 +167,7 @@ class TorchaxCheckpointer:
           rng: whether to save and restore random state: torchax's key, torch, numpy, Python.
 
         Returns:
-          Completed steps: those of the restored checkpoint, or 0. After functional state was
+          Completed steps, those of the restored checkpoint; or 0. After functional state was
           saved, its step; call ``load`` for the state itself.
 
         Raises:
@@ -218,12 +218,13 @@ class TorchaxCheckpointer:
           strict: raise on any difference; if not, restore what matches and report the rest.
 
         Returns:
-          What was done: see ``RestoreReport``.
+          What was done.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
-          AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
-          UninitializedLeafError: as for ``attach``.
+          MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
+          CorruptCheckpointError: it cannot be read; of None, none can.
+          AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
         """
         self._require_open()
         attached = self._require_attached("restore")
