@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from pathlib import Path
 
 # The reference is read from the package's docstrings: importing it starts no accelerator.
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Sphinx reads one folder: the notebooks are copied into it, where git ignores them, and what they
+# link to is nearer there.
+COPIES = Path(__file__).parent / "notebooks"
+COPIES.mkdir(exist_ok=True)
+for notebook in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb"):
+    (COPIES / notebook.name).write_text(notebook.read_text().replace("](../docs/", "](../"))
 
 project = "torchax_ckpt"
 author = "the authors of torchax_ckpt"
@@ -15,7 +23,6 @@ release = importlib.metadata.version("torchax-ckpt")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"torchax_ckpt {release}"
-exclude_patterns = ["notebooks/runs"]
 
 # Code without a language is a listing of files or a message.
 highlight_language = "text"

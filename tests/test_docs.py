@@ -98,10 +98,8 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
 # --- the site --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages as HTML, built from scratch, where any warning is an error."""
-    out = tmp_path_factory.mktemp("site")
+def build_site(out: Path) -> None:
+    """The pages as HTML, from scratch, where any warning is an error."""
     result = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", DOCS, out],
         capture_output=True,
@@ -110,7 +108,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return out
 
 
 def public_names() -> Iterator[str]:
@@ -126,25 +123,16 @@ def public_names() -> Iterator[str]:
             yield f"torchax_ckpt.TorchaxCheckpointer.{name}"
 
 
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    pages = "\n".join(page.read_text() for page in (site / "api").glob("*.html"))
+def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
+    build_site(tmp_path)
+    pages = {page.stem: page.read_text() for page in (tmp_path / "api").glob("*.html")}
+    texts = {stem: html.unescape(re.sub(r"<[^>]+>", "", page)) for stem, page in pages.items()}
+    described = set(re.findall(r'id="([^"]+)"', "".join(pages.values())))
     # Orbax's policies and types, which its own pages describe, are named in tables.
-    named = set(
-        re.findall(r"\w+", re.sub(r"<[^>]+>", "", (site / "api/policies.html").read_text()))
-    )
-    absent = {
-        name
-        for name in public_names()
-        if f'id="{name}"' not in pages
-        and not (name.startswith("torchax_ckpt.policies.") and name.rpartition(".")[2] in named)
-    }
-    assert not absent
-
-
-def test_the_reference_reads_as_the_docstrings_do(site: Path) -> None:
-    """A colon in the first line of what is returned would make a type of the words before it."""
-    for page in (site / "api").glob("*.html"):
-        text = html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
-        assert "Return type:" not in text, page
-        assert "\nType:" not in text, page
-        assert not re.search("\N{EN DASH}\\s*\n", text), f"{page}: an item without a description"
+    described |= {f"torchax_ckpt.policies.{word}" for word in re.findall(r"\w+", texts["policies"])}
+    assert not set(public_names()) - described
+    for stem, text in texts.items():
+        # A colon in the first line of what is returned would make a type of the words before it.
+        assert "Return type:" not in text, stem
+        assert "\nType:" not in text, stem
+        assert not re.search("\N{EN DASH}\\s*\n", text), f"{stem}: an item without a description"
