@@ -17,6 +17,7 @@ MAX_LINES = 400
 FLOORS = [
     "errors",
     "failures",
+    "steps",
     "options",
     "planning",
     "layout",
@@ -45,6 +46,7 @@ FLOORS = [
 FORBIDDEN = {
     "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
     "failures": {"torch", "torchax", "jax", "orbax", "numpy"},
+    "steps": {"torch", "torchax", "jax", "orbax", "numpy"},
     "options": {"torch", "torchax", "jax", "orbax"},
     "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},

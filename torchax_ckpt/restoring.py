@@ -24,6 +24,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
@@ -53,6 +54,7 @@ class RestoreReport:
       missing: names attached but not in the checkpoint; they keep what they held.
       unexpected: names in the checkpoint that nothing attached takes.
       mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
+      left_out: torch's names, on either side, that the patterns do not select.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
     """
@@ -61,6 +63,7 @@ class RestoreReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     skipped_steps: tuple[int, ...] = ()
     is_verified: bool = False
 
@@ -125,19 +128,24 @@ def is_damage(error: BaseException) -> bool:
 
 
 def restore_attached(
-    committed: CommittedStep, attached: Attached, strict: bool, options: CheckpointOptions
+    committed: CommittedStep,
+    attached: Attached,
+    strict: bool,
+    options: CheckpointOptions,
+    selection: Selection | None = None,
 ) -> RestoreReport:
-    """Restores one step into what is attached: everything, or nothing and an error.
+    """Restores one step into what is attached: all that is selected, or nothing and an error.
 
     Raises:
       MismatchError: something differs and ``strict``.
+      SelectionError: patterns that match nothing, or names that meet.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
     manifest = content.read_manifest(committed)
-    findings = Findings()
+    findings, selection = Findings(), selection or Selection()
     brings_rng = "rng" in attached.components and "rng" in manifest.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
-        restoration = attached.prepare(manifest.document, findings)
+        restoration = attached.prepare(manifest.document, findings, selection)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
@@ -152,6 +160,7 @@ def restore_attached(
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
+        left_out=tuple(selection.left_out),
         is_verified=options.verify != "never" and content.is_whole(manifest, restoration.reads),
     )
 

@@ -12,6 +12,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import checks, functional
 from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
@@ -103,13 +104,20 @@ class Attached:
                 captured[name] = component.capture()
         return captured
 
-    def prepare(self, document: Mapping[str, Node], findings: Findings) -> Restoration:
-        """Compares the document with what is attached and says what to do. Changes nothing."""
+    def prepare(
+        self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
+    ) -> Restoration:
+        """Compares the document with what is attached and says what to do. Changes nothing.
+
+        Raises:
+          SelectionError: patterns that match nothing, or names that meet.
+        """
+        selection = selection or Selection()
         restorations = []
         is_functional, is_imported = STATE in document, IMPORTED in document
         for name, component in self.components.items():
             if name in document:
-                restorations.append(component.prepare(document[name], findings))
+                restorations.append(component.prepare(document[name], findings, selection))
             elif not (is_imported or (is_functional and name in _TRAINED)):
                 findings.missing.append(name)
         for name, node in document.items():
@@ -118,6 +126,7 @@ class Attached:
             if name == "rng" and not self._rng:
                 continue
             findings.unexpected += [n["array"] for n in array_nodes(node)] or [name]
+        selection.require_used()
         result = Restoration()
         result.extend(restorations)
         return result
@@ -145,7 +154,7 @@ class _Group:
     def capture(self) -> Captured:
         return self._combined([member.capture() for member in self._members.values()])
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         restoration = Restoration()
         is_group = isinstance(node, dict) and node.get("group") is True
         stored = checks.fields(node, names.join(self._key_path)) if is_group else {}
@@ -153,7 +162,7 @@ class _Group:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
         for name, member in self._members.items():
             if name in stored:
-                restoration.extend([member.prepare(stored[name], findings)])
+                restoration.extend([member.prepare(stored[name], findings, selection)])
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
         for name in stored.keys() - self._members.keys():

@@ -18,6 +18,7 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
@@ -223,8 +224,11 @@ class Component(Protocol):
         """The part as it is now. Runs on the training thread, so it must not wait."""
         ...
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
-        """Compares the node with what is live and says what to do. Changes nothing."""
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+        """Compares the node with what is live and says what to do. Changes nothing.
+
+        The selection is over the model's tensors; what does not go by their names ignores it.
+        """
         ...
 
 
