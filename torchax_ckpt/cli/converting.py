@@ -69,7 +69,8 @@ def export(
 
 def import_(source: Path, directory: str, ties: Sequence[str], *, as_json: bool) -> int:
     """``torchax-ckpt import``."""
-    from torchax_ckpt.formats.importing import import_weights, open_safetensors, parsed_ties
+    from torchax_ckpt.formats.importing import import_weights, parsed_ties
+    from torchax_ckpt.formats.safetensors_reading import open_safetensors
 
     try:
         tied = parsed_ties(ties)

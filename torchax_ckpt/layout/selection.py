@@ -81,25 +81,31 @@ class Selection:
         self.left_out[name] = None
         return False
 
-    def taken(self, stored: Iterable[str]) -> dict[str, str]:
+    def taken(self, stored: Iterable[str], ties: Mapping[str, str] | None = None) -> dict[str, str]:
         """Name in the checkpoint -> name in the program, of those that are selected.
 
+        Args:
+          stored: names in the checkpoint.
+          ties: another name of a tensor -> its own: these may become one.
+
         Raises:
-          SelectionError: two would have the same name.
+          SelectionError: two tensors would have the same name.
         """
+        ties = ties or {}
         found: dict[str, str] = {}
         origins: dict[str, str] = {}
         for name in stored:
             target = self._renamed(name)
             if not self.takes(target):
                 continue
-            if target in origins:
+            other = origins.setdefault(target, name)
+            if ties.get(other, other) != ties.get(name, name):
                 raise SelectionError(
-                    f"{origins[target]} and {name} of the checkpoint would both be {target}; "
+                    f"{other} and {name} of the checkpoint would both be {target}; "
                     "exclude one of them, or rename it to something else",
                     key_path=name,
                 )
-            found[name], origins[target] = target, name
+            found[name] = target
         return found
 
     def require_used(self) -> None:

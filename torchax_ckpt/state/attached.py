@@ -47,9 +47,8 @@ class Attached:
         init: Init | None = None,
         rng: bool = True,
     ) -> None:
-        rule = _rule(shardings)
-        if init is not None and not callable(init):
-            raise AttachError(f"init: expected a callable, found {init!r:.80}")
+        rule = as_rule(shardings)
+        require_init(init)
         self._modules: list[ModuleComponent] = []
         self.components: dict[str, Component] = {}
         self._rng = rng
@@ -190,7 +189,8 @@ def _as_mapping(value: Any) -> Any:
     return value
 
 
-def _rule(shardings: Any) -> Rule | None:
+def as_rule(shardings: Any) -> Rule | None:
+    """The user's ``shardings`` as a rule; raises AttachError if it is none."""
     if shardings is None:
         return None
     if found := backend.torchax_mesh(shardings):
@@ -202,6 +202,12 @@ def _rule(shardings: Any) -> Rule | None:
             f"PartitionSpec, or a torchax.mesh_util.Mesh, found {shardings!r:.80}"
         )
     return functools.partial(resolve_rule, shardings, None)
+
+
+def require_init(init: Any) -> None:
+    """Raises AttachError unless it is callable, or None."""
+    if init is not None and not callable(init):
+        raise AttachError(f"init: expected a callable, found {init!r:.80}")
 
 
 def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:

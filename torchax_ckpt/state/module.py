@@ -221,10 +221,11 @@ class ModuleComponent:
                 # Which of several values a tied tensor should get is anyone's guess.
                 if differing is not None:
                     findings.mismatch(self.name(slot.fqn), *differing)
-                elif self._fits(slot, stored.tensors[sources[0]], findings):
+                elif self._fits(slot, stored, sources[0], findings):
                     supplied.add(slot.fqn)
-                    restoration.read(stored.tensors[sources[0]], self._placement(slot))
-                    leaf = stored.tensors[sources[0]]["array"]
+                    node = stored.tensors[sources[0]]
+                    restoration.read(node, self._placement(slot), self._expected(slot).dtype)
+                    leaf = node["array"]
                     restoration.writes.append(
                         Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
                     )
@@ -237,9 +238,9 @@ class ModuleComponent:
     def _is_in(self, selection: Selection, fqn: str) -> bool:
         return selection.takes(names.join((*self.key_path[1:], fqn)))
 
-    def _fits(self, slot: Slot, node: Node, findings: Findings) -> bool:
-        spec, expected = Spec.of_node(node), self._expected(slot)
-        if (spec.dtype, spec.shape) == (expected.dtype, expected.shape):
+    def _fits(self, slot: Slot, stored: StoredModule, source: str, findings: Findings) -> bool:
+        spec, expected = Spec.of_node(stored.tensors[source]), self._expected(slot)
+        if spec.shape == expected.shape and stored.converts(spec.dtype, expected.dtype):
             return True
         findings.mismatch(self.name(slot.fqn), expected.content(), spec.content())
         return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
@@ -23,12 +24,14 @@ class StoredModule:
       extra_state: path of a submodule -> node; None: there is none to be had, nor is it missed.
       are_ties_known: whether ``ties`` are all that there are. Files of other programs do not say:
         then whatever stands for one tensor may be one.
+      converts: whether a tensor of the one dtype may be read as the other; never, by default.
     """
 
     tensors: Mapping[str, Node]
     ties: Mapping[str, str]
     extra_state: Mapping[str, Node] | None = None
     are_ties_known: bool = True
+    converts: Callable[[str, str], bool] = operator.eq
 
     @classmethod
     def of_node(cls, node: Mapping[str, Node], where: str) -> StoredModule:
@@ -52,27 +55,29 @@ class StoredModule:
           SelectionError: two tensors would have the same name.
         """
 
-        def taken(fqns: Iterable[str]) -> dict[str, str]:
-            by_name = {names.join((*prefix, fqn)): fqn for fqn in fqns}
-            found = selection.taken(by_name)
+        def taken(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
+            name_of = {fqn: names.join((*prefix, fqn)) for fqn in (*fqns, *ties.values())}
+            by_name = {name_of[fqn]: fqn for fqn in fqns}
+            found = selection.taken(by_name, {name_of[a]: name_of[n] for a, n in ties.items()})
             return {by_name[n]: names.split(new)[-1] for n, new in found.items()}
 
-        every = taken([*self.tensors, *self.ties])
+        every = taken([*self.tensors, *self.ties], self.ties)
         tensors: dict[str, Node] = {}
         ties: dict[str, str] = {}
         first: dict[str, str] = {}
         for fqn, name in every.items():
             owner = self.ties.get(fqn, fqn)
-            if owner in first:
+            if owner in first and name not in tensors:
                 ties[name] = first[owner]
-            elif owner in self.tensors:
+            elif owner not in first and owner in self.tensors:
                 first[owner] = name
                 tensors[name] = self.tensors[owner]
         if self.extra_state is None:
             return dataclasses.replace(self, tensors=tensors, ties=ties)
         by_key = {extra_state_key(path): path for path in self.extra_state}
         extra_state = {
-            path_of_key(new): self.extra_state[by_key[key]] for key, new in taken(by_key).items()
+            path_of_key(new): self.extra_state[by_key[key]]
+            for key, new in taken(by_key, {}).items()
         }
         return dataclasses.replace(self, tensors=tensors, ties=ties, extra_state=extra_state)
 
