@@ -41,6 +41,7 @@ from torchax_ckpt.errors import (
     SelectionError,
     StepNotFoundError,
     UninitializedLeafError,
+    UnsupportedLeafError,
     UnusableStateError,
 )
 from torchax_ckpt.formats import tensor_files
@@ -353,6 +354,8 @@ def test_what_nothing_fills_is_named(origins: Any) -> None:
 def test_a_model_on_the_cpu_is_refused(origins: Any) -> None:
     with pytest.raises(AttachError, match="on the CPU"):
         warm_start(gpt(), origins[0]["hub"])
+    with pytest.raises(AttachError, match=r"expected a torch\.nn\.Module"):
+        warm_start({"g": mlp()}, origins[0]["hub"])
 
 
 def test_what_is_no_source_is_named(directory: Path, origins: Any) -> None:
@@ -601,6 +604,22 @@ def test_damaged_files_change_nothing(name: str, content: bytes, tmp_path: Path)
     with pytest.raises(CorruptCheckpointError):
         warm_start(model, tmp_path / name)
     assert_trees_identical(training_state(model), before)
+
+
+def test_headers_are_damaged_at_every_byte(origins: Any, tmp_path: Path) -> None:
+    content = origins[0]["file"].read_bytes()
+    path = tmp_path / "x.safetensors"
+    random = np.random.default_rng(0)
+    model = on_jax(Mine())
+    refused = 0
+    for _ in range(300):
+        at = int(random.integers(800))
+        path.write_bytes(content[:at] + bytes([random.integers(256)]) + content[at + 1 :])
+        try:
+            warm_start(model, path, exclude="lora_A", rename=RENAME)
+        except (CorruptCheckpointError, MismatchError, SelectionError, UnsupportedLeafError):
+            refused += 1
+    assert refused > 100
 
 
 def test_shapes_are_compared_before_memory_is_taken(tmp_path: Path) -> None:

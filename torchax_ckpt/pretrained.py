@@ -31,7 +31,7 @@ from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.restoring import RestoreReport, apply, newest_readable, reading, report_of
 from torchax_ckpt.sharding import put
-from torchax_ckpt.state.attached import as_rule, require_init
+from torchax_ckpt.state.attached import as_rule, require_init, require_module
 from torchax_ckpt.state.component import Read, Values
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
@@ -111,7 +111,7 @@ def warm_start(
     Raises:
       MismatchError: the weights do not fit; nothing was changed.
       SelectionError: a pattern matches nothing, or two tensors would have one name.
-      AttachError: a model on the CPU.
+      AttachError: no model, or one on the CPU.
       UninitializedLeafError: a meta tensor that nothing fills.
       StepNotFoundError: there is no such step, or nothing to read at all.
       CorruptCheckpointError: the source is damaged, or is none that can be trusted.
@@ -120,6 +120,7 @@ def warm_start(
       ImportError: safetensors are given, and the library is not installed.
     """
     torchax_backend.check_internals()
+    require_module(model, (MODEL,))
     require_init(init)
     options = options or CheckpointOptions()
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)

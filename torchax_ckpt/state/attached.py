@@ -57,8 +57,7 @@ class Attached:
         self._functional = functional.FunctionalState()
 
         def module(value: Any, path: tuple[str, ...]) -> Component:
-            if not issubclass(type(value), torch.nn.Module):
-                raise _wrong_type(path, "a torch.nn.Module", value)
+            require_module(value, path)
             self._modules.append(ModuleComponent(value, path, rule, init))
             return self._modules[-1]
 
@@ -202,6 +201,12 @@ def as_rule(shardings: Any) -> Rule | None:
             f"PartitionSpec, or a torchax.mesh_util.Mesh, found {shardings!r:.80}"
         )
     return functools.partial(resolve_rule, shardings, None)
+
+
+def require_module(value: Any, path: tuple[str, ...]) -> None:
+    """Raises AttachError unless it is a module."""
+    if not issubclass(type(value), torch.nn.Module):
+        raise _wrong_type(path, "a torch.nn.Module", value)
 
 
 def require_init(init: Any) -> None:
