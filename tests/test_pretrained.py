@@ -253,6 +253,31 @@ def test_the_new_run_begins_at_its_own_first_step(directory: Path, tmp_path: Pat
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
 
 
+def test_random_state_stays_as_it_is(origins: Any) -> None:
+    def state() -> Any:
+        key = np.asarray(jax.random.key_data(backend.prng_key()))
+        numpy_state = np.random.get_state(legacy=False)["state"]
+        with backend.native_torch():
+            return key.tobytes(), torch.get_rng_state().tolist(), str(numpy_state)
+
+    models = [on_jax(Mine()) for _ in FORMS]
+    before = state()
+    for form, model in zip(FORMS, models, strict=True):
+        warm_start(model, origins[0][form], exclude="lora_A", rename=RENAME)
+    assert state() == before
+
+
+def test_the_files_may_be_links_as_in_hugging_faces_cache(origins: Any, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for number, file in enumerate(sorted(origins[0]["hub"].iterdir())):
+        (tmp_path / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{number}")
+    model = on_jax(Mine())
+    warm_start(model, tmp_path / "snapshot", exclude="lora_A", rename=RENAME)
+    expect_mine(model, origins[1])
+
+
 def test_the_directory_of_a_running_training_can_be_read(directory: Path) -> None:
     model = mlp()
     with TorchaxCheckpointer(directory) as ckpt:

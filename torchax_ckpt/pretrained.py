@@ -116,6 +116,7 @@ def warm_start(
       StepNotFoundError: there is no such step, or nothing to read at all.
       CorruptCheckpointError: the source is damaged, or is none that can be trusted.
       DirectoryError: it cannot be read now.
+      ForeignCheckpointError: a step of bare Orbax, whose names say nothing about torch.
       UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be held.
       ImportError: safetensors are given, and the library is not installed.
     """

@@ -42,9 +42,9 @@ class Findings:
             [f"{name}: {text}" for name, text in self.mismatched.items()],
         )
         lines.append(
-            "Attach the program that wrote it, restore(strict=False) to take what matches, leave "
-            "out or rename what differs (exclude=, rename=), or use another directory; for load, "
-            "give an abstract_state that fits."
+            "Attach the program that wrote it; or restore(strict=False) to take what matches, or "
+            "leave out or rename what differs (exclude=, rename=); or use another directory. For "
+            "load, give an abstract_state that fits."
         )
         return MismatchError(
             "\n".join(lines),
