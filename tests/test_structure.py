@@ -17,6 +17,7 @@ MAX_LINES = 400
 FLOORS = [
     "errors",
     "failures",
+    "steps",
     "options",
     "planning",
     "layout",
@@ -35,6 +36,7 @@ FLOORS = [
     "history",
     "saving",
     "restoring",
+    "pretrained",
     "policies",
     "checkpointer",
     "cli",
@@ -45,6 +47,7 @@ FLOORS = [
 FORBIDDEN = {
     "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
     "failures": {"torch", "torchax", "jax", "orbax", "numpy"},
+    "steps": {"torch", "torchax", "jax", "orbax", "numpy"},
     "options": {"torch", "torchax", "jax", "orbax"},
     "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},
@@ -63,6 +66,7 @@ FORBIDDEN = {
     "history": {"torch", "torchax", "jax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
     "restoring": {"torch", "torchax", "orbax"},
+    "pretrained": {"torch", "torchax", "orbax"},
     "policies": {"torch", "torchax", "orbax"},
     "checkpointer": {"torch", "torchax", "orbax"},
     "cli": {"torch", "torchax", "jax", "orbax"},

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
+    from torchax_ckpt.pretrained import warm_start
     from torchax_ckpt.restoring import RestoreReport
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "load_torch_state_dict",
     "planning",
     "policies",
+    "warm_start",
 ]
 
 # Loaded when first used: all but planning import JAX and Orbax, and most torchax.
@@ -31,6 +33,7 @@ _LAZY = {
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "planning": "torchax_ckpt.planning",
     "policies": "torchax_ckpt.policies",
+    "warm_start": "torchax_ckpt.pretrained",
 }
 
 

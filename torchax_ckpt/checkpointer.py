@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 import os
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import torchax_backend
@@ -20,9 +19,9 @@ from torchax_ckpt.errors import (
     PolicyError,
     StepError,
     StepNotFoundError,
-    StepTypeError,
 )
 from torchax_ckpt.history import History
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
@@ -37,6 +36,7 @@ from torchax_ckpt.saving import Capture, Saver
 from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state.attached import Attached
+from torchax_ckpt.steps import as_step
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.stored import StoredStep
@@ -206,16 +206,29 @@ class TorchaxCheckpointer:
         return self._position or 0
 
     @guarded(trains=True)
-    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
         Everything is compared first; nothing live is touched unless everything can be. Newer
         steps become an abandoned branch: they stay until a new step is durable, are then set
         aside as ``abandoned-N``, and nothing resumes from them.
 
+        The run goes on from the step, with another head or other names, after
+        ``attach(..., resume=False)``; for a new run from another's weights see ``warm_start``.
+
         Args:
           step: completed steps of the checkpoint; None for the newest that can be read.
           strict: raise on any difference; if not, restore what matches and report the rest.
+          include, exclude, rename: which of the model's tensors, and under which names: patterns
+            as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
 
         Returns:
           What was done: see ``RestoreReport``.
@@ -223,27 +236,34 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
-          UninitializedLeafError: as for ``attach``.
+          UninitializedLeafError: as for ``attach``; SelectionError: as for ``warm_start``.
         """
         self._require_open()
         attached = self._require_attached("restore")
         self._saver.wait()
+        selection = functools.partial(Selection, include, exclude, rename)
         if step is None:
             report, skipped = newest_readable(
-                self._require_steps(), lambda s: self._restore(s, attached, strict)
+                self._require_steps(), lambda s: self._restore(s, attached, strict, selection())
             )
         else:
-            committed = self._directory.find(_as_step(step))
-            report, skipped = self._restore(committed, attached, strict), ()
+            committed = self._directory.find(as_step(step))
+            report, skipped = self._restore(committed, attached, strict, selection()), ()
         self._position = report.step
         self._restores += 1
         self._recorded = {}
         self._history.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
-    def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
+    def _restore(
+        self,
+        committed: CommittedStep,
+        attached: Attached,
+        strict: bool,
+        selection: Selection | None = None,
+    ) -> RestoreReport:
         with reading(committed, self._directory):
-            report = restore_attached(committed, attached, strict, self._options)
+            report = restore_attached(committed, attached, strict, self._options, selection)
         if report.is_verified:
             self._directory.verified.note(committed, is_sound=True)
         return report
@@ -269,7 +289,7 @@ class TorchaxCheckpointer:
           CorruptCheckpointError: it cannot be read.
         """
         if step is not None:
-            return self._load(self._directory.find(_as_step(step)), abstract_state)
+            return self._load(self._directory.find(as_step(step)), abstract_state)
         state, _ = newest_readable(self._require_steps(), lambda s: self._load(s, abstract_state))
         return state
 
@@ -298,7 +318,7 @@ class TorchaxCheckpointer:
           DirectoryError: it cannot be read now.
         """
         committed = (
-            self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
+            self._require_steps()[-1] if step is None else self._directory.find(as_step(step))
         )
         try:
             with reading(committed, self._directory):
@@ -322,7 +342,7 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._require_attached("steps")
-        return self._iterate(_as_step(total))
+        return self._iterate(as_step(total))
 
     def _iterate(self, total: int) -> Iterator[int]:
         step = self._position or 0
@@ -351,7 +371,7 @@ class TorchaxCheckpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether ``save(step)`` would begin a save: at a preemption, or as the policy says."""
-        return self._should_save(_as_step(step))
+        return self._should_save(as_step(step))
 
     def _should_save(self, step: int) -> bool:
         self._history.open()
@@ -418,7 +438,7 @@ class TorchaxCheckpointer:
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
-        step = _as_step(step)
+        step = as_step(step)
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
         if self._options.on_save_error == "raise":
@@ -477,7 +497,7 @@ class TorchaxCheckpointer:
         a step this gives the latest answer, also after ``close``: exit with 143, or anything but
         0, to have the scheduler start the program again.
         """
-        return self._preemption.reached(None if step is None else _as_step(step))
+        return self._preemption.reached(None if step is None else as_step(step))
 
     # --- the steps there are -------------------------------------------------------------------
 
@@ -510,7 +530,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        return self._directory.metrics(self._directory.find(_as_step(step)))
+        return self._directory.metrics(self._directory.find(as_step(step)))
 
     @guarded(trains=True)
     def delete(self, step: int) -> None:
@@ -522,10 +542,10 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._saver.wait()
-        self._directory.find(_as_step(step))
+        self._directory.find(as_step(step))
         self._saver.claim()  # only now: a step that is not there creates no directory
         self._saver.recover()
-        self._directory.delete(self._directory.find(_as_step(step)))
+        self._directory.delete(self._directory.find(as_step(step)))
         self._history.forget([step])
 
     # --- ending --------------------------------------------------------------------------------
@@ -601,16 +621,3 @@ class TorchaxCheckpointer:
                 f"{self._directory.path}: there are no checkpoints", path=self._directory.path
             )
         return steps
-
-
-def _as_step(step: Any) -> int:
-    """The step as an int, numpy's integers too; bools are none."""
-    if type(step).__name__ in ("bool", "bool_"):
-        raise StepTypeError(f"step: expected an int, found {step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
-    if number < 0:
-        raise StepError(f"step: expected 0 or more, found {number}", step=number)
-    return number

@@ -28,9 +28,14 @@ def read_manifest(committed: CommittedStep) -> Manifest:
       CorruptCheckpointError: it is not one that this package has written.
     """
     manifest = parse_manifest(committed)
+    require_made(committed, manifest)
+    return manifest
+
+
+def require_made(committed: CommittedStep, manifest: Manifest) -> None:
+    """Raises CorruptCheckpointError unless every leaf of the step can be made again."""
     with about(committed):
         checks.check_document(manifest.document)
-    return manifest
 
 
 def require_plausible(

@@ -14,6 +14,7 @@ import torch
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, placement_of
 from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
@@ -48,7 +49,7 @@ class RandomStateComponent:
             )
         return encoded(_get(), self.key_path)
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Writes all four, last of all: loading other state may draw random numbers.
 
         What is to be written is first tried on generators that nobody uses.
