@@ -191,14 +191,12 @@ def run_python(
     env: Mapping[str, str] = {},
     timeout_secs: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh process; ``tests`` is importable there."""
+    """Runs a program in a fresh process; ``tests`` is importable there, and this package."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{Path(__file__).parents[1]}",
         **env,
     }
     result = subprocess.run(

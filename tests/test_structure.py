@@ -40,6 +40,7 @@ FLOORS = [
     "policies",
     "checkpointer",
     "cli",
+    "integrations",
     "__init__",
 ]
 
@@ -70,6 +71,7 @@ FORBIDDEN = {
     "policies": {"torch", "torchax", "orbax"},
     "checkpointer": {"torch", "torchax", "orbax"},
     "cli": {"torch", "torchax", "jax", "orbax"},
+    "integrations": {"orbax"},
     "__init__": {"torch", "torchax", "jax", "orbax"},
 }
 
@@ -106,7 +108,7 @@ def test_imports_point_down(path: Path) -> None:
         assert library not in FORBIDDEN[room], f"{room} must not know {library}"
         # The package's own __init__ names what it loads lazily; the lazy names are strings.
         if library == "torchax_ckpt" and room != "__init__":
-            other = rest[0]
+            other = rest[0] if rest[0] in FLOORS else "checkpointer"  # a public name, of any room
             assert FLOORS.index(other) <= FLOORS.index(room), f"{room} imports {other}, above it"
 
 
@@ -123,6 +125,17 @@ def test_private_torchax_is_met_in_one_file() -> None:
         if path.name != "torchax_backend.py":
             assert "._elem" not in path.read_text(), path
             assert "_jax_array" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "integrations").rglob("*.py")), ids=lambda p: p.name
+)
+def test_integrations_use_what_users_use(path: Path) -> None:
+    """The public names, and nothing of the rooms behind them."""
+    for name in imports(path):
+        library, *rest = name.split(".")
+        if library == "torchax_ckpt" and rest[0] != "integrations":
+            assert rest[0] in torchax_ckpt.__all__, f"{path}: {name}"
 
 
 def test_nothing_is_pickled_or_evaluated() -> None:

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.pretrained import warm_start
     from torchax_ckpt.restoring import RestoreReport
+    from torchax_ckpt.state.random_state import RandomState
 
 __all__ = [
     "CheckpointOptions",
+    "RandomState",
     "RestoreReport",
     "TorchaxCheckpointer",
     "errors",
@@ -28,6 +30,7 @@ __all__ = [
 
 # Loaded when first used: all but planning import JAX and Orbax, and most torchax.
 _LAZY = {
+    "RandomState": "torchax_ckpt.state.random_state",
     "RestoreReport": "torchax_ckpt.restoring",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",

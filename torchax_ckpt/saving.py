@@ -244,6 +244,9 @@ class Saver:
     # --- on the save's own thread ---
 
     def _run(self, capture: Capture, save: _InFlight) -> None:
+        if capture.snapshot.way != "transfer":
+            # Otherwise the training thread would wait for the interpreter lock to hand over.
+            save.handed_over.wait()
         try:
             durable = self._write(capture, save)
         except BaseException as error:  # whatever it is, it must reach the training thread

@@ -72,6 +72,30 @@ class RandomStateComponent:
         return restoration
 
 
+class RandomState:
+    """The random state that ``attach`` saves, for programs that must put it back at another time.
+
+    Of the calling thread's torchax key, and of the generators of torch, numpy and Python::
+
+        before = RandomState().state_dict()
+        ...                                     # draws random numbers
+        RandomState().load_state_dict(before)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All four states; later draws do not change them."""
+        return _get()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Puts all four back.
+
+        Raises:
+          CorruptCheckpointError: one is not what its generator takes; nothing was changed.
+        """
+        _check(state_dict)
+        _set(state_dict)
+
+
 def _get() -> dict[str, Any]:
     with backend.native_torch():
         torch_state = torch.get_rng_state()
