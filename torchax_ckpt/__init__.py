@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring import RestoreReport
+    from torchax_ckpt.telemetry.events import Event
+    from torchax_ckpt.telemetry.stats import Stats
 
 __all__ = [
     "CheckpointOptions",
+    "Event",
     "RestoreReport",
+    "Stats",
     "TorchaxCheckpointer",
     "errors",
     "load_torch_state_dict",
@@ -26,7 +30,9 @@ __all__ = [
 
 # Loaded when first used: all but planning import JAX and Orbax, and most torchax.
 _LAZY = {
+    "Event": "torchax_ckpt.telemetry.events",
     "RestoreReport": "torchax_ckpt.restoring",
+    "Stats": "torchax_ckpt.telemetry.stats",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "planning": "torchax_ckpt.planning",
