@@ -113,7 +113,9 @@ class Saver:
         if not self._was_claimed:
             self._directory.claim()
             self._was_claimed = True
-            self._telemetry.open()
+            self._history.open()
+            there = (*self._history.committed, *self._history.abandoned)
+            self._telemetry.open([s.step for s in there])
 
     def recover(self) -> None:
         """Finishes or removes what killed and failed saves have left. Without a save in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import json
 import sys
@@ -88,9 +89,27 @@ def size(nbytes: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" or amount >= 99.5 else f"{amount:.3g} {unit}"
 
 
-def age(commit_timestamp_nsecs: int) -> str:
-    """``5 min``, since then."""
-    secs = max(0.0, time.time() - commit_timestamp_nsecs / 1e9)
+def duration(secs: float) -> str:
+    """``12 ms``, ``1.5 s``, ``3 min``, ``2.5 h``."""
+    for limit, unit, unit_secs in (
+        (0.9995, "ms", 1e-3),
+        (119.5, "s", 1),
+        (7170, "min", 60),
+        (172_000, "h", 3600),
+    ):
+        if secs < limit:
+            return f"{_short(secs / unit_secs)} {unit}"
+    return f"{_short(secs / 86_400)} d"
+
+
+def _short(amount: float) -> str:
+    return f"{amount:.0f}" if amount >= 9.995 else f"{amount:.3g}"
+
+
+def age(moment: str) -> str:
+    """``5 min``, since a moment."""
+    then = calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ"))
+    secs = max(0.0, time.time() - then)
     for limit, unit, unit_secs in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
         if secs < limit:
             return f"{secs / unit_secs:.0f} {unit}"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_TEXT = 1000
-_MAX_STEPS = 1000
+MAX_STEPS = 1000
 _MAX_RULES = 50
 _MAX_NUMBER = 2**63
+_MAX_TIME = 253_402_300_800  # the year 10,000, where dates end
 
 
 def _is_number(value: Any) -> bool:
@@ -32,7 +33,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_steps(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _MAX_STEPS and all(map(_is_count, value))
+    return isinstance(value, list) and len(value) <= MAX_STEPS and all(map(_is_count, value))
 
 
 def _is_rules(value: Any) -> bool:
@@ -49,7 +50,13 @@ def _is_flag(value: Any) -> bool:
 
 # Event -> its values; any of them may be absent.
 _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    "started": {"host": _is_text, "pid": _is_count, "version": _is_text, "keeps": _is_rules},
+    "started": {
+        "host": _is_text,
+        "pid": _is_count,
+        "version": _is_text,
+        "keeps": _is_rules,
+        "steps": _is_steps,
+    },
     "restored": {"secs": _is_number, "is_verified": _is_flag},
     "reached": {"num_skipped": _is_count},
     "saving": {"num_skipped": _is_count, "num_steps": _is_count, "interval_secs": _is_number},
@@ -96,7 +103,9 @@ class Event:
         if not isinstance(said, dict) or not isinstance(said.get("event"), str):
             return None
         form, at, step = _FORMS.get(said["event"]), said.get("at", -1), said.get("step")
-        if form is None or not _is_number(at) or not (step is None or _is_count(step)):
+        if form is None or not (_is_number(at) and at < _MAX_TIME):
+            return None
+        if step is not None and not _is_count(step):
             return None
         values = {k: said[k] for k, is_well in form.items() if k in said and is_well(said[k])}
         return cls(said["event"], float(at), step, values)
@@ -111,6 +120,6 @@ def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and len(value) > _MAX_TEXT:
             value = value[: _MAX_TEXT - 3] + "..."
         elif key == "steps":
-            value = [int(step) for step in value][-_MAX_STEPS:]
+            value = [int(step) for step in value][-MAX_STEPS:]
         cut[key] = value
     return cut

@@ -55,8 +55,11 @@ class Journal:
 
     @property
     def patience_secs(self) -> float:
-        """How far apart appends should be: a bucket takes one object once per second at most."""
-        return 10.0 if self._is_bucket else 1.0
+        """How far apart appends should be: a bucket takes an object anew once per second at most.
+
+        What a killed program has not appended is lost.
+        """
+        return 10.0 if self._is_bucket else 0.1
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Adds lines, each with its end; where this raises, perhaps a part of them.
@@ -114,15 +117,34 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
     lines: dict[str, dict[bytes, None]] = {}  # an append that failed half-way was made again
     with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
         for name, content in zip(names, pool.map(lambda n: _read(folder, n), names), strict=True):
-            match = _NAME.fullmatch(name)
-            assert match is not None
-            lines.setdefault(match[2], {}).update(dict.fromkeys(content.splitlines()))
+            lines.setdefault(_run_of(name), {}).update(dict.fromkeys(content.splitlines()))
     runs = {}
     for run, lines_of_run in lines.items():
         found = [event for line in lines_of_run if (event := Event.of_line(line)) is not None]
         if found:
             runs[run] = sorted(found, key=lambda event: event.time_secs)
     return runs
+
+
+def latest_start(directory: epath.Path) -> Event | None:
+    """The first event of the newest run that is still there; reads one file.
+
+    Raises:
+      OSError: and errors of a bucket's clients.
+    """
+    folder = directory / FOLDER
+    names = sorted(_names(folder))
+    if not names:
+        return None
+    first = next(name for name in names if _run_of(name) == _run_of(names[-1]))
+    events = map(Event.of_line, _read(folder, first).splitlines())
+    return next((event for event in events if event and event.name == "started"), None)
+
+
+def _run_of(name: str) -> str:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return match[2]
 
 
 def _names(folder: epath.Path) -> list[str]:

@@ -27,7 +27,7 @@ from etils import epath
 from torchax_ckpt.in_flight import SaveCost
 from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.telemetry.events import Event, bounded
+from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
 from torchax_ckpt.telemetry.journal import Journal
 from torchax_ckpt.telemetry.stats import Stats, Tally
 
@@ -116,8 +116,12 @@ class Telemetry:
             self._worker.queue.put(event)
             self._start()
 
-    def open(self) -> None:
-        """The directory may be written to from now on: this program has its lease."""
+    def open(self, steps: Sequence[int]) -> None:
+        """The directory may be written to from now on: this program has its lease.
+
+        Args:
+          steps: those that are there; what earlier programs were killed over is not recorded.
+        """
         if jax.process_index() != 0:
             return  # one process writes for all; each tells its own hook
         with self._lock:
@@ -132,6 +136,7 @@ class Telemetry:
                 pid=os.getpid(),
                 version=version,
                 keeps=self._keeps,
+                steps=list(steps) if len(steps) <= MAX_STEPS else None,
             )
 
     def lost(self) -> None:
