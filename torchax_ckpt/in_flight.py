@@ -55,8 +55,3 @@ class InFlight:
         """What it is at, and for how long."""
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"
-
-    def on_transferred(self) -> None:
-        """The arrays are on the host."""
-        self.enter("writing and committing")
-        self.transferred.set()

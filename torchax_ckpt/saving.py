@@ -132,12 +132,12 @@ class Saver:
         save = InFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
-        self._telemetry.saving(capture.step)
         try:
             save.thread.start()
         except RuntimeError as error:  # no more threads, or the interpreter is ending
             self._in_flight = None
             self._history.end(None)
+            self._telemetry.saving(capture.step, capture.began)
             self._telemetry.emit("failed", capture.step, error=str(error))
             raise
         try:
@@ -214,6 +214,10 @@ class Saver:
     # --- on the save's own thread ---
 
     def _run(self, capture: Capture, save: InFlight) -> None:
+        if capture.snapshot.way != "transfer":
+            # Otherwise the training thread would wait for the interpreter lock to hand over.
+            save.handed_over.wait()
+        self._telemetry.saving(capture.step, capture.began)
         try:
             durable = self._write(capture, save)
         except BaseException as error:  # whatever it is, it must reach the training thread
@@ -246,14 +250,20 @@ class Saver:
             self._failures.report(problem)
         save.enter("stacking the arrays")
         plan, stored = capture.snapshot.stored()
-        save.enter("digesting the arrays")
         if self._options.max_host_bytes is None:
             digests.prefetch(stored.values())
-        taken = {
-            name: digests.take(array, is_stack=name in plan.stacks)
-            for name, array in stored.items()
-        }
-        manifest = Manifest(capture.document, plan, self._versions, taken)
+
+        def manifest() -> dict[str, Any]:
+            parts = {name: list(digests.shards(array)) for name, array in stored.items()}
+            save.transferred.set()
+            save.enter("digesting and writing the arrays")
+            taken = {
+                name: digests.take(array, parts[name], is_stack=name in plan.stacks)
+                for name, array in stored.items()
+            }
+            save.enter("writing and committing")
+            return Manifest(capture.document, plan, self._versions, taken).to_json()
+
         summary = {
             "metrics": metrics,
             "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
@@ -263,11 +273,10 @@ class Saver:
         storage.write_step(
             path,
             stored,
-            manifest.to_json(),
+            manifest,
             summary,
             self._options,
             self._compression,
-            on_transferred=save.on_transferred,
             before_commit=self._directory.fence,
         )
         durable = self._directory.commit(capture.step, path)

@@ -75,17 +75,24 @@ class Telemetry:
         worker.num_skipped += 1
         worker.step = step
 
-    def saving(self, step: int) -> None:
-        """A save begins."""
-        now = time.perf_counter()
+    def saving(self, step: int, began: float) -> None:
+        """A save has begun; called off the training thread, which would wait for others to wake.
+
+        Args:
+          step: the step saved.
+          began: ``time.perf_counter()`` when the training thread turned to it.
+        """
         values: dict[str, Any] = {}
         if self._saving is not None:
-            began, last_step = self._saving
-            values = {"interval_secs": now - began, "num_steps": max(0, step - last_step)}
-        self._saving = now, step
-        num_skipped = self._worker.num_skipped
-        self._worker.step = step
-        self.emit("saving", step, num_skipped=num_skipped - self._num_told, **values)
+            last_began, last_step = self._saving
+            values = {"interval_secs": began - last_began, "num_steps": max(0, step - last_step)}
+        self._saving = began, step
+        worker = self._worker
+        num_skipped = worker.num_skipped
+        worker.step = max(step, worker.step or 0)
+        ago_secs = time.perf_counter() - began
+        num_new = num_skipped - self._num_told
+        self._take("saving", step, ago_secs, {**values, "num_skipped": num_new})
         self._num_told = num_skipped
 
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
@@ -108,7 +115,10 @@ class Telemetry:
 
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
         """Something happened, just now."""
-        event = Event(name, time.time(), step, bounded(values))
+        self._take(name, step, 0.0, values)
+
+    def _take(self, name: str, step: int | None, ago_secs: float, values: dict[str, Any]) -> None:
+        event = Event(name, time.time() - ago_secs, step, bounded(values))
         with self._lock:
             self._tally.take(event)
             if self._is_closed or self._worker.queue.qsize() >= _MAX_WAITING:
