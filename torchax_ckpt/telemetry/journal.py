@@ -107,7 +107,7 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Run -> its events, oldest first; the runs as they began. {} where nothing was recorded.
+    """Run -> its events, as they were told; the runs as they began. {} where nothing was recorded.
 
     Raises:
       OSError: and errors of a bucket's clients.
@@ -122,7 +122,7 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
     for run, lines_of_run in lines.items():
         found = [event for line in lines_of_run if (event := Event.of_line(line)) is not None]
         if found:
-            runs[run] = sorted(found, key=lambda event: event.time_secs)
+            runs[run] = found
     return runs
 
 

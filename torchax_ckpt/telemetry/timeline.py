@@ -47,7 +47,7 @@ class Run:
 
     Attributes:
       name: eight hexadecimal digits.
-      events: all of them, oldest first.
+      events: all of them, as they were told.
       saves: oldest first.
       ended: whether it closed its checkpointer; one that did not was killed, or still runs.
       is_running: whether it holds the lease.
@@ -69,7 +69,7 @@ class Run:
     @property
     def ended_secs(self) -> float:
         """Of its last event."""
-        return self.events[-1].time_secs
+        return max(self.began_secs, self.events[-1].time_secs)
 
     @property
     def host(self) -> str:
@@ -95,7 +95,7 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
     """The runs of a directory, as they began.
 
     Args:
-      events: run -> its events, oldest first.
+      events: run -> its events, as they were told.
       is_running: whether the newest one still runs, if it has not closed.
     """
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
