@@ -17,6 +17,7 @@ MAX_LINES = 400
 FLOORS = [
     "errors",
     "failures",
+    "progress",
     "options",
     "planning",
     "layout",
@@ -47,6 +48,7 @@ FLOORS = [
 FORBIDDEN = {
     "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
     "failures": {"torch", "torchax", "jax", "orbax", "numpy"},
+    "progress": {"torch", "torchax", "jax", "orbax", "numpy", "rich"},
     "options": {"torch", "torchax", "jax", "orbax"},
     "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt import torchax_backend
+from torchax_ckpt import progress, torchax_backend
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -313,7 +313,9 @@ class TorchaxCheckpointer:
         )
         try:
             with reading(committed, self._directory):
-                StoredStep(committed).verify(self._options)
+                stored = StoredStep(committed)
+                with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as done:
+                    stored.verify(self._options, done)
             self._directory.verified.note(committed, is_sound=True)
         finally:
             if not self._options.read_only:

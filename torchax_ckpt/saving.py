@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import (
     CheckpointError,
     DonatedBufferError,
@@ -169,9 +170,16 @@ class Saver:
 
     def close(self) -> None:
         """Finishes the save in flight, and lets others write to the directory."""
-        self.wait()
+        self._wait_and_say()
         self._telemetry.close()
         self._directory.release()
+
+    def _wait_and_say(self) -> None:
+        """Waits as ``wait`` does, and lets a person at a terminal see what for."""
+        if (save := self._in_flight) is not None:
+            what = f"finishing the save of step {save.step}"
+            progress.join(save.thread, self._left(save), lambda: f"{what}: {save.where()}")
+        self.wait()
 
     def check_for_errors(self) -> None:
         """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
@@ -364,7 +372,7 @@ def _finish_at_exit() -> None:
                 saver._in_flight.step,
             )
             try:
-                saver.wait()
+                saver._wait_and_say()
             except SaveTimeoutError as error:
                 logger.error("giving up: %s", error)
                 continue

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.steps import chosen, existing
@@ -181,7 +182,7 @@ def _verify_one(
     result: dict[str, Any] = {"step": committed.step}
     try:
         stored = StoredStep(committed)
-        with output.progress(f"step {committed.step}", stored.stored_bytes) as on_bytes:
+        with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes)
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and not read_only:

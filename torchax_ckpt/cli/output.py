@@ -1,17 +1,15 @@
-"""Owns what is printed: tables for people, JSON for machines, progress for whoever watches."""
+"""Owns what is printed: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
 import calendar
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -58,25 +56,6 @@ def plain(value: Any) -> str:
     """Text that cannot move a terminal's cursor."""
     text = "" if value is None else str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-@contextlib.contextmanager
-def progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr as long as a person watches; gives what to tell of each part that is done."""
-    if not sys.stderr.isatty():
-        yield lambda nbytes: None
-        return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(label, total=total_bytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def size(nbytes: int) -> str:
