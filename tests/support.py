@@ -107,6 +107,11 @@ def training_state(*parts: Any) -> list[Any]:
     return state
 
 
+def entries(directory: Path) -> set[str]:
+    """What is in a run's directory besides the record of its events."""
+    return {child.name for child in directory.iterdir()} - {"events"}
+
+
 def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
     """A one-axis mesh over the first devices, with the Auto axes that torchax needs."""
     return Mesh(np.array(jax.devices()[:num_devices]), (axis,))

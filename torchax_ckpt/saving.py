@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import (
     CheckpointError,
     DonatedBufferError,
@@ -29,6 +30,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
+from torchax_ckpt.in_flight import InFlight, SaveCost
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Snapshot
@@ -38,6 +40,7 @@ from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.telemetry.recorder import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -62,47 +65,6 @@ class Capture:
     began: float
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveCost:
-    """What a save took, in seconds from when the training thread turned to it.
-
-    Attributes:
-      step: the step saved.
-      blocking_secs: until the training thread went on.
-      durable_secs: until the step was committed.
-    """
-
-    step: int
-    blocking_secs: float
-    durable_secs: float
-
-
-class _InFlight:
-    """A save that is being written."""
-
-    def __init__(self, step: int, began: float, write: Callable[[_InFlight], None]) -> None:
-        self.step = step
-        self._began = began
-        self.enter("starting its thread")
-        self.is_known_overdue = False
-        self.handed_over = threading.Event()
-        self.blocking_secs = 0.0
-        self.transferred = threading.Event()
-        self.thread = threading.Thread(target=write, args=(self,), name=f"save-{step}", daemon=True)
-
-    @property
-    def age_secs(self) -> float:
-        return time.perf_counter() - self._began
-
-    def enter(self, phase: str) -> None:
-        self._phase = phase, time.perf_counter()
-
-    def where(self) -> str:
-        """What it is at, and for how long."""
-        phase, since = self._phase
-        return f"{phase}, for {time.perf_counter() - since:.1f} s"
-
-
 class Saver:
     """Writes captures one after the other, and keeps what no rule keeps from piling up.
 
@@ -111,6 +73,7 @@ class Saver:
       history: the steps of this run, which saves add to.
       preservation_policy: which steps are kept.
       options: how they are written.
+      telemetry: is told what happens.
       on_donated: called when a save failed because a reference was donated.
     """
 
@@ -120,15 +83,17 @@ class Saver:
         history: History,
         preservation_policy: Any,
         options: CheckpointOptions,
+        telemetry: Telemetry,
         on_donated: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._history = history
         self._preservation_policy = preservation_policy
         self._options = options
+        self._telemetry = telemetry
         self._versions = installed_versions()
         self._on_donated = on_donated
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._was_claimed = self._is_claimed = False
         self._num_failures = 0
         self._failures = Failures()
@@ -149,6 +114,9 @@ class Saver:
         if not self._was_claimed:
             self._directory.claim()
             self._was_claimed = True
+            self._history.open()
+            there = (*self._history.committed, *self._history.abandoned)
+            self._telemetry.open([s.step for s in there])
 
     def recover(self) -> None:
         """Finishes or removes what killed and failed saves have left. Without a save in flight."""
@@ -162,14 +130,16 @@ class Saver:
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
-        save = _InFlight(capture.step, capture.began, functools.partial(self._run, capture))
+        save = InFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
         try:
             save.thread.start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
             self._in_flight = None
             self._history.end(None)
+            self._telemetry.saving(capture.step, capture.began)
+            self._telemetry.emit("failed", capture.step, error=str(error))
             raise
         try:
             if self._options.save_timeout_secs is not None:
@@ -200,8 +170,16 @@ class Saver:
 
     def close(self) -> None:
         """Finishes the save in flight, and lets others write to the directory."""
-        self.wait()
+        self._wait_and_say()
+        self._telemetry.close()
         self._directory.release()
+
+    def _wait_and_say(self) -> None:
+        """Waits as ``wait`` does, and lets a person at a terminal see what for."""
+        if (save := self._in_flight) is not None:
+            what = f"finishing the save of step {save.step}"
+            progress.join(save.thread, self._left(save), lambda: f"{what}: {save.where()}")
+        self.wait()
 
     def check_for_errors(self) -> None:
         """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
@@ -213,12 +191,12 @@ class Saver:
             save.is_known_overdue = True
             raise self._timeout_error(save)
 
-    def _left(self, save: _InFlight) -> float | None:
+    def _left(self, save: InFlight) -> float | None:
         """Seconds until the save has taken too long; None if nothing is too long."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
-    def _timeout_error(self, save: _InFlight) -> SaveTimeoutError:
+    def _timeout_error(self, save: InFlight) -> SaveTimeoutError:
         return SaveTimeoutError(
             f"the save of step {save.step} to {self._directory.path} is still in flight after "
             f"{save.age_secs:.2f} s. It stands at: {save.where()}. It goes on; earlier steps are "
@@ -227,7 +205,7 @@ class Saver:
             path=self._directory.path,
         )
 
-    def _watch(self, save: _InFlight) -> None:
+    def _watch(self, save: InFlight) -> None:
         """Says where a save stands that takes too long; at growing distances, until it ends."""
         limit = self._options.save_timeout_secs
         assert limit is not None
@@ -243,14 +221,15 @@ class Saver:
 
     # --- on the save's own thread ---
 
-    def _run(self, capture: Capture, save: _InFlight) -> None:
+    def _run(self, capture: Capture, save: InFlight) -> None:
         if capture.snapshot.way != "transfer":
             # Otherwise the training thread would wait for the interpreter lock to hand over.
             save.handed_over.wait()
+        self._telemetry.saving(capture.step, capture.began)
         try:
             durable = self._write(capture, save)
         except BaseException as error:  # whatever it is, it must reach the training thread
-            self._fail(capture, error)
+            self._fail(capture, save.age_secs, error)
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
@@ -261,14 +240,16 @@ class Saver:
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")
-            self._tidy(durable)
             save.handed_over.wait()
-            self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
+            cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
+            self._telemetry.durable(cost, durable.path)
+            self._tidy(durable)
+            self.finished.append(cost)
         finally:
             save.transferred.set()
             del capture  # frames of an error that is kept lead here
 
-    def _write(self, capture: Capture, save: _InFlight) -> CommittedStep:
+    def _write(self, capture: Capture, save: InFlight) -> CommittedStep:
         save.enter("cleaning up the directory")
         self.recover()
         save.enter("fetching metrics from the devices")
@@ -323,13 +304,16 @@ class Saver:
         try:
             history = self._history
             self._directory.set_aside(history.abandoned)
+            self._telemetry.steps_gone("set_aside", [s.step for s in history.abandoned])
             history.abandoned.clear()
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
             keep = preserved(self._preservation_policy, infos)
             self._directory.verified.mark(history.committed)
-            history.forget(self._directory.prune(keep, history.committed))
+            gone = self._directory.prune(keep, history.committed)
+            self._telemetry.steps_gone("deleted", gone)
+            history.forget(gone)
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "
@@ -343,7 +327,7 @@ class Saver:
         else:
             self._failures.over("tidying")
 
-    def _fail(self, capture: Capture, error: BaseException) -> None:
+    def _fail(self, capture: Capture, age_secs: float, error: BaseException) -> None:
         step, path = capture.step, self._directory.path
         if "has been deleted" in str(error):  # an array held by reference is gone: say which
             try:
@@ -366,7 +350,9 @@ class Saver:
         self._is_claimed = False  # what it left behind is removed before the next one
         self._history.end(None)
         self._failures.report(failure, "saving", medium.kind(error))
+        self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))
         if does_end:
+            self._telemetry.lost()
             self._was_claimed = False  # the next save finds out anew, and raises
             return
         try:
@@ -386,7 +372,7 @@ def _finish_at_exit() -> None:
                 saver._in_flight.step,
             )
             try:
-                saver.wait()
+                saver._wait_and_say()
             except SaveTimeoutError as error:
                 logger.error("giving up: %s", error)
                 continue
