@@ -33,13 +33,16 @@ from torchax_ckpt.restoring import (
     reading,
     restore_attached,
 )
-from torchax_ckpt.saving import Capture, Saver
+from torchax_ckpt.saving import Saver
 from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
+from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.writing import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +107,18 @@ class TorchaxCheckpointer:
         self._directory = StepDirectory(directory, read_only=self._options.read_only)
         self._observers = policies.observers(self._save_policy)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        self._history = History(self._directory)
+        self._processes, saves = (
+            Processes(f"{kind} {self._directory.path}", self._options.process_timeout_secs)
+            for kind in ("calls", "saves")
+        )
+        self._history = History(self._directory, self._processes)
         self._saver = Saver(
             self._directory,
             self._history,
             self._keep_policy,
             self._options,
+            self._processes,
+            saves,
             on_donated=self._snapshotter.donated,
         )
         self._preemption = Preemption(self._options.preemption_grace_secs)
@@ -190,7 +199,7 @@ class TorchaxCheckpointer:
         attached = Attached(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
-        steps = self._directory.steps() if resume else []
+        steps = self._history.found(self._directory.steps) if resume else []
         if steps:
             report, _ = newest_readable(steps, lambda s: self._restore(s, attached, strict=True))
             self._position = report.step
@@ -233,7 +242,7 @@ class TorchaxCheckpointer:
                 self._require_steps(), lambda s: self._restore(s, attached, strict)
             )
         else:
-            committed = self._directory.find(_as_step(step))
+            committed = self._find(step)
             report, skipped = self._restore(committed, attached, strict), ()
         self._position = report.step
         self._restores += 1
@@ -242,8 +251,8 @@ class TorchaxCheckpointer:
         return dataclasses.replace(report, skipped_steps=skipped)
 
     def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
-        with reading(committed, self._directory):
-            report = restore_attached(committed, attached, strict, self._options)
+        with reading(committed, self._directory, self._processes):
+            report = restore_attached(committed, attached, strict, self._options, self._processes)
         if report.is_verified:
             self._directory.verified.note(committed, is_sound=True)
         return report
@@ -269,13 +278,13 @@ class TorchaxCheckpointer:
           CorruptCheckpointError: it cannot be read.
         """
         if step is not None:
-            return self._load(self._directory.find(_as_step(step)), abstract_state)
+            return self._load(self._find(step), abstract_state)
         state, _ = newest_readable(self._require_steps(), lambda s: self._load(s, abstract_state))
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with reading(committed, self._directory):
-            return load_state(committed, abstract_state, self._options)
+        with reading(committed, self._directory, self._processes):
+            return load_state(committed, abstract_state, self._options, self._processes)
 
     @guarded(trains=False)
     def verify(self, step: int | None = None) -> int:
@@ -297,15 +306,13 @@ class TorchaxCheckpointer:
           ForeignCheckpointError: bare Orbax wrote it, without digests.
           DirectoryError: it cannot be read now.
         """
-        committed = (
-            self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
-        )
+        committed = self._require_steps()[-1] if step is None else self._find(step)
         try:
-            with reading(committed, self._directory):
-                StoredStep(committed).verify(self._options)
+            with reading(committed, self._directory, self._processes):
+                StoredStep(committed).verify(self._options, self._processes)
             self._directory.verified.note(committed, is_sound=True)
         finally:
-            if not self._options.read_only:
+            if self._processes.is_first and not self._options.read_only:
                 self._directory.verified.mark([committed])
         return committed.step
 
@@ -453,10 +460,14 @@ class TorchaxCheckpointer:
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
+        mine = None
+        if self._processes.count > 1:
+            names, arrays, mine = own.split(captured)
         capture = Capture(
             step,
             self._snapshotter.take(names, arrays),
             {name: part.form.node for name, part in captured.items()},
+            mine,
             functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
             began,
         )
@@ -522,11 +533,9 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._saver.wait()
-        self._directory.find(_as_step(step))
+        self._find(step)
         self._saver.claim()  # only now: a step that is not there creates no directory
-        self._saver.recover()
-        self._directory.delete(self._directory.find(_as_step(step)))
-        self._history.forget([step])
+        self._saver.delete(_as_step(step))
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -594,8 +603,13 @@ class TorchaxCheckpointer:
             raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
         return self._attached
 
-    def _require_steps(self) -> list[Any]:
-        steps = self._directory.steps()
+    def _find(self, step: int) -> CommittedStep:
+        number = _as_step(step)
+        (committed,) = self._history.found(lambda: [self._directory.find(number)])
+        return committed
+
+    def _require_steps(self) -> list[CommittedStep]:
+        steps = self._history.found(self._directory.steps)
         if not steps:
             raise StepNotFoundError(
                 f"{self._directory.path}: there are no checkpoints", path=self._directory.path

@@ -235,6 +235,16 @@ def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
 # --- executing a plan ----------------------------------------------------------------------------
 
 
+def beside(
+    plan: Plan, leaves: Mapping[str, np.ndarray], layout: Layout
+) -> tuple[Plan, dict[str, Array]]:
+    """A plan that has more leaves, all on the host, and their arrays to store."""
+    specs = [_spec(array) for array in leaves.values()]
+    more = plan_leaves(list(leaves), specs, layout, taken=plan.stacks)
+    stored = execute(more, leaves, copy=False)
+    return Plan({**plan.stacks, **more.stacks}, plan.empty | more.empty), stored
+
+
 def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
     """The arrays to store: stacks, and all other leaves, which are copied if asked to."""
     members = {member for group in plan.stacks.values() for member in group}
