@@ -81,10 +81,6 @@ class _InFlight:
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"
 
-    def on_transferred(self) -> None:
-        self.enter("writing and committing")
-        self.transferred.set()
-
 
 class Saver:
     """Writes captures one after the other, and keeps what no rule keeps from piling up.

@@ -7,6 +7,7 @@ and does what is done once: it names the step, commits it, and deletes it if it 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -52,13 +53,16 @@ class Capture:
 
 
 class Progress(Protocol):
-    """Who is told what a save is at."""
+    """Who is told what a save is at.
+
+    Attributes:
+      transferred: set once all arrays are on the host.
+    """
+
+    transferred: threading.Event
 
     def enter(self, phase: str) -> None:
         """The save turns to this."""
-
-    def on_transferred(self) -> None:
-        """All arrays are on the host."""
 
 
 class Writer:
@@ -108,15 +112,23 @@ class Writer:
             self._failures.report(problem)
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
-        progress.enter("digesting the arrays")
         if self._options.max_host_bytes is None:
             digests.prefetch(stored.values())
-        taken = {
-            name: digests.take(array, is_stack=name in plan.stacks)
-            for name, array in stored.items()
-        }
-        known = digests.gathered(taken, stored, processes)
-        manifest = Manifest(document, plan, self._versions, known)
+
+        def manifest() -> dict[str, Any]:
+            parts = {name: list(digests.shards(array)) for name, array in stored.items()}
+            progress.transferred.set()
+            progress.enter("digesting and writing the arrays")
+            taken = {
+                name: digests.take(array, parts[name], is_stack=name in plan.stacks)
+                for name, array in stored.items()
+            }
+            known = digests.gathered(taken, stored, processes)
+            progress.enter("writing and committing")
+            if not processes.is_first:
+                return {}
+            return Manifest(document, plan, self._versions, known).to_json()
+
         summary = {
             "metrics": metrics,
             "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
@@ -125,11 +137,10 @@ class Writer:
         storage.write_step(
             directory.path / name,
             stored,
-            manifest.to_json(),
+            manifest,
             summary,
             self._options,
             self._compression,
-            on_transferred=progress.on_transferred,
             before_commit=directory.fence,
             processes=processes,
         )

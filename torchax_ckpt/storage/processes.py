@@ -3,8 +3,8 @@
 What concerns several processes happens in a round, which all of them enter, with the same calls in
 the same order. In it process 0 gathers what the others send, and shares what holds for all. Each
 message has a key of its own, so that who waits in vain can name whom it waits for. A round ends
-alike everywhere: an error on one process is sent in place of its next message, process 0 shares the
-first that it meets, and that one is raised by all.
+alike everywhere: a process that fails says so, process 0 decides for one of the errors, and that
+one is raised by all.
 
 No device takes part, so a round may run beside the training, on a thread of its own. With one
 process nothing is sent.
@@ -30,9 +30,8 @@ from torchax_ckpt.errors import CheckpointError, ProcessError, ProcessTimeoutErr
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# So that Ctrl-C is heard while a process waits.
-_POLL_SECS = 1.0
-_VALUE, _ERROR = b"=", b"!"
+# How soon a process that waits hears that another has failed, or Ctrl-C.
+_POLL_SECS = 0.5
 _made: collections.Counter[str] = collections.Counter()
 
 
@@ -67,7 +66,7 @@ class Processes:
         _made[name] += 1
         self._what = ""
         self._rounds = self._oldest = 0
-        self._gathers = self._shares = 0
+        self._messages = 0
         self._verdict: bytes | None = None
 
     @property
@@ -92,48 +91,57 @@ class Processes:
             return
         self._what = what
         self._rounds += 1
-        self._gathers = self._shares = 0
+        self._messages = 0
         self._verdict = None
         try:
             yield
-            self.meet()
+            self.meet("the end")
         except BaseException as error:
             agreed = self._agreed(error)
             if agreed is error:
                 raise
             raise agreed from error
 
-    def gather(self, value: bytes = b"") -> list[bytes]:
-        """Sends a value to process 0, where the answer is those of all processes; elsewhere []."""
+    def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
+        """Sends a value to process 0, where the answer is those of all processes; elsewhere [].
+
+        Args:
+          value: of this process.
+          topic: what tells this message from others of the round that are sent on another thread;
+            messages without one are told apart by their order.
+        """
         if self.count == 1:
             return [value]
-        place = f"{self._here}/gather-{self._gathers}"
-        self._gathers += 1
+        place = self._place_of(topic)
         if not self.is_first:
-            self._set(f"{place}/{self.index}", _VALUE + value)
+            self._set(f"{place}/{self.index}", value)
             return []
         deadline = time.monotonic() + self._timeout_secs
         values = [value]
         for index in range(1, self.count):
-            values.append(self._take(f"{place}/{index}", place, deadline))
+            values.append(self._get(f"{place}/{index}", deadline, place))
         self._forget()
         return values
 
-    def share(self, value: bytes = b"") -> bytes:
-        """The value of process 0, on all."""
+    def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
+        """The value of process 0, on all; args as for ``gather``."""
         if self.count == 1:
             return value
-        key = f"{self._here}/share-{self._shares}"
-        self._shares += 1
+        place = self._place_of(topic)
         if self.is_first:
-            self._set(key, _VALUE + value)
+            self._set(f"{place}/shared", value)
             return value
-        return self._take(key, f"{self._here}/gather-{self._gathers - 1}", self._patience())
+        return self._get(f"{place}/shared", self._patience(), place)
 
-    def meet(self) -> None:
-        """Waits until all processes have come here."""
-        self.gather()
-        self.share()
+    def meet(self, topic: str | None = None) -> None:
+        """Waits until all processes have come here; a topic as for ``gather``."""
+        if self.count == 1:
+            return
+        if topic is None:
+            topic = f"meeting {self._messages}"
+            self._messages += 1
+        self.gather(topic=topic)
+        self.share(topic=topic)
 
     def first(self, action: Callable[[], T]) -> T:
         """What an action, on process 0 alone, gives as JSON; raises what it raises, on all."""
@@ -149,31 +157,24 @@ class Processes:
     def _here(self) -> str:
         return f"{self._place}/{self._rounds}"
 
+    def _place_of(self, topic: str | None) -> str:
+        if topic is None:
+            topic = str(self._messages)
+            self._messages += 1
+        return f"{self._here}/{topic}"
+
     def _patience(self) -> float:
         """Until when to wait for process 0, which may be behind and then wait for another."""
         return time.monotonic() + 2 * self._timeout_secs
 
-    def _take(self, key: str, place: str, deadline: float) -> bytes:
-        """The value under a key; raises the error that was sent instead.
+    def _get(self, key: str, deadline: float, place: str) -> bytes:
+        """The message under a key; raises the error of a process that has failed meanwhile.
 
         Args:
           key: where it will be.
-          place: where it can be seen who is behind.
           deadline: until when to wait.
+          place: where it can be seen who is behind.
         """
-        message = self._get(key, deadline)
-        if message is None:
-            late = self._late(self._missing(place))
-            if not self.is_first:
-                self._verdict = _described(late, self.index)  # there is nobody to agree with
-            raise late
-        if message[:1] == _ERROR:
-            self._verdict = message[1:]
-            raise _rebuilt(self._verdict)
-        return message[1:]
-
-    def _get(self, key: str, deadline: float) -> bytes | None:
-        """The message under a key, or None if it has not come in time."""
         while True:
             left = max(0.001, min(deadline - time.monotonic(), _POLL_SECS))
             try:
@@ -181,8 +182,19 @@ class Processes:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise self._unheard(error) from error
+            if self._is_decided():
+                assert self._verdict is not None
+                raise _rebuilt(self._verdict)
             if time.monotonic() >= deadline:
-                return None
+                raise self._late(self._missing(place))
+
+    def _is_decided(self) -> bool:
+        """Whether the round has failed: on process 0, whether any other has."""
+        if self._verdict is None:
+            kind = "failed" if self.is_first else "verdict"
+            found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
+            self._verdict = next((message for _, message in sorted(found)), None)
+        return self._verdict is not None
 
     def _set(self, key: str, message: bytes) -> None:
         try:
@@ -198,7 +210,8 @@ class Processes:
 
     def _missing(self, place: str) -> list[int]:
         """The processes that have sent nothing to be gathered at a place; else process 0."""
-        there = {key.rpartition("/")[2] for key, _ in self._client.key_value_dir_get_bytes(place)}
+        found = self._client.key_value_dir_get_bytes(f"{place}/")
+        there = {key.rpartition("/")[2] for key, _ in found}
         behind = [i for i in range(1, self.count) if str(i) not in there]
         return behind if self.is_first or (there and behind) else [0]
 
@@ -214,22 +227,22 @@ class Processes:
 
     def _agreed(self, error: BaseException) -> BaseException:
         """With which error the round ends, after this one on this process."""
+        mine = _described(error, self.index)
         try:
-            if self._verdict is None and not self.is_first:
-                self._set(
-                    f"{self._here}/gather-{self._gathers}/{self.index}",
-                    _ERROR + _described(error, self.index),
-                )
-                while self._verdict is None:  # process 0 may have shared other things before
-                    message = self._get(f"{self._here}/share-{self._shares}", self._patience())
-                    if message is None:
-                        return error
-                    self._shares += 1
-                    self._verdict = message[1:] if message[:1] == _ERROR else None
-            verdict = self._verdict or _described(error, self.index)
             if self.is_first:
-                self._set(f"{self._here}/share-{self._shares}", _ERROR + verdict)
-        except ProcessError as in_the_way:
+                verdict = self._verdict or mine
+                self._set(f"{self._here}/verdict/0", verdict)
+            else:
+                if self._verdict is None:
+                    self._set(f"{self._here}/failed/{self.index}", mine)
+                    # Unless process 0 is not heard of at all.
+                    deadline = time.monotonic() + (
+                        0 if isinstance(error, ProcessTimeoutError) else 2 * self._timeout_secs
+                    )
+                    while not self._is_decided() and time.monotonic() < deadline:
+                        time.sleep(_POLL_SECS / 10)
+                verdict = self._verdict or mine
+        except (ProcessError, jax.errors.JaxRuntimeError) as in_the_way:
             logger.warning("%s failed, and others cannot be told: %s", self._what, in_the_way)
             return error
         return error if json.loads(verdict)["process"] == self.index else _rebuilt(verdict)

@@ -7,6 +7,7 @@ nothing of a process that has failed, and name nobody.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ def of_orbax(processes: Processes = ALONE) -> Iterator[None]:
         number = processes.first(synchronization.OperationIdGenerator.next_operation_id)
         synchronization.OperationIdGenerator._operation_id_counter = itertools.count(number + 1)
 
-    async def meet(*args: Any, **kwargs: Any) -> None:
-        processes.meet()
+    async def meet(key: str, **_: Any) -> None:
+        # On threads of Orbax's, while the save's own thread speaks to the same processes.
+        await asyncio.to_thread(processes.meet, key)
 
     barrier, compare = multihost.sync_global_processes, execution._check_directory_consistency
     multihost.sync_global_processes = meet
