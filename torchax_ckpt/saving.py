@@ -240,6 +240,9 @@ class Saver:
     # --- on the save's own thread ---
 
     def _run(self, capture: Capture, save: _InFlight) -> None:
+        if capture.snapshot.way != "transfer":
+            # Otherwise the training thread would wait for the interpreter lock to hand over.
+            save.handed_over.wait()
         try:
             with self._saves.round(f"saving step {capture.step}"):
                 durable, summary = self._writer.write(capture, save, self._recover)
