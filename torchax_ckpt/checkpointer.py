@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.deciding import Decisions
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -105,11 +106,10 @@ class TorchaxCheckpointer:
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
         self._directory = StepDirectory(directory, read_only=self._options.read_only)
-        self._observers = policies.observers(self._save_policy)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        self._processes, saves = (
+        self._processes, saves, decisions = (
             Processes(f"{kind} {self._directory.path}", self._options.process_timeout_secs)
-            for kind in ("calls", "saves")
+            for kind in ("calls", "saves", "decisions")
         )
         self._history = History(self._directory, self._processes)
         self._saver = Saver(
@@ -121,6 +121,7 @@ class TorchaxCheckpointer:
             saves,
             on_donated=self._snapshotter.donated,
         )
+        self._decisions = Decisions(self._save_policy, self._history, self._saver, decisions)
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._calls = Calls()
         self._attached: Attached | None = None
@@ -366,27 +367,7 @@ class TorchaxCheckpointer:
             return False
         if self._preemption.reached(step):
             return True
-        self._observe()
-        info = policies.CheckpointInfo(
-            step, self._directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
-        )
-        return self._save_policy.should_save(
-            info,
-            self._history.checkpoints(),
-            context=policies.decision_context(
-                is_saving_in_progress=self._saver.is_saving,
-                reached_preemption=False,
-            ),
-        )
-
-    def _observe(self) -> None:
-        """Tells the policies that want to know what the finished saves have cost."""
-        while self._saver.finished:
-            cost = self._saver.finished.pop(0)
-            for observer in self._observers:
-                observer.observe_save(
-                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
-                )
+        return self._decisions.should_save(step)
 
     @guarded(trains=True)
     def save(
@@ -428,7 +409,8 @@ class TorchaxCheckpointer:
         step = _as_step(step)
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
-        if self._options.on_save_error == "raise":
+        raises = self._options.on_save_error == "raise"
+        if raises and self._processes.count == 1:  # several notice at different steps
             self.check_for_errors()
         if self._position is not None and step < self._position:
             raise StepError(
@@ -457,6 +439,8 @@ class TorchaxCheckpointer:
         pending = metrics_room.hold(pending)
         self._saver.claim()
         self._saver.wait()
+        if raises:
+            self.check_for_errors()
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
@@ -473,6 +457,7 @@ class TorchaxCheckpointer:
         )
         self._position = step  # also if what follows is not waited for
         self._saver.begin(capture)
+        self._decisions.begun()
         if is_preempted:
             self._saver.wait()
             if not self._history.has(step):

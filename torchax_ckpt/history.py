@@ -26,6 +26,7 @@ class History:
       processes: those of the run, as its training threads speak to them.
 
     Attributes:
+      path: of the directory.
       committed: the steps this run builds on, oldest first.
       abandoned: newer steps of a branch this run left; set aside once a new step is durable.
     """
@@ -33,6 +34,7 @@ class History:
     def __init__(self, directory: StepDirectory, processes: Processes) -> None:
         self._directory = directory
         self._processes = processes
+        self.path = directory.path
         self.committed: list[CommittedStep] = []
         self.abandoned: list[CommittedStep] = []
         self._in_flight: CheckpointInfo | None = None
