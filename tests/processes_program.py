@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-INDEX, COUNT, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+# A test may import this for its functions.
+is_started = len(sys.argv) > 3 and sys.argv[1].isdigit()
+INDEX, COUNT, PORT = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]) if is_started else (0, 1, "")
 if COUNT > 1:  # before anything starts the devices
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX, heartbeat_timeout_seconds=100)

@@ -105,7 +105,7 @@ class Processes:
             agreed = self._agreed(error)
             if agreed is error:
                 raise
-            raise agreed from error
+            raise agreed from agreed.__cause__
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
         """Sends a value to process 0, where the answer is those of all processes; elsewhere [].
