@@ -1,4 +1,4 @@
-"""Of two processes one is killed in the middle of a save; a clean start goes on from what is durable.
+"""Of two processes one is killed while it saves; a clean start goes on from what is durable.
 
 Real processes, real SIGKILLs. Whoever survives is told, by this package or by JAX, and never waits
 for ever.
