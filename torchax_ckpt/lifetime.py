@@ -25,7 +25,7 @@ R = TypeVar("R")
 with jax.ensure_compile_time_eval():
     _NOT_TRACING = get_opaque_trace_state()
 # The process in which the first checkpointer was made, and with it JAX's threads; and whether this
-# one was forked from it. The kernel is not asked at every call: in some containers that takes 20 us.
+# one was forked from it. The kernel is not asked at every call: in some containers that takes long.
 _home: int | None = None
 _is_fork = False
 
