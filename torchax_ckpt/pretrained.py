@@ -40,6 +40,7 @@ from torchax_ckpt.state.stored_module import StoredModule
 from torchax_ckpt.steps import as_step
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.placing import Alone, Wanted
+from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,11 @@ def warm_start(
     options = options or CheckpointOptions()
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
 
+    processes = Processes("warm starts", options.process_timeout_secs)
+
     def start(origin: _Origin) -> RestoreReport:
-        return _start(component, origin, Selection(include, exclude, rename), strict, options)
+        selection = Selection(include, exclude, rename)
+        return _start(component, origin, selection, strict, options, processes)
 
     path = Path(source)
     is_safetensors = safetensors_reading.is_safetensors(path)
@@ -140,11 +144,12 @@ def warm_start(
             files = safetensors_reading.open_safetensors(path)
         else:
             files = dcp_reading.open_dcp(path, at)
-        return start(_of_files(files, str(path), cast, options))
+        with processes.round(f"taking weights from {path}"):
+            return start(_of_files(files, str(path), cast, options))
     run = StepDirectory(source, read_only=True)
 
     def start_from(committed: CommittedStep) -> RestoreReport:
-        with reading(committed, run), content.about(committed):
+        with reading(committed, run, processes), content.about(committed):
             return start(_of_step(committed, at, cast, options))
 
     if step is not None:
@@ -185,6 +190,7 @@ def _start(
     selection: Selection,
     strict: bool,
     options: CheckpointOptions,
+    processes: Processes,
 ) -> RestoreReport:
     findings = Findings()
     restoration = component.prepare_from(origin.module, findings, selection)
@@ -193,7 +199,7 @@ def _start(
         raise findings.error(origin.step, origin.path)
     restoration.require_filled()
     origin.check(restoration.reads)
-    apply(restoration, origin.read, options, origin.step, origin.path)
+    apply(restoration, origin.read, options, processes, origin.step, origin.path)
     logger.info("took weights from %s", origin.path)
     is_verified = origin.is_whole(restoration.reads)
     return report_of(origin.step, findings, selection, is_verified=is_verified)
@@ -226,7 +232,8 @@ def _of_step(
         check=functools.partial(content.require_plausible, committed, stored.manifest),
         read=read,
         is_whole=lambda reads: (
-            options.verify != "never" and content.is_whole(stored.manifest, reads)
+            options.verify != "never"
+            and content.is_whole(stored.manifest, reads, jax.process_count())
         ),
     )
 
