@@ -21,4 +21,5 @@ def test_every_block_runs_and_runs_again(tmp_path: Path) -> None:
         "functional",
         "own-loop",
         "readme",
+        "seen",
     ]
