@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from absl import flags
 from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
@@ -27,11 +26,21 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import commits, cutting, digests, inspection, location, medium, modes
+from torchax_ckpt.storage import (
+    commits,
+    cutting,
+    digests,
+    inspection,
+    location,
+    medium,
+    modes,
+    rendezvous,
+)
 from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
 from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE
+from torchax_ckpt.storage.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 one_at_a_time = threading.RLock()
-"""Held while Orbax saves or loads, by every checkpointer of the process.
+"""Held while Orbax saves or loads, by every checkpointer of this process.
 
 Orbax numbers its operations per process and has the parts of a save wait for each other under the
 newest number: a save or load that begins meanwhile makes the running save fail, or hang.
@@ -59,8 +68,11 @@ def write_step(
     compression: Compression,
     *,
     before_commit: Callable[[], None] = lambda: None,
+    processes: Processes = ALONE,
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
+
+    Every process writes what its devices hold, and process 0 the host arrays and the JSON.
 
     Args:
       path: the directory of the step, which must not exist.
@@ -72,6 +84,7 @@ def write_step(
       compression: whether the arrays are compressed; is told what storing them took.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
+      processes: those that write it together, in a round.
 
     Raises:
       SaveError, ValueError: readers would refuse the step; nothing is committed.
@@ -94,6 +107,7 @@ def write_step(
                 is_compressed=compression.is_on,
                 # Orbax cuts no chunk larger than this.
                 data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
+                processes=processes,
             ),
             compression.observed(arrays.values()),
         ):
@@ -263,8 +277,8 @@ def _context(
     *,
     is_compressed: bool = False,
     data_file_bytes: int = _DATA_FILE_BYTES,
+    processes: Processes = ALONE,
 ) -> Iterator[None]:
-    _use_coordination_service()
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
@@ -289,7 +303,18 @@ def _context(
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
-    with one_at_a_time, context, _without_raw_metrics():
+    with _one_order(processes), context, _without_raw_metrics(), rendezvous.of_orbax(processes):
+        yield
+
+
+@contextlib.contextmanager
+def _one_order(processes: Processes) -> Iterator[None]:
+    """Holds ``one_at_a_time``, of several checkpointers on every process for the same one."""
+    if not processes.is_first:
+        processes.share()  # comes once process 0 holds it
+    with one_at_a_time:
+        if processes.is_first:
+            processes.share()
         yield
 
 
@@ -306,19 +331,6 @@ def _without_raw_metrics() -> Iterator[None]:
         yield
     finally:
         tensorstore_utils.get_tensorstore_raw_bytes = ask
-
-
-def _use_coordination_service() -> None:
-    """Has Orbax synchronise processes through JAX's coordination service.
-
-    By default it uses collectives on the devices, which from a background thread would cross
-    those of the training step.
-    """
-    if jax.process_count() == 1:
-        return
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
 
 
 @contextlib.contextmanager

@@ -9,6 +9,9 @@ Preservation: ``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``, 
 ``CustomSteps``, ``BestN``, ``AnyPreservationPolicy``; any object with their ``should_preserve``
 (``PreservationPolicy``) works. Whatever a rule says, the newest step is never deleted.
 
+On several processes policies are asked on process 0 alone, and save decisions some steps ahead: see
+``appointments.py``.
+
 Source: Orbax v1, ``training.save_decision_policies`` and ``training.preservation_policies``.
 """
 
@@ -21,14 +24,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
-import jax
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.experimental.v1.training import preservation_policies as _preserving
 from orbax.checkpoint.experimental.v1.training import save_decision_policies as _saving
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
-from torchax_ckpt.storage.appointments import Appointments
 from torchax_ckpt.storage.slowdown import StepTimes
 
 SaveDecisionPolicy: TypeAlias = _saving.SaveDecisionPolicy
@@ -82,9 +83,8 @@ __all__ = [
 class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """Saves whenever the last save is durable; the shortest interval the storage allows.
 
-    On several processes the first decides, some steps ahead, and tells the others in the
-    background. Orbax's own policy has them wait for the first one at every step, and gives each of
-    these exchanges the number of an operation, which a save in flight takes for its own.
+    Orbax's own policy takes the number of an operation whenever it is asked, which a save in flight
+    takes for its own.
 
     Attributes:
       minimum_interval_secs: seconds that must lie between the last checkpoint and the next; None
@@ -92,27 +92,11 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """
 
     minimum_interval_secs: float | None = None
-    _appointments: Appointments | None = dataclasses.field(
-        default=None, init=False, repr=False, compare=False
-    )
 
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
         """True unless a save is in flight or the last checkpoint is too recent."""
-        if jax.process_count() == 1:
-            return self._is_due(step, previous_steps, context)
-        if self._appointments is None:
-            self._appointments = Appointments()
-        newest = None
-        if previous_steps and not context.is_saving_in_progress:
-            newest = previous_steps[-1].step
-        return self._appointments.ask(
-            step.step, lambda: self._is_due(step, previous_steps, context), newest
-        )
-
-    def _is_due(self, step: Any, previous_steps: Sequence[Any], context: DecisionContext) -> bool:
-        """What one process would decide on its own."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:

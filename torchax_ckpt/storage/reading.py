@@ -29,7 +29,7 @@ from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, W
 # there, unless the options say otherwise: enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
 # For programs that stand beside a training and should not take its memory.
-_STREAMED_BYTES = 256 << 20
+STREAMED_BYTES = 256 << 20
 
 
 def read_arrays(
@@ -68,7 +68,7 @@ def stream_arrays(
     """
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     stores = _prepared(committed, wanted)
-    max_bytes, on_its_way = options.max_host_bytes or _STREAMED_BYTES, 0
+    max_bytes, on_its_way = options.max_host_bytes or STREAMED_BYTES, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
         store = stores[target.name]
