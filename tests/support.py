@@ -205,7 +205,7 @@ class Running:
         *args: str,
         devices: int = 2,
         env: Mapping[str, str] = {},
-        timeout_secs: int = 120,
+        timeout_secs: int = 280,
     ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -273,9 +273,7 @@ def _environment(devices: int, env: Mapping[str, str]) -> dict[str, str]:
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{Path(__file__).parents[1]}",
         **env,
     }
 
@@ -288,7 +286,7 @@ def run_python(
     env: Mapping[str, str] = {},
     timeout_secs: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh process; ``tests`` is importable there."""
+    """Runs a program in a fresh process; ``tests`` is importable there, and this package."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source), *args],
         env=_environment(devices, env),

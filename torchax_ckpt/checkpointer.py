@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 import os
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import torchax_backend
@@ -21,9 +20,9 @@ from torchax_ckpt.errors import (
     PolicyError,
     StepError,
     StepNotFoundError,
-    StepTypeError,
 )
 from torchax_ckpt.history import History
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
@@ -39,6 +38,7 @@ from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
+from torchax_ckpt.steps import as_step
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Processes
@@ -73,7 +73,8 @@ class TorchaxCheckpointer:
     work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
     ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
     waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
-    program writes to a directory at a time; any number may read it.
+    program writes to a directory at a time; any number may read it. Of a program on several
+    processes, every process makes the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
@@ -216,16 +217,29 @@ class TorchaxCheckpointer:
         return self._position or 0
 
     @guarded(trains=True)
-    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
         Everything is compared first; nothing live is touched unless everything can be. Newer
         steps become an abandoned branch: they stay until a new step is durable, are then set
         aside as ``abandoned-N``, and nothing resumes from them.
 
+        The run goes on from the step, with another head or other names, after
+        ``attach(..., resume=False)``; for a new run from another's weights see ``warm_start``.
+
         Args:
           step: completed steps of the checkpoint; None for the newest that can be read.
           strict: raise on any difference; if not, restore what matches and report the rest.
+          include, exclude, rename: which of the model's tensors, and under which names: patterns
+            as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
 
         Returns:
           What was done: see ``RestoreReport``.
@@ -233,27 +247,36 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
-          UninitializedLeafError: as for ``attach``.
+          UninitializedLeafError: as for ``attach``; SelectionError: as for ``warm_start``.
         """
         self._require_open()
         attached = self._require_attached("restore")
         self._saver.wait()
+        selection = functools.partial(Selection, include, exclude, rename)
         if step is None:
             report, skipped = newest_readable(
-                self._require_steps(), lambda s: self._restore(s, attached, strict)
+                self._require_steps(), lambda s: self._restore(s, attached, strict, selection())
             )
         else:
             committed = self._find(step)
-            report, skipped = self._restore(committed, attached, strict), ()
+            report, skipped = self._restore(committed, attached, strict, selection()), ()
         self._position = report.step
         self._restores += 1
         self._recorded = {}
         self._history.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
-    def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
+    def _restore(
+        self,
+        committed: CommittedStep,
+        attached: Attached,
+        strict: bool,
+        selection: Selection | None = None,
+    ) -> RestoreReport:
         with reading(committed, self._directory, self._processes):
-            report = restore_attached(committed, attached, strict, self._options, self._processes)
+            report = restore_attached(
+                committed, attached, strict, self._options, selection, self._processes
+            )
         if report.is_verified:
             self._directory.verified.note(committed, is_sound=True)
         return report
@@ -330,7 +353,7 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._require_attached("steps")
-        return self._iterate(_as_step(total))
+        return self._iterate(as_step(total))
 
     def _iterate(self, total: int) -> Iterator[int]:
         step = self._position or 0
@@ -359,7 +382,7 @@ class TorchaxCheckpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether ``save(step)`` would begin a save: at a preemption, or as the policy says."""
-        return self._should_save(_as_step(step))
+        return self._should_save(as_step(step))
 
     def _should_save(self, step: int) -> bool:
         self._history.open()
@@ -406,7 +429,7 @@ class TorchaxCheckpointer:
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
-        step = _as_step(step)
+        step = as_step(step)
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
         raises = self._options.on_save_error == "raise"
@@ -473,7 +496,7 @@ class TorchaxCheckpointer:
         a step this gives the latest answer, also after ``close``: exit with 143, or anything but
         0, to have the scheduler start the program again.
         """
-        return self._preemption.reached(None if step is None else _as_step(step))
+        return self._preemption.reached(None if step is None else as_step(step))
 
     # --- the steps there are -------------------------------------------------------------------
 
@@ -506,7 +529,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        return self._directory.metrics(self._directory.find(_as_step(step)))
+        return self._directory.metrics(self._directory.find(as_step(step)))
 
     @guarded(trains=True)
     def delete(self, step: int) -> None:
@@ -520,7 +543,7 @@ class TorchaxCheckpointer:
         self._saver.wait()
         self._find(step)
         self._saver.claim()  # only now: a step that is not there creates no directory
-        self._saver.delete(_as_step(step))
+        self._saver.delete(as_step(step))
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -589,7 +612,7 @@ class TorchaxCheckpointer:
         return self._attached
 
     def _find(self, step: int) -> CommittedStep:
-        number = _as_step(step)
+        number = as_step(step)
         (committed,) = self._history.found(lambda: [self._directory.find(number)])
         return committed
 
@@ -600,16 +623,3 @@ class TorchaxCheckpointer:
                 f"{self._directory.path}: there are no checkpoints", path=self._directory.path
             )
         return steps
-
-
-def _as_step(step: Any) -> int:
-    """The step as an int, numpy's integers too; bools are none."""
-    if type(step).__name__ in ("bool", "bool_"):
-        raise StepTypeError(f"step: expected an int, found {step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
-    if number < 0:
-        raise StepError(f"step: expected 0 or more, found {number}", step=number)
-    return number

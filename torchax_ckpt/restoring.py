@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import warnings
@@ -27,19 +28,19 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
 from torchax_ckpt.state import functional, own, random_state
 from torchax_ckpt.state.attached import STATE, Attached
-from torchax_ckpt.state.component import Read, Restoration, Write
+from torchax_ckpt.state.component import Read, Restoration, Values, Write
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.storage.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,18 +55,20 @@ class RestoreReport:
     """What a restore did.
 
     Attributes:
-      step: the step restored.
+      step: the step restored; None of weights that came from files.
       missing: names attached but not in the checkpoint; they keep what they held.
       unexpected: names in the checkpoint that nothing attached takes.
       mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
+      left_out: names of the model's tensors, on either side, that the patterns do not select.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
     """
 
-    step: int
+    step: int | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     skipped_steps: tuple[int, ...] = ()
     is_verified: bool = False
 
@@ -137,46 +140,83 @@ def restore_attached(
     attached: Attached,
     strict: bool,
     options: CheckpointOptions,
-    processes: Processes,
+    selection: Selection | None = None,
+    processes: Processes = ALONE,
 ) -> RestoreReport:
-    """Restores one step into what is attached: everything, or nothing and an error, on all alike.
+    """Restores one step: all that is selected, or nothing and an error, on all processes alike.
 
     Raises:
       MismatchError: something differs and ``strict``.
+      SelectionError: patterns that match nothing, or names that meet.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
     manifest = content.read_manifest(committed)
-    findings = Findings()
+    findings, selection = Findings(), selection or Selection()
     brings_rng = "rng" in attached.components and "rng" in manifest.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
         document = own.document_of(manifest.document, processes, f"step {committed.step}")
-        restoration = attached.prepare(document, findings)
+        restoration = attached.prepare(document, findings, selection)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
         content.require_plausible(committed, manifest, restoration.reads)
-        if options.restore_in_budget:
-            _apply_in_budget(committed, manifest, restoration, options, processes)
-        else:
-            values = content.read_leaves(committed, manifest, restoration.reads, options)
-            restoration.apply(values, processes.meet)
+        reader = functools.partial(
+            content.read_leaves, committed, manifest, options=options, agree=processes.meet
+        )
+        path = str(committed.path)
+        apply(restoration, reader, options, committed.step, path, processes.meet)
     logger.info("restored step %d from %s", committed.step, committed.path)
+    is_whole = content.is_whole(manifest, restoration.reads, processes.count)
+    is_verified = options.verify != "never" and is_whole
+    return report_of(committed.step, findings, selection, is_verified=is_verified)
+
+
+def report_of(
+    step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
+) -> RestoreReport:
+    """What a restore has done that found and left out these."""
     return RestoreReport(
-        committed.step,
+        step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
-        is_verified=options.verify != "never"
-        and content.is_whole(manifest, restoration.reads, processes.count),
+        left_out=tuple(f"model/{name}" for name in selection.left_out),
+        is_verified=is_verified,
     )
 
 
-def _apply_in_budget(
-    committed: CommittedStep,
-    manifest: Manifest,
+def apply(
     restoration: Restoration,
+    reader: Callable[[Mapping[str, Read]], Values],
     options: CheckpointOptions,
-    processes: Processes,
+    step: int | None,
+    path: str,
+    agree: Callable[[], None] = lambda: None,
+) -> None:
+    """Reads what a restoration asks for and makes its changes: all of them, or none.
+
+    Args:
+      restoration: what to do.
+      reader: reads leaves, each onto its placement.
+      options: ``restore_in_budget``.
+      step, path: where the leaves come from, for messages.
+      agree: raises if another process has failed.
+
+    Raises:
+      UnusableStateError: it failed on the way, under ``restore_in_budget``.
+    """
+    if options.restore_in_budget:
+        _apply_in_budget(restoration, reader, step, path, agree)
+    else:
+        restoration.apply(reader(restoration.reads), agree)
+
+
+def _apply_in_budget(
+    restoration: Restoration,
+    reader: Callable[[Mapping[str, Read]], Values],
+    step: int | None,
+    path: str,
+    agree: Callable[[], None],
 ) -> None:
     """Applies a restoration part by part, deleting what each part replaces before it is read.
 
@@ -185,19 +225,15 @@ def _apply_in_budget(
     """
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
-    restoration.apply_calls(
-        content.read_leaves(committed, manifest, {name: reads[name] for name in early}, options),
-        processes.meet,
-    )
+    restoration.apply_calls(reader({name: reads[name] for name in early}), agree)
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
             for write in part:
                 if write.release is not None:
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
-            values = content.read_leaves(committed, manifest, needed, options)
-            restoration.apply_writes(part, values)
-        processes.meet()
+            restoration.apply_writes(part, reader(needed))
+        agree()
     except BaseException as error:
         for write in restoration.writes:
             if write.release is not None:
@@ -205,11 +241,11 @@ def _apply_in_budget(
         if isinstance(error, UnusableStateError):
             raise  # that of another process
         raise UnusableStateError(
-            f"restoring step {committed.step} from {committed.path} failed after buffers had been "
-            f"freed for it (restore_in_budget=True): {error}. What is attached holds no state any "
-            "more. Restore another step, or start the program again.",
-            step=committed.step,
-            path=committed.path,
+            f"restoring {'' if step is None else f'step {step} '}from {path} failed after buffers "
+            f"had been freed for it (restore_in_budget=True): {error}. What is attached holds no "
+            "state any more. Restore another step, or start the program again.",
+            step=step,
+            path=path,
         ) from error
 
 
@@ -280,7 +316,7 @@ def load_state(
         if findings:
             raise findings.error(committed.step, str(committed.path))
         content.require_plausible(committed, manifest, request.reads)
-        values = content.read_leaves(committed, manifest, request.reads, options)
+        values = content.read_leaves(committed, manifest, request.reads, options, processes.meet)
         return request.build(values)
 
 

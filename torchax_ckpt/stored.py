@@ -166,14 +166,25 @@ class StoredStep:
                         # A 0-d row of numpy's would be a scalar.
                         yield members[row], piece.index[1:], np.asarray(content, host.dtype)
 
-    def read(self, names: Iterable[str], options: CheckpointOptions) -> dict[str, np.ndarray]:
-        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage."""
+    def read(
+        self,
+        names: Iterable[str],
+        options: CheckpointOptions,
+        allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage.
+
+        Args:
+          names: the leaves.
+          options: memory bounds of reading.
+          allocate: makes an array to read into; default: of this host's memory.
+        """
         names = list(names)
         total, memory = (
             sum(self.leaves[name].nbytes for name in names),
             inspection.host_memory_bytes(),
         )
-        if total > memory:
+        if allocate is None and total > memory:
             raise CorruptCheckpointError(
                 f"step {self.committed.step} in {self.committed.path}: expected leaves that this "
                 f"host can hold, {memory} bytes, found {total} bytes",
@@ -181,7 +192,7 @@ class StoredStep:
                 path=self.committed.path,
             )
         found = {
-            name: np.empty(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
+            name: (allocate or np.empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names
         }
         for name, index, content in self.stream(found, options):

@@ -113,6 +113,7 @@ class Format(enum.StrEnum):
 
     SAFETENSORS = "safetensors"
     PT = "pt"
+    DCP = "dcp"
 
 
 @app.command("export", epilog=EPILOG)
@@ -122,23 +123,31 @@ def export(
     step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Completed steps.")],
     out: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="A file; of safetensors also a directory."),
+        typer.Argument(metavar="OUT", help="A file; a directory of dcp, also of safetensors."),
     ],
     format: Annotated[
-        Format, typer.Option(help="pt: what torch.load(weights_only=True) reads.")
+        Format,
+        typer.Option(
+            help="pt: what torch.load(weights_only=True) reads; dcp: torch.distributed.checkpoint."
+        ),
     ] = Format.SAFETENSORS,
     max_shard_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="safetensors: several files of at most this: 5GB."),
     ] = None,
+    optimizer: Annotated[
+        bool,
+        typer.Option("--optimizer", help="pt, dcp: the optimizer too, beside the model."),
+    ] = False,
     at: At = None,
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Writes a step's weights for other programs, under torch's names, tied weights once.
 
-    With a directory or several files, OUT looks as Hugging Face writes it. safetensors are written
-    in bounded memory, whatever the model's size; pt holds all weights in memory. Dtypes stay.
+    With a directory or several files, OUT looks as Hugging Face writes it. Memory is bounded,
+    whatever the model's size: of pt and dcp, what exceeds it takes the room of the export on the
+    disk once more meanwhile. Dtypes stay.
     """
     from torchax_ckpt.cli import converting
 
@@ -148,6 +157,7 @@ def export(
         out,
         format=format.value,
         max_shard_size=max_shard_size,
+        with_optimizer=optimizer,
         at=at,
         max_bytes=max_bytes,
         as_json=json,
@@ -159,22 +169,28 @@ def export(
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(metavar="FROM", help="A .safetensors file; or a directory, or its index."),
+        typer.Argument(
+            metavar="FROM",
+            help="A .safetensors file; a directory of them, or its index; or one of torch's DCP.",
+        ),
     ],
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Of the new run.")],
     tie: Annotated[
         list[str] | None,
         typer.Option(metavar="ALIAS=NAME", help="A tied weight's other name; may be repeated."),
     ] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="DCP: where the weights are, if not model.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Makes step 0 of a new run from weights in safetensors; attach then goes on from it.
+    """Makes step 0 of a new run from other programs' weights; attach then goes on from it.
 
     Optimizers and whatever else is attached start anew. Takes the directory's lease meanwhile.
     """
     from torchax_ckpt.cli import converting
 
-    return converting.import_(source, directory, tie or [], as_json=json)
+    return converting.import_(source, directory, tie or [], at, as_json=json)
 
 
 @app.command("prune", epilog=EPILOG)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import tensorstore as ts
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import digests, locating, location
+from torchax_ckpt.storage import digests, locating, location, replicas
 from torchax_ckpt.storage.arrays import as_corrupt
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE, stored_key
@@ -28,18 +28,22 @@ from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, W
 # there, unless the options say otherwise: enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
 # For programs that stand beside a training and should not take its memory.
-_STREAMED_BYTES = 256 << 20
+STREAMED_BYTES = 256 << 20
 
 
 def read_arrays(
-    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+    committed: CommittedStep,
+    wanted: Mapping[str, Wanted],
+    options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Reads some arrays of a step, and puts each leaf onto its placement.
 
     Args:
       committed: the step.
       wanted: stored name -> what is expected of it.
-      options: memory bounds.
+      options: memory bounds, and whether one replica reads for all.
+      agree: raises if another process has failed; called before devices speak to each other.
 
     Returns:
       Leaf -> array.
@@ -49,8 +53,14 @@ def read_arrays(
         names the leaf.
     """
     leaves: dict[str, Any] = {}
+    spread: dict[str, replicas.Spread] = {}
+    if options.single_replica_restore:
+        wanted, spread = replicas.split(wanted)
     targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
     _read(committed, targets, options)
+    if spread:
+        agree()
+        replicas.broadcast(leaves, spread)
     return leaves
 
 
@@ -67,7 +77,7 @@ def stream_arrays(
     """
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     stores = _prepared(committed, wanted)
-    max_bytes, on_its_way = options.max_host_bytes or _STREAMED_BYTES, 0
+    max_bytes, on_its_way = options.max_host_bytes or STREAMED_BYTES, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
         store = stores[target.name]
