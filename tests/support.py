@@ -110,6 +110,11 @@ def training_state(*parts: Any) -> list[Any]:
     return state
 
 
+def entries(directory: Path) -> set[str]:
+    """What is in a run's directory besides the record of its events."""
+    return {child.name for child in directory.iterdir()} - {"events"}
+
+
 def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
     """A one-axis mesh over the first devices, with the Auto axes that torchax needs."""
     return Mesh(np.array(jax.devices()[:num_devices]), (axis,))
@@ -273,7 +278,9 @@ def _environment(devices: int, env: Mapping[str, str]) -> dict[str, str]:
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{Path(__file__).parents[1]}",
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH")])
+        ),
         **env,
     }
 

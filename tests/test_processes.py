@@ -202,7 +202,7 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         kind, message, _ = outcome["failure"]
         assert kind == "SaveError"
         assert "No space left on device" in message
-        assert outcome["files"] == ["10", "4", "8", "9", "abandoned-8", "lease"]
+        assert outcome["files"] == ["10", "4", "8", "9", "abandoned-8", "events", "lease"]
         kind, message, is_unchanged = outcome["refused"]
         assert (kind, is_unchanged) == ("MismatchError", True)
         assert "not mine" in message

@@ -18,6 +18,7 @@ FLOORS = [
     "errors",
     "failures",
     "steps",
+    "progress",
     "options",
     "planning",
     "layout",
@@ -34,6 +35,8 @@ FLOORS = [
     "formats",
     "content",
     "history",
+    "in_flight",
+    "telemetry",
     "writing",
     "saving",
     "deciding",
@@ -51,6 +54,7 @@ FORBIDDEN = {
     "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
     "failures": {"torch", "torchax", "jax", "orbax", "numpy"},
     "steps": {"torch", "torchax", "jax", "orbax", "numpy"},
+    "progress": {"torch", "torchax", "jax", "orbax", "numpy", "rich"},
     "options": {"torch", "torchax", "jax", "orbax"},
     "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},
@@ -67,6 +71,8 @@ FORBIDDEN = {
     "formats": {"torchax", "jax", "orbax"},
     "content": {"torch", "torchax", "jax", "orbax"},
     "history": {"torch", "torchax", "jax", "orbax"},
+    "in_flight": {"torch", "torchax", "jax", "orbax"},
+    "telemetry": {"torch", "torchax", "orbax"},
     "writing": {"torch", "torchax", "orbax"},
     "saving": {"torch", "torchax", "orbax"},
     "deciding": {"torch", "torchax", "jax", "orbax"},
@@ -119,7 +125,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_is_read_in_one_sitting_and_says_what_it_owns(path: Path) -> None:
     source = path.read_text()
-    limit = 640 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
+    limit = 680 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
     assert source.count("\n") <= limit
     assert ast.get_docstring(ast.parse(source)), "no module docstring"
 

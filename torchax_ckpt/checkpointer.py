@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt import torchax_backend
+from torchax_ckpt import progress, torchax_backend
 from torchax_ckpt.deciding import Decisions
 from torchax_ckpt.errors import (
     AttachError,
@@ -39,10 +39,13 @@ from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.steps import as_step
-from torchax_ckpt.storage import policies
+from torchax_ckpt.storage import policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.recorder import Telemetry
+from torchax_ckpt.telemetry.stats import Stats
 from torchax_ckpt.writing import Capture
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,8 @@ class TorchaxCheckpointer:
       save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
       preservation_policy: which steps are kept; default: the latest three.
       options: how steps are written and read.
+      on_event: called with each ``Event``, for loggers: in order, on one thread of its own, which
+        ``close`` waits for. What it raises is logged; training and saving go on.
 
     Raises:
       DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
@@ -95,6 +100,7 @@ class TorchaxCheckpointer:
         save_decision_policy: policies.SaveDecisionPolicy | None = None,
         preservation_policy: policies.PreservationPolicy | None = None,
         options: CheckpointOptions | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
@@ -113,11 +119,13 @@ class TorchaxCheckpointer:
             for kind in ("calls", "saves", "decisions")
         )
         self._history = History(self._directory, self._processes)
+        self._telemetry = Telemetry(self._directory, on_event, rules.described(self._keep_policy))
         self._saver = Saver(
             self._directory,
             self._history,
             self._keep_policy,
             self._options,
+            self._telemetry,
             self._processes,
             saves,
             on_donated=self._snapshotter.donated,
@@ -273,10 +281,13 @@ class TorchaxCheckpointer:
         strict: bool,
         selection: Selection | None = None,
     ) -> RestoreReport:
+        began = time.perf_counter()
         with reading(committed, self._directory, self._processes):
             report = restore_attached(
-                committed, attached, strict, self._options, selection, self._processes
+                committed, attached, strict, self._options, self._processes, selection
             )
+        secs = time.perf_counter() - began
+        self._telemetry.emit("restored", report.step, secs=secs, is_verified=report.is_verified)
         if report.is_verified:
             self._directory.verified.note(committed, is_sound=True)
         return report
@@ -333,7 +344,9 @@ class TorchaxCheckpointer:
         committed = self._require_steps()[-1] if step is None else self._find(step)
         try:
             with reading(committed, self._directory, self._processes):
-                StoredStep(committed).verify(self._options, self._processes)
+                stored = StoredStep(committed)
+                with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as done:
+                    stored.verify(self._options, self._processes, on_bytes=done)
             self._directory.verified.note(committed, is_sound=True)
         finally:
             if self._processes.is_first and not self._options.read_only:
@@ -455,6 +468,7 @@ class TorchaxCheckpointer:
         if force or is_preempted:
             self._saver.wait()  # the step may be on its way, and may fail there
         if self._history.has(step) or not (force or self._should_save(step)):
+            self._telemetry.skipped(step)
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
@@ -544,6 +558,10 @@ class TorchaxCheckpointer:
         self._find(step)
         self._saver.claim()  # only now: a step that is not there creates no directory
         self._saver.delete(as_step(step))
+
+    def stats(self) -> Stats:
+        """What this checkpointer did so far, and what that cost; see ``Stats``. From any thread."""
+        return self._telemetry.stats()
 
     # --- ending --------------------------------------------------------------------------------
 

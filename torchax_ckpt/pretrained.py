@@ -127,13 +127,14 @@ def warm_start(
     require_init(init)
     options = options or CheckpointOptions()
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
-    path = Path(source)
-    processes = Processes(f"warm start {path}", options.process_timeout_secs)
+
+    processes = Processes("warm starts", options.process_timeout_secs)
 
     def start(origin: _Origin) -> RestoreReport:
         selection = Selection(include, exclude, rename)
-        return _start(component, origin, selection, strict, options, processes.meet)
+        return _start(component, origin, selection, strict, options, processes)
 
+    path = Path(source)
     is_safetensors = safetensors_reading.is_safetensors(path)
     if is_safetensors or dcp_reading.is_dcp(path):
         if step is not None or (is_safetensors and at is not None):
@@ -190,7 +191,7 @@ def _start(
     selection: Selection,
     strict: bool,
     options: CheckpointOptions,
-    agree: Callable[[], None],
+    processes: Processes,
 ) -> RestoreReport:
     findings = Findings()
     restoration = component.prepare_from(origin.module, findings, selection)
@@ -199,7 +200,7 @@ def _start(
         raise findings.error(origin.step, origin.path)
     restoration.require_filled()
     origin.check(restoration.reads)
-    apply(restoration, origin.read, options, origin.step, origin.path, agree)
+    apply(restoration, origin.read, options, processes, origin.step, origin.path)
     logger.info("took weights from %s", origin.path)
     is_verified = origin.is_whole(restoration.reads)
     return report_of(origin.step, findings, selection, is_verified=is_verified)
@@ -236,7 +237,8 @@ def _of_step(
         check=functools.partial(content.require_plausible, committed, stored.manifest),
         read=read,
         is_whole=lambda reads: (
-            options.verify != "never" and content.is_whole(stored.manifest, reads, num_processes=1)
+            options.verify != "never"
+            and content.is_whole(stored.manifest, reads, jax.process_count())
         ),
     )
 

@@ -40,7 +40,7 @@ from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import ALONE, Processes
+from torchax_ckpt.storage.processes import Processes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -140,10 +140,10 @@ def restore_attached(
     attached: Attached,
     strict: bool,
     options: CheckpointOptions,
+    processes: Processes,
     selection: Selection | None = None,
-    processes: Processes = ALONE,
 ) -> RestoreReport:
-    """Restores one step: all that is selected, or nothing and an error, on all processes alike.
+    """Restores a step into what is attached: all that is selected, or nothing, on all alike.
 
     Raises:
       MismatchError: something differs and ``strict``.
@@ -163,12 +163,12 @@ def restore_attached(
         reader = functools.partial(
             content.read_leaves, committed, manifest, options=options, agree=processes.meet
         )
-        path = str(committed.path)
-        apply(restoration, reader, options, committed.step, path, processes.meet)
+        apply(restoration, reader, options, processes, committed.step, str(committed.path))
     logger.info("restored step %d from %s", committed.step, committed.path)
-    is_whole = content.is_whole(manifest, restoration.reads, processes.count)
-    is_verified = options.verify != "never" and is_whole
-    return report_of(committed.step, findings, selection, is_verified=is_verified)
+    is_whole = options.verify != "never" and content.is_whole(
+        manifest, restoration.reads, processes.count
+    )
+    return report_of(committed.step, findings, selection, is_verified=is_whole)
 
 
 def report_of(
@@ -189,9 +189,9 @@ def apply(
     restoration: Restoration,
     reader: Callable[[Mapping[str, Read]], Values],
     options: CheckpointOptions,
+    processes: Processes,
     step: int | None,
     path: str,
-    agree: Callable[[], None] = lambda: None,
 ) -> None:
     """Reads what a restoration asks for and makes its changes: all of them, or none.
 
@@ -199,24 +199,24 @@ def apply(
       restoration: what to do.
       reader: reads leaves, each onto its placement.
       options: ``restore_in_budget``.
+      processes: those that do it together, in a round.
       step, path: where the leaves come from, for messages.
-      agree: raises if another process has failed.
 
     Raises:
       UnusableStateError: it failed on the way, under ``restore_in_budget``.
     """
     if options.restore_in_budget:
-        _apply_in_budget(restoration, reader, step, path, agree)
+        _apply_in_budget(restoration, reader, processes, step, path)
     else:
-        restoration.apply(reader(restoration.reads), agree)
+        restoration.apply(reader(restoration.reads), processes.meet)
 
 
 def _apply_in_budget(
     restoration: Restoration,
     reader: Callable[[Mapping[str, Read]], Values],
+    processes: Processes,
     step: int | None,
     path: str,
-    agree: Callable[[], None],
 ) -> None:
     """Applies a restoration part by part, deleting what each part replaces before it is read.
 
@@ -225,7 +225,7 @@ def _apply_in_budget(
     """
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
-    restoration.apply_calls(reader({name: reads[name] for name in early}), agree)
+    restoration.apply_calls(reader({name: reads[name] for name in early}), processes.meet)
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
             for write in part:
@@ -233,7 +233,7 @@ def _apply_in_budget(
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
             restoration.apply_writes(part, reader(needed))
-        agree()
+        processes.meet()
     except BaseException as error:
         for write in restoration.writes:
             if write.release is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
 from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
@@ -195,8 +196,10 @@ class StoredStep:
             name: (allocate or np.empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names
         }
-        for name, index, content in self.stream(found, options):
-            found[name][index] = content
+        with progress.bar(f"reading step {self.committed.step}", lambda: total) as on_bytes:
+            for name, index, content in self.stream(found, options):
+                found[name][index] = content
+                on_bytes(content.nbytes)
         return found
 
     def verify(

@@ -108,6 +108,134 @@ def diff(
     return comparing.diff(a, b, filter, max_bytes=max_bytes, as_json=json)
 
 
+@app.command("report", epilog=EPILOG)
+@ends_well
+def report(
+    directory: Directory,
+    out: Annotated[
+        Path, typer.Argument(metavar="[OUT]", help="The page; an older report is replaced.")
+    ] = Path("report.html"),
+    json: Json = False,
+) -> int:
+    """Writes one HTML page about a run: what happened when, intervals, storage, steps.
+
+    From the events that programs record in the directory, after the run or while it trains. The
+    page holds no script and needs nothing from elsewhere.
+    """
+    from torchax_ckpt.cli import reporting
+
+    return reporting.report(directory, out, as_json=json)
+
+
+_SIZE, _CLUSTER, _TIMES, _LOCAL = "The state", "The cluster", "The bucket", "Ramdisks (two tiers)"
+
+
+@app.command("plan", epilog=EPILOG)
+@ends_well
+def plan(
+    params: Annotated[
+        str | None,
+        typer.Option(metavar="N", rich_help_panel=_SIZE, help="Parameters: 70B, 124e6."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", rich_help_panel=_SIZE, help="Of one checkpoint: 840GB."),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(rich_help_panel=_SIZE, help="adamw, sgd, muon, ...")
+    ] = "adamw",
+    param_bytes: Annotated[
+        float, typer.Option(rich_help_panel=_SIZE, help="Of a weight, master copy included.")
+    ] = 4,
+    moment_bytes: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_SIZE, help="Of an optimizer's value; default: a weight's."),
+    ] = None,
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY", help="Take what is not said from what a run has recorded."
+        ),
+    ] = None,
+    chips: Annotated[int, typer.Option(rich_help_panel=_CLUSTER, help="Of all slices.")] = 4,
+    chips_per_host: Annotated[int, typer.Option(rich_help_panel=_CLUSTER)] = 4,
+    slices: Annotated[int, typer.Option(rich_help_panel=_CLUSTER)] = 1,
+    mtbf: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", rich_help_panel=_CLUSTER, help="Between failures of the run."),
+    ] = None,
+    host_mtbf: Annotated[
+        str,
+        typer.Option(metavar="TIME", rich_help_panel=_CLUSTER, help="If not: of one host."),
+    ] = "365d",
+    process_fraction: Annotated[
+        float, typer.Option(rich_help_panel=_CLUSTER, help="Failures that spare ramdisks.")
+    ] = 0.0,
+    cluster_fraction: Annotated[
+        float, typer.Option(rich_help_panel=_CLUSTER, help="Failures of several slices.")
+    ] = 0.0,
+    restart: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", rich_help_panel=_CLUSTER, help="Until the program runs again."
+        ),
+    ] = "5min",
+    blocking: Annotated[
+        str | None, typer.Option(metavar="TIME", rich_help_panel=_TIMES, help="By one save.")
+    ] = None,
+    durable: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", rich_help_panel=_TIMES, help="From snapshot to commit."),
+    ] = None,
+    restore: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", rich_help_panel=_TIMES, help="Default: as durable."),
+    ] = None,
+    slowdown: Annotated[
+        float,
+        typer.Option(rich_help_panel=_TIMES, help="0.05: steps are 5 % slower during a save."),
+    ] = 0.0,
+    local_durable: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", rich_help_panel=_LOCAL, help="Until it is complete there."),
+    ] = None,
+    local_blocking: Annotated[str, typer.Option(metavar="TIME", rich_help_panel=_LOCAL)] = "1s",
+    local_restore: Annotated[str, typer.Option(metavar="TIME", rich_help_panel=_LOCAL)] = "20s",
+    json: Json = False,
+) -> int:
+    """Says what a run's checkpoints weigh, how often to save, and what goodput to expect.
+
+    Nothing is read or run: it is arithmetic, and a simulation of some 10,000 failures for each
+    policy. Times are 90, 90s, 5min, 12h or 365d.
+    """
+    from torchax_ckpt.cli import planned
+
+    asked = planned.Asked(
+        params=params,
+        size=size,
+        optimizer=optimizer,
+        param_bytes=param_bytes,
+        moment_bytes=moment_bytes,
+        measured=measured,
+        chips=chips,
+        chips_per_host=chips_per_host,
+        slices=slices,
+        mtbf=mtbf,
+        host_mtbf=host_mtbf,
+        process_fraction=process_fraction,
+        cluster_fraction=cluster_fraction,
+        restart=restart,
+        restore=restore,
+        blocking=blocking,
+        durable=durable,
+        slowdown=slowdown,
+        local_blocking=local_blocking,
+        local_durable=local_durable,
+        local_restore=local_restore,
+    )
+    return planned.plan(asked, as_json=json)
+
+
 class Format(enum.StrEnum):
     """What ``export`` writes."""
 

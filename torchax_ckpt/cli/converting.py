@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing
@@ -138,7 +139,7 @@ def _write_safetensors(
     from torchax_ckpt.formats.safetensors_files import export_safetensors
 
     total = sum(leaf.nbytes for leaf in weights.leaves.values())
-    with output.progress("writing", total) as on_bytes:
+    with progress.bar("writing", lambda: total) as on_bytes:
         return export_safetensors(
             stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
         )

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import digests, locating, location, replicas
@@ -96,14 +97,19 @@ def stream_arrays(
 def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
     stores = _prepared(committed, {target.name: target.wanted for target in targets})
     largest = max((target.nbytes for target in targets), default=0)
-    window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES)
-    for target in targets:
-        store = stores[target.name]
-        for piece in target.pieces(_chunk(store)):
+    pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
+
+    def total_bytes() -> int:
+        return sum(p.nbytes for t in targets for p in t.pieces(_chunk(stores[t.name])))
+
+    with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
+        window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
+        for target, piece in pieces:
             alone, together = target.awaits(piece)
             window.make_room(alone + together)
-            window.add(alone, together, _Arrival(committed, target, piece, store))
-    window.drain()
+            arrival = _Arrival(committed, target, piece, stores[target.name])
+            window.add(alone, together, arrival)
+        window.drain()
 
 
 def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
@@ -202,6 +208,7 @@ class _Arrival:
         store: ts.TensorStore,
     ) -> None:
         self._committed, self._target, self._piece = committed, target, piece
+        self.nbytes = piece.nbytes
         self._chunk = _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
@@ -263,8 +270,9 @@ class _Window:
     piece until it is on its devices.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
         self._max_bytes = max_bytes
+        self._on_bytes = on_bytes
         self._bytes = 0
         self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
         self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
@@ -291,4 +299,5 @@ class _Window:
         else:
             nbytes, arrival = self._reading.popleft()
             self._moving.append(arrival.finish())
+            self._on_bytes(arrival.nbytes)
         self._bytes -= nbytes
