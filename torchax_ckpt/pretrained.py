@@ -26,6 +26,7 @@ from torchax_ckpt.errors import MismatchError, SelectionError, StepNotFoundError
 from torchax_ckpt.formats import dcp_reading, safetensors_reading
 from torchax_ckpt.formats.tensor_files import FileTensor, TensorFiles
 from torchax_ckpt.formats.weights import MODEL, weights_at
+from torchax_ckpt.history import History
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
@@ -147,14 +148,16 @@ def warm_start(
         with processes.round(f"taking weights from {path}"):
             return start(_of_files(files, str(path), cast, options))
     run = StepDirectory(source, read_only=True)
+    history = History(run, processes)
 
     def start_from(committed: CommittedStep) -> RestoreReport:
         with reading(committed, run, processes), content.about(committed):
-            return start(_of_step(committed, at, cast, options))
+            return start(_of_step(committed, at, cast, options, processes.meet))
 
     if step is not None:
-        return start_from(run.find(as_step(step)))
-    if not (steps := run.steps()):
+        number = as_step(step)
+        return start_from(*history.found(lambda: [run.find(number)]))
+    if not (steps := history.found(run.steps)):
         raise StepNotFoundError(
             f"{run.path}: expected a run with checkpoints, safetensors, or what torch's DCP has "
             "written; found none of them",
@@ -206,14 +209,18 @@ def _start(
 
 
 def _of_step(
-    committed: CommittedStep, at: str | None, cast: bool, options: CheckpointOptions
+    committed: CommittedStep,
+    at: str | None,
+    cast: bool,
+    options: CheckpointOptions,
+    agree: Callable[[], None],
 ) -> _Origin:
     stored = StoredStep(committed)
     content.require_made(committed, stored.manifest)
     weights, nodes = weights_at(stored, at), stored.manifest.leaves()
 
     def read(reads: Mapping[str, Read]) -> Values:
-        leaves = content.read_leaves(committed, stored.manifest, reads, options)
+        leaves = content.read_leaves(committed, stored.manifest, reads, options, agree)
         for name, read in reads.items():
             if read.dtype is not None:
                 changed = {name: leaves.pop(name).astype(read.dtype)}
