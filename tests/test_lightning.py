@@ -168,7 +168,9 @@ def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert steps_of(directory) == [18]
     expected = train(run, 1, run.checkpoint(directory.with_name("uninterrupted")))
-    assert_same_end(train(run, 22, run.checkpoint(directory)), expected)
+    resumed = train(run, 22, run.checkpoint(directory))
+    assert_same_end(resumed, expected)
+    assert set(resumed["devices"]) == set(expected["devices"]) == {4}
 
 
 @pytest.mark.parametrize(
