@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 import os
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt import torchax_backend
+from torchax_ckpt import progress, torchax_backend
+from torchax_ckpt.deciding import Decisions
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -20,9 +20,9 @@ from torchax_ckpt.errors import (
     PolicyError,
     StepError,
     StepNotFoundError,
-    StepTypeError,
 )
 from torchax_ckpt.history import History
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.preemption import Preemption
@@ -33,13 +33,20 @@ from torchax_ckpt.restoring import (
     reading,
     restore_attached,
 )
-from torchax_ckpt.saving import Capture, Saver
+from torchax_ckpt.saving import Saver
 from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
+from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
-from torchax_ckpt.storage import policies
+from torchax_ckpt.steps import as_step
+from torchax_ckpt.storage import policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.recorder import Telemetry
+from torchax_ckpt.telemetry.stats import Stats
+from torchax_ckpt.writing import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +76,16 @@ class TorchaxCheckpointer:
     work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
     ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
     waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
-    program writes to a directory at a time; any number may read it.
+    program writes to a directory at a time; any number may read it. Of a program on several
+    processes, every process makes the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
       save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
       preservation_policy: which steps are kept; default: the latest three.
       options: how steps are written and read.
+      on_event: called with each ``Event``, for loggers: in order, on one thread of its own, which
+        ``close`` waits for. What it raises is logged; training and saving go on.
 
     Raises:
       DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
@@ -90,6 +100,7 @@ class TorchaxCheckpointer:
         save_decision_policy: policies.SaveDecisionPolicy | None = None,
         preservation_policy: policies.PreservationPolicy | None = None,
         options: CheckpointOptions | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
@@ -102,16 +113,24 @@ class TorchaxCheckpointer:
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
         self._directory = StepDirectory(directory, read_only=self._options.read_only)
-        self._observers = policies.observers(self._save_policy)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        self._history = History(self._directory)
+        self._processes, saves, decisions = (
+            Processes(f"{kind} {self._directory.path}", self._options.process_timeout_secs)
+            for kind in ("calls", "saves", "decisions")
+        )
+        self._history = History(self._directory, self._processes)
+        self._telemetry = Telemetry(self._directory, on_event, rules.described(self._keep_policy))
         self._saver = Saver(
             self._directory,
             self._history,
             self._keep_policy,
             self._options,
+            self._telemetry,
+            self._processes,
+            saves,
             on_donated=self._snapshotter.donated,
         )
+        self._decisions = Decisions(self._save_policy, self._history, self._saver, decisions)
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._calls = Calls()
         self._attached: Attached | None = None
@@ -190,7 +209,7 @@ class TorchaxCheckpointer:
         attached = Attached(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
-        steps = self._directory.steps() if resume else []
+        steps = self._history.found(self._directory.steps) if resume else []
         if steps:
             report, _ = newest_readable(steps, lambda s: self._restore(s, attached, strict=True))
             self._position = report.step
@@ -206,16 +225,29 @@ class TorchaxCheckpointer:
         return self._position or 0
 
     @guarded(trains=True)
-    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
         Everything is compared first; nothing live is touched unless everything can be. Newer
         steps become an abandoned branch: they stay until a new step is durable, are then set
         aside as ``abandoned-N``, and nothing resumes from them.
 
+        The run goes on from the step, with another head or other names, after
+        ``attach(..., resume=False)``; for a new run from another's weights see ``warm_start``.
+
         Args:
           step: completed steps of the checkpoint; None for the newest that can be read.
           strict: raise on any difference; if not, restore what matches and report the rest.
+          include, exclude, rename: which of the model's tensors, and under which names: patterns
+            as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
 
         Returns:
           What was done.
@@ -223,28 +255,41 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
+          SelectionError: as for ``warm_start``.
           CorruptCheckpointError: it cannot be read; of None, none can.
           AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
         """
         self._require_open()
         attached = self._require_attached("restore")
         self._saver.wait()
+        selection = functools.partial(Selection, include, exclude, rename)
         if step is None:
             report, skipped = newest_readable(
-                self._require_steps(), lambda s: self._restore(s, attached, strict)
+                self._require_steps(), lambda s: self._restore(s, attached, strict, selection())
             )
         else:
-            committed = self._directory.find(_as_step(step))
-            report, skipped = self._restore(committed, attached, strict), ()
+            committed = self._find(step)
+            report, skipped = self._restore(committed, attached, strict, selection()), ()
         self._position = report.step
         self._restores += 1
         self._recorded = {}
         self._history.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
-    def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
-        with reading(committed, self._directory):
-            report = restore_attached(committed, attached, strict, self._options)
+    def _restore(
+        self,
+        committed: CommittedStep,
+        attached: Attached,
+        strict: bool,
+        selection: Selection | None = None,
+    ) -> RestoreReport:
+        began = time.perf_counter()
+        with reading(committed, self._directory, self._processes):
+            report = restore_attached(
+                committed, attached, strict, self._options, self._processes, selection
+            )
+        secs = time.perf_counter() - began
+        self._telemetry.emit("restored", report.step, secs=secs, is_verified=report.is_verified)
         if report.is_verified:
             self._directory.verified.note(committed, is_sound=True)
         return report
@@ -270,13 +315,13 @@ class TorchaxCheckpointer:
           CorruptCheckpointError: it cannot be read.
         """
         if step is not None:
-            return self._load(self._directory.find(_as_step(step)), abstract_state)
+            return self._load(self._find(step), abstract_state)
         state, _ = newest_readable(self._require_steps(), lambda s: self._load(s, abstract_state))
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with reading(committed, self._directory):
-            return load_state(committed, abstract_state, self._options)
+        with reading(committed, self._directory, self._processes):
+            return load_state(committed, abstract_state, self._options, self._processes)
 
     @guarded(trains=False)
     def verify(self, step: int | None = None) -> int:
@@ -298,15 +343,15 @@ class TorchaxCheckpointer:
           ForeignCheckpointError: bare Orbax wrote it, without digests.
           DirectoryError: it cannot be read now.
         """
-        committed = (
-            self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
-        )
+        committed = self._require_steps()[-1] if step is None else self._find(step)
         try:
-            with reading(committed, self._directory):
-                StoredStep(committed).verify(self._options)
+            with reading(committed, self._directory, self._processes):
+                stored = StoredStep(committed)
+                with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as done:
+                    stored.verify(self._options, self._processes, on_bytes=done)
             self._directory.verified.note(committed, is_sound=True)
         finally:
-            if not self._options.read_only:
+            if self._processes.is_first and not self._options.read_only:
                 self._directory.verified.mark([committed])
         return committed.step
 
@@ -323,7 +368,7 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._require_attached("steps")
-        return self._iterate(_as_step(total))
+        return self._iterate(as_step(total))
 
     def _iterate(self, total: int) -> Iterator[int]:
         step = self._position or 0
@@ -352,7 +397,7 @@ class TorchaxCheckpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether ``save(step)`` would begin a save: at a preemption, or as the policy says."""
-        return self._should_save(_as_step(step))
+        return self._should_save(as_step(step))
 
     def _should_save(self, step: int) -> bool:
         self._history.open()
@@ -360,27 +405,7 @@ class TorchaxCheckpointer:
             return False
         if self._preemption.reached(step):
             return True
-        self._observe()
-        info = policies.CheckpointInfo(
-            step, self._directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
-        )
-        return self._save_policy.should_save(
-            info,
-            self._history.checkpoints(),
-            context=policies.decision_context(
-                is_saving_in_progress=self._saver.is_saving,
-                reached_preemption=False,
-            ),
-        )
-
-    def _observe(self) -> None:
-        """Tells the policies that want to know what the finished saves have cost."""
-        while self._saver.finished:
-            cost = self._saver.finished.pop(0)
-            for observer in self._observers:
-                observer.observe_save(
-                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
-                )
+        return self._decisions.should_save(step)
 
     @guarded(trains=True)
     def save(
@@ -419,10 +444,11 @@ class TorchaxCheckpointer:
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
-        step = _as_step(step)
+        step = as_step(step)
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
-        if self._options.on_save_error == "raise":
+        raises = self._options.on_save_error == "raise"
+        if raises and self._processes.count == 1:  # several notice at different steps
             self.check_for_errors()
         if self._position is not None and step < self._position:
             raise StepError(
@@ -444,6 +470,7 @@ class TorchaxCheckpointer:
         if force or is_preempted:
             self._saver.wait()  # the step may be on its way, and may fail there
         if self._history.has(step) or not (force or self._should_save(step)):
+            self._telemetry.skipped(step)
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
@@ -451,18 +478,25 @@ class TorchaxCheckpointer:
         pending = metrics_room.hold(pending)
         self._saver.claim()
         self._saver.wait()
+        if raises:
+            self.check_for_errors()
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
+        mine = None
+        if self._processes.count > 1:
+            names, arrays, mine = own.split(captured)
         capture = Capture(
             step,
             self._snapshotter.take(names, arrays),
             {name: part.form.node for name, part in captured.items()},
+            mine,
             functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
             began,
         )
         self._position = step  # also if what follows is not waited for
         self._saver.begin(capture)
+        self._decisions.begun()
         if is_preempted:
             self._saver.wait()
             if not self._history.has(step):
@@ -478,7 +512,7 @@ class TorchaxCheckpointer:
         a step this gives the latest answer, also after ``close``: exit with 143, or anything but
         0, to have the scheduler start the program again.
         """
-        return self._preemption.reached(None if step is None else _as_step(step))
+        return self._preemption.reached(None if step is None else as_step(step))
 
     # --- the steps there are -------------------------------------------------------------------
 
@@ -511,7 +545,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        return self._directory.metrics(self._directory.find(_as_step(step)))
+        return self._directory.metrics(self._directory.find(as_step(step)))
 
     @guarded(trains=True)
     def delete(self, step: int) -> None:
@@ -523,11 +557,13 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._saver.wait()
-        self._directory.find(_as_step(step))
+        self._find(step)
         self._saver.claim()  # only now: a step that is not there creates no directory
-        self._saver.recover()
-        self._directory.delete(self._directory.find(_as_step(step)))
-        self._history.forget([step])
+        self._saver.delete(as_step(step))
+
+    def stats(self) -> Stats:
+        """What this checkpointer did so far, and what that cost; see ``Stats``. From any thread."""
+        return self._telemetry.stats()
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -595,23 +631,15 @@ class TorchaxCheckpointer:
             raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
         return self._attached
 
-    def _require_steps(self) -> list[Any]:
-        steps = self._directory.steps()
+    def _find(self, step: int) -> CommittedStep:
+        number = as_step(step)
+        (committed,) = self._history.found(lambda: [self._directory.find(number)])
+        return committed
+
+    def _require_steps(self) -> list[CommittedStep]:
+        steps = self._history.found(self._directory.steps)
         if not steps:
             raise StepNotFoundError(
                 f"{self._directory.path}: there are no checkpoints", path=self._directory.path
             )
         return steps
-
-
-def _as_step(step: Any) -> int:
-    """The step as an int, numpy's integers too; bools are none."""
-    if type(step).__name__ in ("bool", "bool_"):
-        raise StepTypeError(f"step: expected an int, found {step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
-    if number < 0:
-        raise StepError(f"step: expected 0 or more, found {number}", step=number)
-    return number

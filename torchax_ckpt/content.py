@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, Placement, put
-from torchax_ckpt.state import checks
+from torchax_ckpt.state import checks, own
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, reading
@@ -28,9 +29,14 @@ def read_manifest(committed: CommittedStep) -> Manifest:
       CorruptCheckpointError: it is not one that this package has written.
     """
     manifest = parse_manifest(committed)
+    require_made(committed, manifest)
+    return manifest
+
+
+def require_made(committed: CommittedStep, manifest: Manifest) -> None:
+    """Raises CorruptCheckpointError unless every leaf of the step can be made again."""
     with about(committed):
         checks.check_document(manifest.document)
-    return manifest
 
 
 def require_plausible(
@@ -67,10 +73,13 @@ def _is_whole_here(placement: Placement) -> bool:
     )
 
 
-def is_whole(manifest: Manifest, reads: Mapping[str, Read]) -> bool:
-    """Whether these reads, checked, have seen every stored byte of the step."""
-    stored = manifest.stored(manifest.leaves())
-    return manifest.stored(reads).keys() == stored.keys()
+def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
+    """Whether these reads, checked, have seen every stored byte, together with other processes."""
+    needed = set(manifest.leaves())
+    if own.count_of(manifest.document) == num_processes:  # each reads what was its own
+        needed = {name for name in needed if names.without_process(name) == name}
+        reads = {names.without_process(name): read for name, read in reads.items()}
+    return manifest.stored(needed).keys() <= manifest.stored(reads).keys()
 
 
 def read_leaves(
@@ -78,8 +87,9 @@ def read_leaves(
     manifest: Manifest,
     reads: Mapping[str, Read],
     options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads leaves and puts each on its placement.
+    """Reads leaves and puts each on its placement; ``agree`` raises if another process has failed.
 
     Raises:
       CorruptCheckpointError: one is not stored as the manifest says.
@@ -105,5 +115,5 @@ def read_leaves(
                     (len(members), *shape), dtype, stacks[stored], known, members
                 )
             stacks[stored][name] = read.placement
-    leaves = reading.read_arrays(committed, wanted, options)
+    leaves = reading.read_arrays(committed, wanted, options, agree)
     return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}

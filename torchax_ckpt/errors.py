@@ -14,8 +14,11 @@
     ├── MismatchError               a checkpoint that does not fit what is attached
     ├── PlanError                   a plan made from numbers that cannot be
     ├── PolicyError                 a policy is missing or contradicts the call
+    ├── ProcessError                another process of the run failed
+    │   └── ProcessTimeoutError     another process has not come in time
     ├── SaveError                   a save failed in the background
     ├── SaveTimeoutError            a save took longer than the caller wanted to wait
+    ├── SelectionError              patterns that match nothing, or names that meet
     ├── StepError                   a step number that cannot be used
     │   ├── StepNotFoundError       no checkpoint at that step
     │   └── StepTypeError           a step that is not an int
@@ -109,12 +112,27 @@ class PolicyError(CheckpointError, ValueError):
     """The call needs a policy that was not given, or a policy answered nonsense."""
 
 
+class ProcessError(CheckpointError, RuntimeError):
+    """Another process of the run failed, or cannot be spoken to."""
+
+
+class ProcessTimeoutError(ProcessError, TimeoutError):
+    """Another process of the run has not come to where this one waits for it."""
+
+
 class SaveError(CheckpointError, RuntimeError):
     """A save failed in the background; the step was not committed."""
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
     """A save was still in flight when the time to wait for it was over."""
+
+
+class SelectionError(CheckpointError, ValueError):
+    """Patterns that match nothing or give two tensors one name; a step or place of what has none.
+
+    Nothing was changed.
+    """
 
 
 class StepError(CheckpointError, ValueError):

@@ -1,9 +1,14 @@
-"""Owns the life of a restore: checked, read, written back, or nothing touched at all."""
+"""Owns the life of a restore: checked, read, written back, or nothing touched at all.
+
+Each process reads what goes to its devices and host. They agree once all have read, and before any
+of them touches what is live.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import warnings
@@ -23,18 +28,19 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
-from torchax_ckpt.state import functional, random_state
+from torchax_ckpt.state import functional, own, random_state
 from torchax_ckpt.state.attached import STATE, Attached
-from torchax_ckpt.state.component import Read, Restoration, Write
+from torchax_ckpt.state.component import Read, Restoration, Values, Write
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import Processes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,18 +55,20 @@ class RestoreReport:
     """What a restore did.
 
     Attributes:
-      step: the step restored.
+      step: the step restored; None of weights that came from files.
       missing: names attached but not in the checkpoint; they keep what they held.
       unexpected: names in the checkpoint that nothing attached takes.
       mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
+      left_out: names of the model's tensors, on either side, that the patterns do not select.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
     """
 
-    step: int
+    step: int | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     skipped_steps: tuple[int, ...] = ()
     is_verified: bool = False
 
@@ -93,14 +101,17 @@ def newest_readable(
 
 
 @contextlib.contextmanager
-def reading(committed: CommittedStep, directory: StepDirectory) -> Iterator[None]:
-    """Notes it if the step that is read within turns out to be damaged, and offers others.
+def reading(
+    committed: CommittedStep, directory: StepDirectory, processes: Processes
+) -> Iterator[None]:
+    """A round in which a step is read; notes it if the step is damaged, and offers others.
 
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
     try:
-        yield
+        with processes.round(f"reading step {committed.step}"):
+            yield
     except CheckpointError as error:
         if not is_damage(error):
             raise
@@ -125,42 +136,87 @@ def is_damage(error: BaseException) -> bool:
 
 
 def restore_attached(
-    committed: CommittedStep, attached: Attached, strict: bool, options: CheckpointOptions
+    committed: CommittedStep,
+    attached: Attached,
+    strict: bool,
+    options: CheckpointOptions,
+    processes: Processes,
+    selection: Selection | None = None,
 ) -> RestoreReport:
-    """Restores one step into what is attached: everything, or nothing and an error.
+    """Restores a step into what is attached: all that is selected, or nothing, on all alike.
 
     Raises:
       MismatchError: something differs and ``strict``.
+      SelectionError: patterns that match nothing, or names that meet.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
     manifest = content.read_manifest(committed)
-    findings = Findings()
+    findings, selection = Findings(), selection or Selection()
     brings_rng = "rng" in attached.components and "rng" in manifest.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
-        restoration = attached.prepare(manifest.document, findings)
+        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        restoration = attached.prepare(document, findings, selection)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
         content.require_plausible(committed, manifest, restoration.reads)
-        if options.restore_in_budget:
-            _apply_in_budget(committed, manifest, restoration, options)
-        else:
-            restoration.apply(content.read_leaves(committed, manifest, restoration.reads, options))
+        reader = functools.partial(
+            content.read_leaves, committed, manifest, options=options, agree=processes.meet
+        )
+        apply(restoration, reader, options, processes, committed.step, str(committed.path))
     logger.info("restored step %d from %s", committed.step, committed.path)
+    is_whole = options.verify != "never" and content.is_whole(
+        manifest, restoration.reads, processes.count
+    )
+    return report_of(committed.step, findings, selection, is_verified=is_whole)
+
+
+def report_of(
+    step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
+) -> RestoreReport:
+    """What a restore has done that found and left out these."""
     return RestoreReport(
-        committed.step,
+        step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
-        is_verified=options.verify != "never" and content.is_whole(manifest, restoration.reads),
+        left_out=tuple(f"model/{name}" for name in selection.left_out),
+        is_verified=is_verified,
     )
 
 
-def _apply_in_budget(
-    committed: CommittedStep,
-    manifest: Manifest,
+def apply(
     restoration: Restoration,
+    reader: Callable[[Mapping[str, Read]], Values],
     options: CheckpointOptions,
+    processes: Processes,
+    step: int | None,
+    path: str,
+) -> None:
+    """Reads what a restoration asks for and makes its changes: all of them, or none.
+
+    Args:
+      restoration: what to do.
+      reader: reads leaves, each onto its placement.
+      options: ``restore_in_budget``.
+      processes: those that do it together, in a round.
+      step, path: where the leaves come from, for messages.
+
+    Raises:
+      UnusableStateError: it failed on the way, under ``restore_in_budget``.
+    """
+    if options.restore_in_budget:
+        _apply_in_budget(restoration, reader, processes, step, path)
+    else:
+        restoration.apply(reader(restoration.reads), processes.meet)
+
+
+def _apply_in_budget(
+    restoration: Restoration,
+    reader: Callable[[Mapping[str, Read]], Values],
+    processes: Processes,
+    step: int | None,
+    path: str,
 ) -> None:
     """Applies a restoration part by part, deleting what each part replaces before it is read.
 
@@ -169,27 +225,27 @@ def _apply_in_budget(
     """
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
-    restoration.apply_calls(
-        content.read_leaves(committed, manifest, {name: reads[name] for name in early}, options)
-    )
+    restoration.apply_calls(reader({name: reads[name] for name in early}), processes.meet)
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
             for write in part:
                 if write.release is not None:
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
-            values = content.read_leaves(committed, manifest, needed, options)
-            restoration.apply_writes(part, values)
+            restoration.apply_writes(part, reader(needed))
+        processes.meet()
     except BaseException as error:
         for write in restoration.writes:
             if write.release is not None:
                 write.release()
+        if isinstance(error, UnusableStateError):
+            raise  # that of another process
         raise UnusableStateError(
-            f"restoring step {committed.step} from {committed.path} failed after buffers had been "
-            f"freed for it (restore_in_budget=True): {error}. What is attached holds no state any "
-            "more. Restore another step, or start the program again.",
-            step=committed.step,
-            path=committed.path,
+            f"restoring {'' if step is None else f'step {step} '}from {path} failed after buffers "
+            f"had been freed for it (restore_in_budget=True): {error}. What is attached holds no "
+            "state any more. Restore another step, or start the program again.",
+            step=step,
+            path=path,
         ) from error
 
 
@@ -234,7 +290,9 @@ def _device_bytes(read: Read) -> int:
     return read.spec.nbytes if read.placement is Local.DEFAULT_DEVICE else 0
 
 
-def load_state(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
+def load_state(
+    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
+) -> Any:
     """Reads the functional state of one step, or all components of one that was attached.
 
     Raises:
@@ -251,15 +309,14 @@ def load_state(committed: CommittedStep, abstract_state: Any, options: Checkpoin
         root, prefix = manifest.document[STATE], (STATE,)
     else:
         asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
-        root = {
-            "dict": [[n, d] for n, d in manifest.document.items() if asked is None or n in asked]
-        }
+        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
     with content.about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
             raise findings.error(committed.step, str(committed.path))
         content.require_plausible(committed, manifest, request.reads)
-        values = content.read_leaves(committed, manifest, request.reads, options)
+        values = content.read_leaves(committed, manifest, request.reads, options, processes.meet)
         return request.build(values)
 
 

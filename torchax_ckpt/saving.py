@@ -5,11 +5,13 @@ save is in flight, and a save in flight is finished even if the program ends wit
 
 A save that fails costs that save and nothing else. Each of them tries anew, so saving goes on by
 itself once the medium does; what is wrong is said once, when it changes, and when it is over.
+
+Of several processes each writes what its devices hold, and process 0 does for all whatever is done
+once; a save succeeds on all of them or fails on all.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import sys
@@ -17,11 +19,11 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import (
-    CheckpointError,
     DonatedBufferError,
     LeaseError,
     SaveError,
@@ -29,82 +31,16 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
-from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
+from torchax_ckpt.in_flight import InFlight, SaveCost
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.snapshot import Snapshot
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import digests, medium
-from torchax_ckpt.storage.compression import Compression
+from torchax_ckpt.storage import medium
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.telemetry.recorder import Telemetry
+from torchax_ckpt.writing import Capture, Writer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Capture:
-    """What one save writes, fixed at the moment of ``save``.
-
-    Attributes:
-      step: completed optimizer steps.
-      snapshot: the leaves.
-      document: component -> node, see ``layout/manifest.py``.
-      fetch_metrics: gives the metrics as JSON; may wait for devices. Its second answer is a
-        problem with them that does not keep the step from being saved, or None.
-      began: ``time.perf_counter()`` when the training thread turned to this save.
-    """
-
-    step: int
-    snapshot: Snapshot
-    document: Mapping[str, Node]
-    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
-    began: float
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveCost:
-    """What a save took, in seconds from when the training thread turned to it.
-
-    Attributes:
-      step: the step saved.
-      blocking_secs: until the training thread went on.
-      durable_secs: until the step was committed.
-    """
-
-    step: int
-    blocking_secs: float
-    durable_secs: float
-
-
-class _InFlight:
-    """A save that is being written."""
-
-    def __init__(self, step: int, began: float, write: Callable[[_InFlight], None]) -> None:
-        self.step = step
-        self._began = began
-        self.enter("starting its thread")
-        self.is_known_overdue = False
-        self.handed_over = threading.Event()
-        self.blocking_secs = 0.0
-        self.transferred = threading.Event()
-        self.thread = threading.Thread(target=write, args=(self,), name=f"save-{step}", daemon=True)
-
-    @property
-    def age_secs(self) -> float:
-        return time.perf_counter() - self._began
-
-    def enter(self, phase: str) -> None:
-        self._phase = phase, time.perf_counter()
-
-    def where(self) -> str:
-        """What it is at, and for how long."""
-        phase, since = self._phase
-        return f"{phase}, for {time.perf_counter() - since:.1f} s"
-
-    def on_transferred(self) -> None:
-        self.enter("writing and committing")
-        self.transferred.set()
 
 
 class Saver:
@@ -115,6 +51,9 @@ class Saver:
       history: the steps of this run, which saves add to.
       preservation_policy: which steps are kept.
       options: how they are written.
+      telemetry: is told what happens.
+      calls, saves: the processes of the run, as its training threads and the threads of its saves
+        speak to them.
       on_donated: called when a save failed because a reference was donated.
     """
 
@@ -124,19 +63,23 @@ class Saver:
         history: History,
         preservation_policy: Any,
         options: CheckpointOptions,
+        telemetry: Telemetry,
+        calls: Processes,
+        saves: Processes,
         on_donated: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._history = history
         self._preservation_policy = preservation_policy
         self._options = options
-        self._versions = installed_versions()
+        self._telemetry = telemetry
+        self._calls, self._saves = calls, saves
         self._on_donated = on_donated
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._was_claimed = self._is_claimed = False
         self._num_failures = 0
         self._failures = Failures()
-        self._compression = Compression(options.compression)
+        self._writer = Writer(directory, history, options, saves, self._failures)
         self.newest_failure: SaveError | None = None
         self.finished: list[SaveCost] = []
         """What durable saves have cost, until somebody takes it from here."""
@@ -151,29 +94,48 @@ class Saver:
         """Makes sure, before the first save, that the directory can be written, and takes it."""
         # Once only: after a failure the save's own thread does it, as the medium may keep it long.
         if not self._was_claimed:
-            self._directory.claim()
+            with self._calls.round("taking the directory"):
+                self._calls.first(self._directory.claim)
             self._was_claimed = True
+            self._history.open()
+            there = (*self._history.committed, *self._history.abandoned)
+            self._telemetry.open([s.step for s in there])
 
-    def recover(self) -> None:
-        """Finishes or removes what killed and failed saves have left. Without a save in flight."""
+    def delete(self, step: int) -> None:
+        """Deletes a step. Without a save in flight."""
+
+        def delete() -> list[Any]:
+            self._recover()
+            self._directory.delete(self._directory.find(step))
+            self._telemetry.steps_gone("deleted", [step])
+            return self._directory.described(self._directory.steps())
+
+        with self._calls.round(f"deleting step {step}"):
+            left = self._calls.first(delete)
+        self._history.refresh(self._directory.named(left))
+
+    def _recover(self) -> None:
+        """Finishes or removes what killed and failed saves have left; for process 0."""
         if not self._is_claimed:
             if self._num_failures:
                 self._directory.claim()
             self._directory.recover()
-            self._history.refresh()
+            self._history.refresh(self._directory.steps())
             self._is_claimed = True
 
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
-        save = _InFlight(capture.step, capture.began, functools.partial(self._run, capture))
+        save = InFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
         try:
             save.thread.start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
             self._in_flight = None
             self._history.end(None)
+            self._telemetry.saving(capture.step, capture.began)
+            self._telemetry.emit("failed", capture.step, error=str(error))
             raise
         try:
             if self._options.save_timeout_secs is not None:
@@ -204,8 +166,16 @@ class Saver:
 
     def close(self) -> None:
         """Finishes the save in flight, and lets others write to the directory."""
-        self.wait()
+        self._wait_and_say()
+        self._telemetry.close()
         self._directory.release()
+
+    def _wait_and_say(self) -> None:
+        """Waits as ``wait`` does, and lets a person at a terminal see what for."""
+        if (save := self._in_flight) is not None:
+            what = f"finishing the save of step {save.step}"
+            progress.join(save.thread, self._left(save), lambda: f"{what}: {save.where()}")
+        self.wait()
 
     def check_for_errors(self) -> None:
         """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
@@ -217,12 +187,12 @@ class Saver:
             save.is_known_overdue = True
             raise self._timeout_error(save)
 
-    def _left(self, save: _InFlight) -> float | None:
+    def _left(self, save: InFlight) -> float | None:
         """Seconds until the save has taken too long; None if nothing is too long."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
-    def _timeout_error(self, save: _InFlight) -> SaveTimeoutError:
+    def _timeout_error(self, save: InFlight) -> SaveTimeoutError:
         return SaveTimeoutError(
             f"the save of step {save.step} to {self._directory.path} is still in flight after "
             f"{save.age_secs:.2f} s. It stands at: {save.where()}. It goes on; earlier steps are "
@@ -231,7 +201,7 @@ class Saver:
             path=self._directory.path,
         )
 
-    def _watch(self, save: _InFlight) -> None:
+    def _watch(self, save: InFlight) -> None:
         """Says where a save stands that takes too long; at growing distances, until it ends."""
         limit = self._options.save_timeout_secs
         assert limit is not None
@@ -247,11 +217,17 @@ class Saver:
 
     # --- on the save's own thread ---
 
-    def _run(self, capture: Capture, save: _InFlight) -> None:
+    def _run(self, capture: Capture, save: InFlight) -> None:
+        if capture.snapshot.way != "transfer":
+            # Otherwise the training thread would wait for the interpreter lock to hand over.
+            save.handed_over.wait()
+        self._telemetry.saving(capture.step, capture.began)
         try:
-            durable = self._write(capture, save)
+            with self._saves.round(f"saving step {capture.step}"):
+                durable, summary = self._writer.write(capture, save, self._recover)
+            self._history.end(durable, summary)
         except BaseException as error:  # whatever it is, it must reach the training thread
-            self._fail(capture, error)
+            self._fail(capture, save.age_secs, error)
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
@@ -262,70 +238,37 @@ class Saver:
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")
-            self._tidy(durable)
             save.handed_over.wait()
-            self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
+            cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
+            self._telemetry.durable(cost, durable.path)
+            self._tidy(durable)
+            self.finished.append(cost)
         finally:
             save.transferred.set()
             del capture  # frames of an error that is kept lead here
 
-    def _write(self, capture: Capture, save: _InFlight) -> CommittedStep:
-        save.enter("cleaning up the directory")
-        self.recover()
-        save.enter("fetching metrics from the devices")
-        metrics, problem = capture.fetch_metrics()
-        if problem is not None:
-            self._failures.report(problem)
-        save.enter("stacking the arrays")
-        plan, stored = capture.snapshot.stored()
-        save.enter("digesting the arrays")
-        if self._options.max_host_bytes is None:
-            digests.prefetch(stored.values())
-        taken = {
-            name: digests.take(array, is_stack=name in plan.stacks)
-            for name, array in stored.items()
-        }
-        manifest = Manifest(capture.document, plan, self._versions, taken)
-        summary = {
-            "metrics": metrics,
-            "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
-        }
-        path = self._directory.path_for(capture.step)
-        save.enter("transferring the arrays from the devices")
-        storage.write_step(
-            path,
-            stored,
-            manifest.to_json(),
-            summary,
-            self._options,
-            self._compression,
-            on_transferred=save.on_transferred,
-            before_commit=self._directory.fence,
-        )
-        durable = self._directory.commit(capture.step, path)
-        if self._options.read_back:
-            save.enter("reading it back")
-            try:
-                StoredStep(durable).verify(self._options)
-            except Exception:  # damaged, or not to be read: it must not be the newest step
-                self._directory.delete(durable)
-                raise
-            self._directory.verified.note(durable, is_sound=True)
-        self._history.end(durable, summary)
-        return durable
-
     def _tidy(self, durable: CommittedStep) -> None:
         """After a commit: sets the abandoned branch aside, deletes what no rule keeps."""
-        try:
+
+        def tidy() -> list[Any]:
             history = self._history
             self._directory.set_aside(history.abandoned)
+            self._telemetry.steps_gone("set_aside", [s.step for s in history.abandoned])
             history.abandoned.clear()
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
             keep = preserved(self._preservation_policy, infos)
             self._directory.verified.mark(history.committed)
-            history.forget(self._directory.prune(keep, history.committed))
+            gone = self._directory.prune(keep, history.committed)
+            self._telemetry.steps_gone("deleted", gone)
+            history.forget(gone)
+            return self._directory.described(history.committed)
+
+        try:
+            with self._saves.round(f"tidying up after step {durable.step}"):
+                left = self._saves.first(tidy)
+            self._history.refresh(self._directory.named(left))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "
@@ -339,7 +282,7 @@ class Saver:
         else:
             self._failures.over("tidying")
 
-    def _fail(self, capture: Capture, error: BaseException) -> None:
+    def _fail(self, capture: Capture, age_secs: float, error: BaseException) -> None:
         step, path = capture.step, self._directory.path
         if "has been deleted" in str(error):  # an array held by reference is gone: say which
             try:
@@ -362,11 +305,14 @@ class Saver:
         self._is_claimed = False  # what it left behind is removed before the next one
         self._history.end(None)
         self._failures.report(failure, "saving", medium.kind(error))
+        self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))
         if does_end:
+            self._telemetry.lost()
             self._was_claimed = False  # the next save finds out anew, and raises
             return
         try:
-            self._directory.recover()  # if the medium lets it: a full disk needs the room now
+            if self._saves.is_first:
+                self._directory.recover()  # if the medium lets it: a full disk needs the room now
         except Exception as in_the_way:
             logger.debug("leftovers stay until the next save: %s", in_the_way)
 
@@ -382,7 +328,7 @@ def _finish_at_exit() -> None:
                 saver._in_flight.step,
             )
             try:
-                saver.wait()
+                saver._wait_and_say()
             except SaveTimeoutError as error:
                 logger.error("giving up: %s", error)
                 continue

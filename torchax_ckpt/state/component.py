@@ -17,7 +17,9 @@ from torchax_ckpt.errors import (
     UninitializedLeafError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
@@ -109,11 +111,19 @@ Values = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A leaf to read: its name and spec in the checkpoint, and where it is wanted."""
+    """A leaf to read.
+
+    Attributes:
+      name: its name in the checkpoint.
+      spec: what it is there.
+      placement: where it is wanted.
+      dtype: as which it is wanted, if not as it is: only where the caller has asked for that.
+    """
 
     name: str
     spec: Spec
     placement: Placement
+    dtype: str | None = None
 
 
 @dataclasses.dataclass
@@ -154,15 +164,17 @@ class Restoration:
     writes: list[Write] = dataclasses.field(default_factory=list)
     unfilled: list[str] = dataclasses.field(default_factory=list)
 
-    def read(self, node: Mapping[str, Any], placement: Placement) -> None:
-        """Asks for the leaf of an array node.
+    def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
+        """Asks for the leaf of an array node, as it is or as another dtype.
 
         Raises:
           UnsupportedLeafError: it goes to devices, and JAX would narrow its dtype there.
         """
+        spec = Spec.of_node(node)
         if placement is not Local.HOST:
-            require_jax_dtype(node["dtype"], node["array"])
-        self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
+            require_jax_dtype(dtype or spec.dtype, node["array"])
+        changed = None if dtype == spec.dtype else dtype
+        self.reads[node["array"]] = Read(node["array"], spec, placement, changed)
 
     def extend(self, others: Iterable[Restoration]) -> None:
         """Appends what others need, in order."""
@@ -184,9 +196,12 @@ class Restoration:
             key_path=self.unfilled[0],
         )
 
-    def apply(self, values: Values) -> None:
-        """Makes all changes, or none: if a call fails, it and those before it are undone."""
-        self.apply_calls(values)
+    def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
+        """Makes all changes, or none: if a call fails, it and those before it are undone.
+
+        ``agree`` is called once nothing can fail here any more; what it raises undoes all.
+        """
+        self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
 
     @staticmethod
@@ -196,8 +211,8 @@ class Restoration:
         for write in writes:
             write.do(values)
 
-    def apply_calls(self, values: Values) -> None:
-        """Makes the changes that run user code, or none of them."""
+    def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
+        """Makes the changes that run user code, or none of them; ``agree`` as for ``apply``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -205,6 +220,7 @@ class Restoration:
             for call in self.calls:
                 done.append(call)
                 call.do(values)
+            agree()
         except BaseException:
             for call in reversed(done):
                 if call.undo is not None:
@@ -223,8 +239,11 @@ class Component(Protocol):
         """The part as it is now. Runs on the training thread, so it must not wait."""
         ...
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
-        """Compares the node with what is live and says what to do. Changes nothing."""
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+        """Compares the node with what is live and says what to do. Changes nothing.
+
+        The selection is over the model's tensors; what does not go by their names ignores it.
+        """
         ...
 
 
@@ -247,7 +266,7 @@ def restore_by_call(
     arrays = live.by_name()
     for child in array_nodes(node):
         spec = Spec.of_node(child)
-        counterpart = arrays.get(child["array"])
+        counterpart = arrays.get(names.without_process(child["array"]))
         if not spec.on_device:
             placement: Placement = Local.HOST
         elif isinstance(counterpart, jax.Array) and counterpart.shape == spec.shape:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -10,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from absl import flags
 from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
@@ -25,11 +26,21 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import commits, cutting, digests, inspection, location, medium, modes
+from torchax_ckpt.storage import (
+    commits,
+    cutting,
+    digests,
+    inspection,
+    location,
+    medium,
+    modes,
+    rendezvous,
+)
 from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
 from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE
+from torchax_ckpt.storage.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +52,7 @@ _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 one_at_a_time = threading.RLock()
-"""Held while Orbax saves or loads, by every checkpointer of the process.
+"""Held while Orbax saves or loads, by every checkpointer of this process.
 
 Orbax numbers its operations per process and has the parts of a save wait for each other under the
 newest number: a save or load that begins meanwhile makes the running save fail, or hang.
@@ -51,35 +62,40 @@ newest number: a save or load that begins meanwhile makes the running save fail,
 def write_step(
     path: epath.Path,
     arrays: Mapping[str, jax.Array | np.ndarray],
-    manifest: Mapping[str, Any],
+    manifest: Callable[[], Mapping[str, Any]],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
     compression: Compression,
     *,
-    on_transferred: Callable[[], None],
     before_commit: Callable[[], None] = lambda: None,
+    processes: Processes = ALONE,
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
+
+    Every process writes what its devices hold, and process 0 the host arrays and the JSON.
 
     Args:
       path: the directory of the step, which must not exist.
       arrays: stored name -> array.
-      manifest, summary: JSON.
+      manifest: gives JSON; called on this thread once all arrays are on the host, while they are
+        being written.
+      summary: JSON.
       options: memory bounds.
       compression: whether the arrays are compressed; is told what storing them took.
-      on_transferred: called as soon as all arrays are on the host.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
+      processes: those that write it together, in a round.
 
     Raises:
-      SaveError, ValueError: readers would refuse the step; nothing is written.
+      SaveError, ValueError: readers would refuse the step; nothing is committed.
     """
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
         _require_readable(name, array)
-    sealed = digests.seal(manifest), digests.seal(summary)
+    later: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+    items = {STATE: tree or _PLACEHOLDER, MANIFEST: later, SUMMARY: digests.seal(summary)}
     _FencedPath.fences[str(path)] = before_commit
     try:
         with (
@@ -91,14 +107,18 @@ def write_step(
                 is_compressed=compression.is_on,
                 # Orbax cuts no chunk larger than this.
                 data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
+                processes=processes,
             ),
             compression.observed(arrays.values()),
         ):
-            response = ocp.save_checkpointables_async(
-                path,
-                {STATE: tree or _PLACEHOLDER, MANIFEST: sealed[0], SUMMARY: sealed[1]},
-            )
-            on_transferred()
+            response = ocp.save_checkpointables_async(path, items)
+            try:
+                later.set_result(digests.seal(manifest()))
+            except BaseException as error:
+                later.set_exception(error)  # which ends the save
+                with contextlib.suppress(Exception):
+                    response.result()
+                raise
             response.result()
     finally:
         del _FencedPath.fences[str(path)]
@@ -204,6 +224,29 @@ def abstract_array(
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
+class _LaterJson(ocp.handlers.JsonHandler):
+    """Writes JSON that becomes known while the other items of a step are being written."""
+
+    async def save(
+        self, directory: Any, checkpointable: concurrent.futures.Future[dict[str, Any]]
+    ) -> Any:
+        return self._write(directory, checkpointable)
+
+    async def _write(
+        self, directory: Any, later: concurrent.futures.Future[dict[str, Any]]
+    ) -> None:
+        content = await asyncio.to_thread(later.result)
+        await (await super().save(directory, content))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, concurrent.futures.Future)
+
+
+# By this name Orbax notes in each step how the item is to be read: as any JSON.
+_LaterJson.__module__ = ocp.handlers.JsonHandler.__module__
+_LaterJson.__qualname__ = ocp.handlers.JsonHandler.__qualname__
+
+
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     """A path of Orbax's that looks at the fence of its step before the commit mark is written.
 
@@ -234,12 +277,12 @@ def _context(
     *,
     is_compressed: bool = False,
     data_file_bytes: int = _DATA_FILE_BYTES,
+    processes: Processes = ALONE,
 ) -> Iterator[None]:
-    _use_coordination_service()
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
-    for item in (MANIFEST, SUMMARY):
-        registry.add(ocp.handlers.JsonHandler, checkpointable_name=item)
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
+    registry.add(_LaterJson, checkpointable_name=MANIFEST)
     context = ocp.Context()
     context.checkpointables.registry = registry
     # Where folders are made in the background and that fails, Orbax's other threads wait for them
@@ -260,7 +303,18 @@ def _context(
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
-    with one_at_a_time, context, _without_raw_metrics():
+    with _one_order(processes), context, _without_raw_metrics(), rendezvous.of_orbax(processes):
+        yield
+
+
+@contextlib.contextmanager
+def _one_order(processes: Processes) -> Iterator[None]:
+    """Holds ``one_at_a_time``, of several checkpointers on every process for the same one."""
+    if not processes.is_first:
+        processes.share()  # comes once process 0 holds it
+    with one_at_a_time:
+        if processes.is_first:
+            processes.share()
         yield
 
 
@@ -277,19 +331,6 @@ def _without_raw_metrics() -> Iterator[None]:
         yield
     finally:
         tensorstore_utils.get_tensorstore_raw_bytes = ask
-
-
-def _use_coordination_service() -> None:
-    """Has Orbax synchronise processes through JAX's coordination service.
-
-    By default it uses collectives on the devices, which from a background thread would cross
-    those of the training step.
-    """
-    if jax.process_count() == 1:
-        return
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
 
 
 @contextlib.contextmanager
