@@ -76,7 +76,8 @@ class TorchaxCheckpointer:
     work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
     ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
     waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
-    program writes to a directory at a time; any number may read it.
+    program writes to a directory at a time; any number may read it. Of a program on several
+    processes, every process makes the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
