@@ -273,7 +273,8 @@ def outcome(trainer: Any, module: Module) -> dict[str, Any]:
         "validated": module.validated,
         "rng": RandomState().state_dict(),
     }
-    return {"seen": module.seen, "state": digests(state)}
+    devices = [len(interop.jax_view(p).sharding.device_set) for p in module.parameters()]
+    return {"seen": module.seen, "state": digests(state), "devices": devices}
 
 
 def digests(state: Any, where: str = "") -> dict[str, str]:

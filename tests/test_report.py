@@ -249,6 +249,22 @@ def test_whatever_a_directory_holds_is_text(hostile: Path) -> None:
     assert "\x1b" not in run("ls", hostile)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "huge", "link", "nested", "nonsense"])
+def test_an_odd_lease_is_no_sign_of_life(kind: str, three_runs: Path) -> None:
+    lease = three_runs / "lease"
+    if kind == "pipe":
+        os.mkfifo(lease)
+    elif kind == "huge":
+        with open(lease, "wb") as file:
+            file.truncate(1 << 40)
+    elif kind == "link":
+        lease.symlink_to("/dev/zero")
+    else:
+        lease.write_text("[" * 100_000 if kind == "nested" else '{"pid": "../.."}')
+    text = reported(three_runs)[1].text
+    assert "The last program has closed it" in text
+
+
 def test_a_very_long_run_makes_a_small_page(directory: Path) -> None:
     events = synthetic.run(
         first=0, last=100_000, at_secs=BEGAN, step_secs=0.5, durable_secs=1.0, every=4

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from etils import epath
 from hypothesis import strategies as st
-from support import mlp, run_python
+from support import mlp, run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
@@ -146,6 +146,31 @@ def test_where_the_training_is_is_told_now_and_then(
         assert reached.wait(30)
     (run,) = recorded(directory)
     assert ("reached", 5) in names(run)
+
+
+SEVERAL = """
+    import sys
+    from processes_program import Training, report
+    from torchax_ckpt import TorchaxCheckpointer
+
+    told = []
+    with TorchaxCheckpointer(sys.argv[4], on_event=lambda e: told.append(e.name)) as ckpt:
+        training = Training(0)
+        training.attach(ckpt)
+        for step in (1, 2):
+            training.step()
+            ckpt.save(step, force=True)
+    report(told=told, durable=ckpt.stats().num_durable)
+"""
+
+
+def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> None:
+    first, second = (report for (report,) in run_processes(SEVERAL, 2, str(directory)))
+    saves = ["saving", "durable", "saving", "durable"]
+    assert first == {"told": ["started", *saves, "closed"], "durable": 2}
+    assert second == {"told": saves, "durable": 2}
+    (run,) = recorded(directory)
+    assert [event.name for event in run] == first["told"]
 
 
 # --- stats ---

@@ -77,7 +77,8 @@ def warm_start(
             start = ckpt.attach(model, optimizer)
 
     What is selected must fit, and what is not is left alone: neither taken from the source nor
-    missed in it. Everything is compared first; nothing live is touched unless everything can be.
+    missed in it. Everything is compared first; nothing live is touched unless everything can be, so
+    that a model that is not on ``"meta"`` takes its memory twice meanwhile (``restore_in_budget``).
     Files are read part by part, as devices hold them, and put there; digests of a checkpoint are
     compared as in every restore.
 
@@ -112,7 +113,8 @@ def warm_start(
 
     Raises:
       MismatchError: the weights do not fit; nothing was changed.
-      SelectionError: a pattern matches nothing, or two tensors would have one name.
+      SelectionError: a pattern matches nothing, two tensors would have one name, or ``step`` or
+        ``at`` were given for files that have none.
       AttachError: no model, or one on the CPU.
       UninitializedLeafError: a meta tensor that nothing fills.
       StepNotFoundError: there is no such step, or nothing to read at all.

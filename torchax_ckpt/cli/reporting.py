@@ -14,7 +14,7 @@ from torchax_ckpt.cli.looking import steps_of
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.page import MARK, Contents, page
 from torchax_ckpt.cli.steps import existing
-from torchax_ckpt.storage import lease
+from torchax_ckpt.storage import inspection, lease
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.record import record_at
 from torchax_ckpt.telemetry.journal import read_events
@@ -74,7 +74,9 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 def _is_held(run: StepDirectory) -> bool:
     """Whether a program that lives holds the lease, as far as can be told from here."""
-    with contextlib.suppress(OSError):
+    if not inspection.is_plain(run.path, lease.NAME):
+        return False
+    with contextlib.suppress(OSError, RecursionError):
         record = record_at(run.path / lease.NAME)
         try:
             seen = record.read()

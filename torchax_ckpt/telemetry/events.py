@@ -86,6 +86,11 @@ class Event:
     step: int | None = None
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Those of its values that a logger can draw."""
+        return {key: value for key, value in self.values.items() if _is_number(value)}
+
     def to_line(self) -> bytes:
         """One line of JSON."""
         said: dict[str, Any] = {"at": round(self.time_secs, 6), "event": self.name}

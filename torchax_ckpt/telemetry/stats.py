@@ -77,12 +77,9 @@ class Tally:
     def take(self, event: Event) -> None:
         """Counts one event, and its numbers."""
         self._counts[event.name] += 1
-        for key, value in event.values.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                known = self._values.setdefault(
-                    (event.name, key), collections.deque(maxlen=_COUNTED)
-                )
-                known.append(value)
+        for key, value in event.numbers.items():
+            name = event.name, key
+            self._values.setdefault(name, collections.deque(maxlen=_COUNTED)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:
         """The numbers so far."""
