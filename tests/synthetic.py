@@ -40,6 +40,7 @@ def run(
     end: str = "closed",
     fails: Sequence[int] = (),
     kept: list[int] | None = None,
+    spread: float = 0.15,
     seed: int = 0,
 ) -> list[Event]:
     """One program that trains from one step to another, saves, keeps the latest, and ends."""
@@ -60,7 +61,7 @@ def run(
         events.append(Event("saving", now, step, values))
         if step + every > last and end == "killed":
             break
-        took = durable_secs * draw.lognormvariate(0, 0.15)
+        took = durable_secs * draw.lognormvariate(0, spread)
         now += took
         if step in fails:
             text = f"saving step {step} failed: OSError: [Errno 28] No space left on device."
@@ -86,6 +87,6 @@ def three_runs(directory: Path) -> None:
         [
             run(first=0, last=1010, at_secs=began[0], end="killed", fails=[400], kept=kept),
             run(first=975, last=1900, at_secs=began[1], end="killed", seed=1, kept=kept),
-            run(first=1875, last=3000, at_secs=began[2], seed=2, kept=kept),
+            run(first=1875, last=3000, at_secs=began[2], seed=2, kept=kept, spread=0.9),
         ],
     )

@@ -126,6 +126,7 @@ VARIANTS = {
     "steps-and-epochs": Run(max_steps=26, save_at=(14, 16)),
     "workers": Run(workers=2, save_at=(6, 14)),
     "no-length": Run(loader="stream", save_at=(6, 14, 18)),
+    "sampler-without-state": Run(loader="by-epoch", save_at=(14, 18)),
     "torch-loader": Run(loader="torch", save_at=(14,)),
     "sharded": Run(sharded=True, save_at=(6, 14)),
 }

@@ -11,7 +11,7 @@ import pytest
 from processes_program import digest
 from support import run_processes
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 
 TRAIN = """
@@ -251,3 +251,11 @@ def test_other_numbers_of_processes_restore_it(
     for name, value in loaded["model"].items():
         assert digest(np.asarray(backend.buffer(value))) == wider[0][2]["whole"][name]
     assert loaded["dataloader"]["position"] == 12
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="give one of the two"):
+        CheckpointOptions(single_replica_restore=True, restore_in_budget=True)
+    for secs in (None, 0, -1.0, float("inf"), True, "1"):
+        with pytest.raises(ValueError, match="process_timeout_secs: expected a positive number"):
+            CheckpointOptions(process_timeout_secs=secs)  # type: ignore[arg-type]

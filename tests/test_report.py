@@ -368,6 +368,7 @@ def test_it_looks_right_in_a_browser(width: int, dark: bool, three_runs: Path) -
     assert (luminance(seen["paper"]) < 0.1) == dark
     lighter, darker = sorted((luminance(seen["paper"]), luminance(seen["ink"])), reverse=True)
     assert (lighter + 0.05) / (darker + 0.05) > 7  # what the accessibility guidelines call AAA
+    assert any(text["text"].startswith("> ") for text in seen["texts"])  # some took much longer
     for text in seen["texts"]:
         assert text["inside"], text
         assert text["height"] >= 10, text  # pixels: it can be read

@@ -139,7 +139,8 @@ def histogram(values: Sequence[float], width: int) -> Element:
             "class": "bar" if index < num_bins else "bar rest",
         }
         svg.add("rect", bar, element("title", None, f"{said}: {count}"))
-    for index in range(0, num_bins + (not has_rest), num_bins // 4):
+    last = num_bins if not has_rest else num_bins // 2 if width < 600 else num_bins - 1
+    for index in range(0, last + 1, num_bins // 4):
         label = duration(most * index / num_bins) if index else "0"
         anchor = "end" if across(index) > across.end - 20 else "middle"
         svg.text(across(index), _CURVE + 18, label, anchor=anchor)

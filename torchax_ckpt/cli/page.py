@@ -15,7 +15,7 @@ from xml.etree.ElementTree import Element
 
 from torchax_ckpt.cli import charts
 from torchax_ckpt.cli.charts import element
-from torchax_ckpt.cli.output import duration, size
+from torchax_ckpt.cli.output import duration, number, size
 from torchax_ckpt.telemetry.stats import Quantiles
 from torchax_ckpt.telemetry.timeline import Run, Save
 
@@ -224,7 +224,8 @@ def _runs_table(runs: Sequence[Run]) -> Element:
     rows = []
     for run in reversed(runs):
         end = "closed" if run.ended else "running" if run.is_running else "killed, or crashed"
-        skipped = next((e.values["num_skipped"] for e in run.named("closed") if e.values), "")
+        told = (e.values.get("num_skipped") for e in run.named("closed"))
+        skipped = next((f"{count:,}" for count in told if count is not None), "")
         rows.append(
             (
                 _moment(run.began_secs),
@@ -262,7 +263,7 @@ def _steps_table(steps: Sequence[dict[str, Any]]) -> Element:
             size(step["size_bytes"]),
             "yes" if step["verified"] else "no",
             "not known" if step["kept_by"] is None else ", ".join(step["kept_by"]),
-            " ".join(f"{name}={value}" for name, value in step["metrics"].items()),
+            " ".join(f"{name}={number(value)}" for name, value in step["metrics"].items()),
         )
         for step in reversed(steps)
     ]
