@@ -69,5 +69,5 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) docs/notebooks .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find benchmarks examples tests torchax_ckpt -name __pycache__ -prune -exec rm -rf {} +

@@ -81,6 +81,14 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
     assert kinds <= KINDS | DIRECTIVES
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+def test_links_of_a_page_beside_the_site_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert links
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
 # --- the site --------------------------------------------------------------------------------
 
 
