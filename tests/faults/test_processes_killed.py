@@ -62,7 +62,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
         "saving step 3: process 1 of 2 has not come to it within 3 s of process 0" in end["failed"]
     )
     assert 3 <= end["secs"] < 60
-    assert end["files"] == ["1", "2", "lease"]
+    assert end["files"] == ["1", "2", "events", "lease"]
 
     # Both start again, and go on from the last durable step. Then process 0 dies, and JAX ends the
     # other, which had nobody left to speak to.
@@ -88,4 +88,4 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
         for index in (0, 1):
             first, last = running.reports(index)
             assert first["start"] == 3
-            assert last == {"durable": 4, "files": ["2", "3", "4", "lease"]}
+            assert last == {"durable": 4, "files": ["2", "3", "4", "events", "lease"]}
