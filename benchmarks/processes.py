@@ -50,7 +50,7 @@ def main() -> None:
                 f"{row['durable']:.2f} s | {row['restore']:.2f} s | {declined * 1e6:.1f} us |"
             )
     print("\nOver two slices, each with all of", SLICES[1], "MiB, what each process wrote:\n")
-    for count in counts:
+    for count in [count for count in counts if count > 1]:
         written = ", ".join(f"{n / 2**20:.1f} MiB" for n in found[count][0]["written"])
         each, one = (max(p["slices"][key] for p in found[count]) for key in ("False", "True"))
         print(
