@@ -50,6 +50,22 @@ class Examples(torch.utils.data.Dataset[Any]):
         return i, self.x[i] + (noise if self.is_noisy else 0)
 
 
+class ByEpoch(torch.utils.data.Sampler[int]):
+    """An order for each epoch, as DistributedSampler has it: without a state."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(np.random.default_rng(self.epoch).permutation(EXAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     """The same examples, of which nobody knows how many there are."""
 
@@ -201,6 +217,9 @@ class Run:
     def loaders(self) -> tuple[Any, Any]:
         kind = torch.utils.data.DataLoader if self.loader == "torch" else StatefulDataLoader
         generator = torch.Generator().manual_seed(3) if self.generator else None
+        if self.loader == "by-epoch":
+            train = StatefulDataLoader(Examples(), BATCH, sampler=ByEpoch())
+            return train, torch.utils.data.DataLoader(Examples(), BATCH)
         is_stream = self.loader == "stream"
         train = kind(
             Stream() if is_stream else Examples(is_noisy=not self.workers),
@@ -273,7 +292,8 @@ def outcome(trainer: Any, module: Module) -> dict[str, Any]:
         "validated": module.validated,
         "rng": RandomState().state_dict(),
     }
-    return {"seen": module.seen, "state": digests(state)}
+    devices = [len(interop.jax_view(p).sharding.device_set) for p in module.parameters()]
+    return {"seen": module.seen, "state": digests(state), "devices": devices}
 
 
 def digests(state: Any, where: str = "") -> dict[str, str]:

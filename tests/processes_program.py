@@ -75,7 +75,8 @@ class Loader:
 class Training:
     """A model of two layers with AdamW, its loader, and random state seeded by process."""
 
-    def __init__(self, seed: int = 0, width: int = 16) -> None:
+    def __init__(self, seed: int = 0, width: int = 256) -> None:
+        # Wide enough for shards that storage does not put into its index.
         with torch.device("meta"):
             self.model = torch.nn.Sequential(
                 torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 8)

@@ -210,7 +210,7 @@ class Running:
         *args: str,
         devices: int = 2,
         env: Mapping[str, str] = {},
-        timeout_secs: int = 120,
+        timeout_secs: int = 280,
     ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))

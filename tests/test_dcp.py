@@ -153,6 +153,7 @@ def test_what_is_larger_than_the_bound_lies_in_a_file(
 def test_several_optimizers_are_exported_by_name(directory: Path, tmp_path: Path) -> None:
     models = {"g": mlp(), "d": mlp()}
     optimizers = {n: torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}
+    optimizers["g"].add_param_group({"params": [], "lr": 0.5})
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(models, optimizers)
         ckpt.save(1, force=True)
@@ -161,7 +162,8 @@ def test_several_optimizers_are_exported_by_name(directory: Path, tmp_path: Path
     with before_enabling():
         loaded = torch.load(out, weights_only=True)
         assert loaded["optimizer"].keys() == {"g", "d"}
-        assert loaded["optimizer"]["g"]["param_groups"][0]["params"] == [0, 1, 2, 3]
+        first, second = loaded["optimizer"]["g"]["param_groups"]
+        assert (first["params"], second["params"], second["lr"]) == ([0, 1, 2, 3], [], 0.5)
 
 
 def test_wrong_use_is_told(trained: Any, directory: Path, tmp_path: Path) -> None:

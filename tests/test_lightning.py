@@ -126,6 +126,7 @@ VARIANTS = {
     "steps-and-epochs": Run(max_steps=26, save_at=(14, 16)),
     "workers": Run(workers=2, save_at=(6, 14)),
     "no-length": Run(loader="stream", save_at=(6, 14, 18)),
+    "sampler-without-state": Run(loader="by-epoch", save_at=(14, 18)),
     "torch-loader": Run(loader="torch", save_at=(14,)),
     "sharded": Run(sharded=True, save_at=(6, 14)),
 }
@@ -147,37 +148,30 @@ def test_a_run_resumed_anywhere_ends_on_the_same_bits(variant: str, directory: P
         assert steps_of(left) == steps_of(directory)
 
 
-@pytest.mark.parametrize(
-    ("options", "batch"),
-    [({"val_check_interval": 3}, ("step", 1, 4)), ({"sharded": True}, ("step", 1, 2))],
-    ids=["one-device", "fsdp-on-4-devices"],
-)
-def test_so_does_a_run_that_is_killed(options: Any, batch: Any, directory: Path) -> None:
-    run = Run(save_at=tuple(range(2, 40, 2)), **options)
-    killed = spawn(run, directory, 1, "SIGKILL", *batch)
+def test_so_does_a_run_that_is_killed_and_told_to_end_again_and_again(directory: Path) -> None:
+    run = Run(max_epochs=3, save_at=(2, 4))
+    for seed, blow, code, saved in (
+        (1, ("SIGKILL", "step", 0, 3), -signal.SIGKILL, 4),
+        (21, ("SIGTERM", "step", 0, 4), 143, 10),  # within an epoch; saved whatever the policy says
+        (22, ("SIGTERM", "validation", 0, 0), 143, 14),  # in a validation, which is begun anew
+        (23, ("SIGTERM", "validation", 1, 1), 143, 28),  # at the end of an epoch
+    ):
+        process = spawn(run, directory, seed, *blow)
+        assert process.returncode == code, process.stderr[-3000:]
+        assert steps_of(directory)[-1] == saved
+    assert_same_end(train(run, 24, run.checkpoint(directory)), train(run, 1))
+    assert steps_of(directory) == [2, 4, 10, 14, 28, 42]
+
+
+def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
+    run = Run(sharded=True, save_at=(18,))
+    killed = spawn(run, directory, 1, "SIGKILL", "step", 1, 3)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert max(steps_of(directory)) == 2 * (7 * batch[1] + batch[2])
+    assert steps_of(directory) == [18]
     expected = train(run, 1, run.checkpoint(directory.with_name("uninterrupted")))
-    if run.sharded:
-        resumed = train(run, 22, run.checkpoint(directory))
-    else:
-        process = spawn(run, directory, 22)
-        assert process.returncode == 0, process.stderr[-3000:]
-        resumed = json.loads(process.stdout.splitlines()[-1])
+    resumed = train(run, 22, run.checkpoint(directory))
     assert_same_end(resumed, expected)
-
-
-@pytest.mark.parametrize(
-    ("where", "saved"),
-    [(("step", 1, 2), 20), (("validation", 0, 0), 14), (("validation", 0, 1), 14)],
-    ids=["within-an-epoch", "in-a-validation", "at-the-end-of-an-epoch"],
-)
-def test_sigterm_saves_and_ends_with_143(where: Any, saved: int, directory: Path) -> None:
-    run = Run()
-    told = spawn(run, directory, 1, "SIGTERM", *where)
-    assert told.returncode == 143, told.stderr[-3000:]
-    assert steps_of(directory) == [saved]
-    assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1))
+    assert set(resumed["devices"]) == set(expected["devices"]) == {4}
 
 
 @pytest.mark.parametrize(

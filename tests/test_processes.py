@@ -11,7 +11,7 @@ import pytest
 from processes_program import digest
 from support import run_processes
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 
 TRAIN = """
@@ -50,11 +50,14 @@ STRAIGHT = (
 RESUMED = (
     TRAIN
     + """
-    import os, pathlib, warnings
+    import os, pathlib, re, warnings
+    import jax
     import numpy as np
+    from etils import epath
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from processes_program import INDEX
     from torchax_ckpt import errors
-    from torchax_ckpt.storage import digests
+    from torchax_ckpt.storage import digests, locating
 
     def told(call, *args, **kwargs):
         before = training.whole(), training.own()
@@ -98,14 +101,16 @@ RESUMED = (
     verified = ckpt.verify(9)
     ckpt.delete(8)
 
-    # Bytes that process 1 has written are damaged, in the newest step.
-    with ckpt._saver._calls.round("damaging"):
+    # In the newest step a byte is damaged that only process 1 reads.
+    with ckpt._processes.round("damaging"):
         if INDEX == 0:
-            written = pathlib.Path(directory, "10", "state", "ocdbt.process_1", "d")
-            for path in written.iterdir():
-                raw = bytearray(path.read_bytes())
-                raw[::16] = bytes(b ^ 1 for b in raw[::16])
-                path.write_bytes(raw)
+            state = epath.Path(directory) / "10" / "state"
+            place = locating.place_of_chunk(state, "model.0.weight", [3, 0])
+            path, first = re.fullmatch("(.*), bytes ([0-9]+) to [0-9]+", place).groups()
+            assert "ocdbt.process_1" in path
+            raw = bytearray(pathlib.Path(path).read_bytes())
+            raw[int(first) + 40] ^= 1
+            pathlib.Path(path).write_bytes(raw)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         restored = ckpt.restore()
@@ -117,8 +122,45 @@ RESUMED = (
     )
     training.step()
     ckpt.save(11, force=True)
+
+    # Data-parallel replicas over slices, saved to another directory at the same time.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("slice", "fsdp"))
+    def spread(shape, *spec):
+        host = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+        return jax.make_array_from_callback(
+            shape, NamedSharding(mesh, P(*spec)), lambda index: host[index])
+    signs = spread((4, 4), "fsdp")                # zeros of both signs, and NaNs, in every width
+    signs = jax.numpy.where(signs > 0, -0.0, jax.numpy.where(signs < -1, jax.numpy.nan, signs))
+    state = {
+        "w": spread((512, 512), "fsdp"), "odd": spread((3,)), "here": jax.numpy.arange(5.0),
+        **{t: signs.astype(t) for t in ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool")},
+    }
+    slices = TorchaxCheckpointer(
+        directory + "-slices", options=CheckpointOptions(read_back=True, process_timeout_secs=60))
+    slices.save(1, state=state, force=True)
     ckpt.close()
-    report(steps=ckpt.all_steps())
+    slices.close()
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    from torchax_ckpt.storage import reading
+    read = []
+    arrival = reading._Arrival
+    reading._Arrival = lambda committed, target, piece, store: (
+        read.append(piece.nbytes), arrival(committed, target, piece, store))[1]
+    for single in (False, True):
+        read.clear()
+        options = CheckpointOptions(single_replica_restore=single, process_timeout_secs=60)
+        found = TorchaxCheckpointer(directory + "-slices", options=options).load(1, abstract)
+        for name, array in state.items():
+            assert found[name].sharding == array.sharding
+            for a, b in zip(found[name].addressable_shards, array.addressable_shards, strict=True):
+                assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes(), name
+        report(single=single, read=sum(read))
+    written = [
+        sum(f.stat().st_size for f in pathlib.Path(
+            directory + "-slices", "1", "state", f"ocdbt.process_{i}", "d").iterdir())
+        for i in (0, 1)]
+    report(steps=ckpt.all_steps(), written=written, nbytes=state["w"].nbytes)
 """
 )
 
@@ -153,7 +195,7 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
     run, expected = straight
     shutil.copytree(run, directory)
     resumed = run_processes(RESUMED, 2, str(directory), "77")
-    for (attached, again, outcome, end), whole in zip(resumed, expected, strict=True):
+    for (attached, again, outcome, _, _, end), whole in zip(resumed, expected, strict=True):
         assert (attached["whole"], attached["own"]) == (whole["whole"], whole["own"])
         assert (again["whole"], again["own"]) == (whole["whole"], whole["own"])
         assert again["seen"] == whole["seen"][4:]
@@ -172,6 +214,14 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         assert outcome["damaged"][0] == "CorruptCheckpointError"
         assert outcome["missing"][0] == "StepNotFoundError"
         assert end["steps"] == [4, 9, 11]
+        # Both slices have all of it; each has written half, from its own devices.
+        for nbytes in end["written"]:
+            assert end["nbytes"] / 2 <= nbytes < end["nbytes"] * 0.6
+    # Slice by slice, or one for both: what the second does not read came over the devices' network.
+    (*_, each_0, one_0, end), (*_, each_1, one_1, _) = resumed
+    assert each_0["read"] >= end["nbytes"] <= each_1["read"]
+    assert one_0["read"] == each_0["read"]
+    assert one_1["read"] < end["nbytes"] / 100
     # Each process has a state of its own; else little was shown.
     assert expected[0]["own"] != expected[1]["own"]
     assert expected[0]["seen"] != expected[1]["seen"]
@@ -201,3 +251,11 @@ def test_other_numbers_of_processes_restore_it(
     for name, value in loaded["model"].items():
         assert digest(np.asarray(backend.buffer(value))) == wider[0][2]["whole"][name]
     assert loaded["dataloader"]["position"] == 12
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="give one of the two"):
+        CheckpointOptions(single_replica_restore=True, restore_in_budget=True)
+    for secs in (None, 0, -1.0, float("inf"), True, "1"):
+        with pytest.raises(ValueError, match="process_timeout_secs: expected a positive number"):
+            CheckpointOptions(process_timeout_secs=secs)  # type: ignore[arg-type]

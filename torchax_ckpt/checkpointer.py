@@ -76,7 +76,8 @@ class TorchaxCheckpointer:
     work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
     ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
     waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
-    program writes to a directory at a time; any number may read it.
+    program writes to a directory at a time; any number may read it. Of a program on several
+    processes, every process makes the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
@@ -185,7 +186,7 @@ class TorchaxCheckpointer:
           rng: whether to save and restore random state: torchax's key, torch, numpy, Python.
 
         Returns:
-          Completed steps: those of the restored checkpoint, or 0. After functional state was
+          Completed steps, those of the restored checkpoint; or 0. After functional state was
           saved, its step; call ``load`` for the state itself.
 
         Raises:
@@ -249,12 +250,14 @@ class TorchaxCheckpointer:
             as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
 
         Returns:
-          What was done: see ``RestoreReport``.
+          What was done.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
-          AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
-          UninitializedLeafError: as for ``attach``; SelectionError: as for ``warm_start``.
+          MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
+          CorruptCheckpointError: it cannot be read; of None, none can.
+          AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
+          SelectionError: as for ``warm_start``.
         """
         self._require_open()
         attached = self._require_attached("restore")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -87,8 +87,9 @@ def read_leaves(
     manifest: Manifest,
     reads: Mapping[str, Read],
     options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads leaves and puts each on its placement.
+    """Reads leaves and puts each on its placement; ``agree`` raises if another process has failed.
 
     Raises:
       CorruptCheckpointError: one is not stored as the manifest says.
@@ -114,5 +115,5 @@ def read_leaves(
                     (len(members), *shape), dtype, stacks[stored], known, members
                 )
             stacks[stored][name] = read.placement
-    leaves = reading.read_arrays(committed, wanted, options)
+    leaves = reading.read_arrays(committed, wanted, options, agree)
     return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}

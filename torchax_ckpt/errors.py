@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, in one tree.
+"""Every error this package raises on purpose, in one tree::
 
     CheckpointError                 everything below
     ├── AttachError                 called in the wrong order, or with the wrong objects
@@ -129,7 +129,10 @@ class SaveTimeoutError(CheckpointError, TimeoutError):
 
 
 class SelectionError(CheckpointError, ValueError):
-    """Patterns of names that match nothing, or give two tensors one name. Nothing was changed."""
+    """Patterns that match nothing or give two tensors one name; a step or place of what has none.
+
+    Nothing was changed.
+    """
 
 
 class StepError(CheckpointError, ValueError):

@@ -26,6 +26,7 @@ from torchax_ckpt.errors import MismatchError, SelectionError, StepNotFoundError
 from torchax_ckpt.formats import dcp_reading, safetensors_reading
 from torchax_ckpt.formats.tensor_files import FileTensor, TensorFiles
 from torchax_ckpt.formats.weights import MODEL, weights_at
+from torchax_ckpt.history import History
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
@@ -76,7 +77,8 @@ def warm_start(
             start = ckpt.attach(model, optimizer)
 
     What is selected must fit, and what is not is left alone: neither taken from the source nor
-    missed in it. Everything is compared first; nothing live is touched unless everything can be.
+    missed in it. Everything is compared first; nothing live is touched unless everything can be, so
+    that a model that is not on ``"meta"`` takes its memory twice meanwhile (``restore_in_budget``).
     Files are read part by part, as devices hold them, and put there; digests of a checkpoint are
     compared as in every restore.
 
@@ -111,7 +113,8 @@ def warm_start(
 
     Raises:
       MismatchError: the weights do not fit; nothing was changed.
-      SelectionError: a pattern matches nothing, or two tensors would have one name.
+      SelectionError: a pattern matches nothing, two tensors would have one name, or ``step`` or
+        ``at`` were given for files that have none.
       AttachError: no model, or one on the CPU.
       UninitializedLeafError: a meta tensor that nothing fills.
       StepNotFoundError: there is no such step, or nothing to read at all.
@@ -145,14 +148,16 @@ def warm_start(
         with processes.round(f"taking weights from {path}"):
             return start(_of_files(files, str(path), cast, options))
     run = StepDirectory(source, read_only=True)
+    history = History(run, processes)
 
     def start_from(committed: CommittedStep) -> RestoreReport:
         with reading(committed, run, processes), content.about(committed):
-            return start(_of_step(committed, at, cast, options))
+            return start(_of_step(committed, at, cast, options, processes.meet))
 
     if step is not None:
-        return start_from(run.find(as_step(step)))
-    if not (steps := run.steps()):
+        number = as_step(step)
+        return start_from(*history.found(lambda: [run.find(number)]))
+    if not (steps := history.found(run.steps)):
         raise StepNotFoundError(
             f"{run.path}: expected a run with checkpoints, safetensors, or what torch's DCP has "
             "written; found none of them",
@@ -204,14 +209,18 @@ def _start(
 
 
 def _of_step(
-    committed: CommittedStep, at: str | None, cast: bool, options: CheckpointOptions
+    committed: CommittedStep,
+    at: str | None,
+    cast: bool,
+    options: CheckpointOptions,
+    agree: Callable[[], None],
 ) -> _Origin:
     stored = StoredStep(committed)
     content.require_made(committed, stored.manifest)
     weights, nodes = weights_at(stored, at), stored.manifest.leaves()
 
     def read(reads: Mapping[str, Read]) -> Values:
-        leaves = content.read_leaves(committed, stored.manifest, reads, options)
+        leaves = content.read_leaves(committed, stored.manifest, reads, options, agree)
         for name, read in reads.items():
             if read.dtype is not None:
                 changed = {name: leaves.pop(name).astype(read.dtype)}

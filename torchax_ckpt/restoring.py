@@ -160,7 +160,9 @@ def restore_attached(
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
         content.require_plausible(committed, manifest, restoration.reads)
-        reader = functools.partial(content.read_leaves, committed, manifest, options=options)
+        reader = functools.partial(
+            content.read_leaves, committed, manifest, options=options, agree=processes.meet
+        )
         apply(restoration, reader, options, processes, committed.step, str(committed.path))
     logger.info("restored step %d from %s", committed.step, committed.path)
     is_whole = options.verify != "never" and content.is_whole(
@@ -314,7 +316,7 @@ def load_state(
         if findings:
             raise findings.error(committed.step, str(committed.path))
         content.require_plausible(committed, manifest, request.reads)
-        values = content.read_leaves(committed, manifest, request.reads, options)
+        values = content.read_leaves(committed, manifest, request.reads, options, processes.meet)
         return request.build(values)
 
 

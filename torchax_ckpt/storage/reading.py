@@ -19,7 +19,7 @@ import tensorstore as ts
 from torchax_ckpt import progress
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import digests, locating, location
+from torchax_ckpt.storage import digests, locating, location, replicas
 from torchax_ckpt.storage.arrays import as_corrupt
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE, stored_key
@@ -33,14 +33,18 @@ STREAMED_BYTES = 256 << 20
 
 
 def read_arrays(
-    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+    committed: CommittedStep,
+    wanted: Mapping[str, Wanted],
+    options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Reads some arrays of a step, and puts each leaf onto its placement.
 
     Args:
       committed: the step.
       wanted: stored name -> what is expected of it.
-      options: memory bounds.
+      options: memory bounds, and whether one replica reads for all.
+      agree: raises if another process has failed; called before devices speak to each other.
 
     Returns:
       Leaf -> array.
@@ -50,8 +54,14 @@ def read_arrays(
         names the leaf.
     """
     leaves: dict[str, Any] = {}
+    spread: dict[str, replicas.Spread] = {}
+    if options.single_replica_restore:
+        wanted, spread = replicas.split(wanted)
     targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
     _read(committed, targets, options)
+    if spread:
+        agree()
+        replicas.broadcast(leaves, spread)
     return leaves
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torchax
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -80,6 +81,18 @@ class TorchaxStrategy(SingleDeviceStrategy):
             self.model.to(self.root_device)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Tells a sampler its epoch before anybody asks it for indices.
+
+        Lightning does it afterwards, which is too late for a loader that goes on within an epoch.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            epochs: Any = trainer.fit_loop.epoch_progress.current
+            _set_sampler_epoch(dataloader, epochs.processed)
+        return super().process_dataloader(dataloader)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """What ``manual_backward`` calls; there is no such thing here.
