@@ -77,7 +77,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     wheel = next(dist.glob("*.whl"))
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
     run(*pip, "--no-deps", "--no-index", wheel)
     # It sees the dependencies that are installed here, and no .pth file among them: not the
     # package that is being worked on.
@@ -97,7 +97,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
     where, version = run(python, "-I", "-c", program, cwd=tmp_path).split()
     assert Path(where).is_relative_to(folder)
     assert version == VERSION
-    command = [python, "-I", folder / "bin" / "torchax-ckpt", "--version"]
+    command: list[str | Path] = [python, "-I", folder / "bin" / "torchax-ckpt", "--version"]
     assert run(*command, cwd=tmp_path) == f"torchax-ckpt {VERSION}\n"
 
 
