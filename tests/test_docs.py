@@ -34,57 +34,43 @@ KINDS = {"python", "sh", "console", "text", "json", "raises"}
 DIRECTIVES = {"{toctree}", "{eval-rst}"}
 
 
-def program(page: Path, kind: str) -> str:
-    """The blocks of a kind as one program, each line under the number it has in the page."""
-    lines = [""] * (page.read_text().count("\n") + 1)
-    text = page.read_text()
-    for block in BLOCK.finditer(text):
-        if block["kind"] == kind:
-            first = text.count("\n", 0, block.start("body"))
-            body = block["body"].splitlines()
-            lines[first : first + len(body)] = body
-    return "\n".join(lines)
-
-
-# SIGTERM is a notice to a whole process: a page that sends one gets a process of its own.
-ALONE = {"preemption"}
-
-
-def with_blocks(kind: str) -> list[Path]:
-    return [page for page in PAGES if program(page, kind).strip()]
+# SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
+# these get a process of their own.
+ALONE = {"lightning", "preemption"}
 
 
 @pytest.fixture
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The working directory of a page's program, which may have changed torchax's mode."""
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
+    yield
     torchax.enable_globally()
 
 
-def run(page: Path) -> None:
-    """Runs the Python of a page, in the working directory."""
-    source = program(page, "python")
-    if page.stem in ALONE:
-        run_python(source)
-    else:
-        exec(compile(source, str(page), "exec"), {"__name__": page.stem})
-
-
-@pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_folder: Path) -> None:
-    run(page)
-
-
-@pytest.mark.parametrize("page", with_blocks("sh"), ids=lambda page: page.stem)
-def test_the_commands_of_a_page_run_after_its_python(page: Path, empty_folder: Path) -> None:
-    run(page)
-    for line in filter(None, program(page, "sh").splitlines()):
+def run_commands(body: str) -> None:
+    """Runs lines of a shell that name commands of torchax-ckpt, one after the other."""
+    for line in filter(None, body.splitlines()):
         command, *otherwise = line.split(" || ")
         name, *args = shlex.split(command, comments=True)
         assert name == "torchax-ckpt"
         result = CliRunner().invoke(app, args)
         assert result.exit_code == (FOUND if otherwise else 0), f"{line}: {result.output}"
+
+
+@pytest.mark.usefixtures("empty_folder")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_as_one_program(page: Path) -> None:
+    text = page.read_text()
+    if page.stem in ALONE:
+        run_python("\n".join(b["body"] for b in BLOCK.finditer(text) if b["kind"] == "python"))
+        return
+    names = {"__name__": page.stem}
+    for block in BLOCK.finditer(text):
+        if block["kind"] == "python":
+            above = text.count("\n", 0, block.start("body"))  # so that errors name the page's lines
+            exec(compile("\n" * above + block["body"], str(page), "exec"), names)
+        elif block["kind"] == "sh":
+            run_commands(block["body"])
 
 
 @pytest.mark.parametrize(

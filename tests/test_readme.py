@@ -22,5 +22,4 @@ def test_every_block_runs_and_runs_again(tmp_path: Path) -> None:
         "lightning",
         "own-loop",
         "readme",
-        "seen",
     ]

@@ -255,9 +255,9 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
+          SelectionError: as for ``warm_start``.
           CorruptCheckpointError: it cannot be read; of None, none can.
           AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
-          SelectionError: as for ``warm_start``.
         """
         self._require_open()
         attached = self._require_attached("restore")
