@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchax_ckpt import errors
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, LocalTier
 
 if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointOptions",
+    "LocalTier",
     "RestoreReport",
     "TorchaxCheckpointer",
     "errors",

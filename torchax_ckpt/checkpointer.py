@@ -19,12 +19,11 @@ from torchax_ckpt.errors import (
     ClosedError,
     PolicyError,
     StepError,
-    StepNotFoundError,
     StepTypeError,
 )
 from torchax_ckpt.history import History
 from torchax_ckpt.lifetime import Calls, guarded
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.preemption import Preemption
 from torchax_ckpt.restoring import (
     RestoreReport,
@@ -40,6 +39,7 @@ from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.tiers import Tier, Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class TorchaxCheckpointer:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
       save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
       preservation_policy: which steps are kept; default: the latest three.
+      local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has policies
+        of its own; those above are the directory's.
       options: how steps are written and read.
 
     Raises:
@@ -89,29 +91,24 @@ class TorchaxCheckpointer:
         *,
         save_decision_policy: policies.SaveDecisionPolicy | None = None,
         preservation_policy: policies.PreservationPolicy | None = None,
+        local: LocalTier | None = None,
         options: CheckpointOptions | None = None,
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
-        self._save_policy = save_decision_policy or policies.default_save_decision_policy()
         self._keep_policy = preservation_policy or policies.default_preservation_policy()
-        for policy, method in (
-            (self._save_policy, "should_save"),
-            (self._keep_policy, "should_preserve"),
-        ):
-            if not callable(getattr(policy, method, None)):
-                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
-        self._directory = StepDirectory(directory, read_only=self._options.read_only)
-        self._observers = policies.observers(self._save_policy)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        self._history = History(self._directory)
-        self._saver = Saver(
-            self._directory,
-            self._history,
-            self._keep_policy,
-            self._options,
-            on_donated=self._snapshotter.donated,
-        )
+        self._durable = self._tier("durable", directory, save_decision_policy, self._keep_policy)
+        self._directory = self._durable.directory
+        self._history = self._durable.history
+        self._saver = self._durable.saver
+        self._tiers = Tiers(self._durable)
+        if local is not None:
+            keep_policy = policies.LatestN(local.keep)
+            self._tiers = Tiers(
+                self._durable,
+                self._tier("local", local.path, local.save_decision_policy, keep_policy),
+            )
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._calls = Calls()
         self._attached: Attached | None = None
@@ -121,9 +118,26 @@ class TorchaxCheckpointer:
         self._recorded: dict[str, Any] = {}
         self._is_closed = False
 
+    def _tier(self, name: TierName, directory: Any, save_policy: Any, keep_policy: Any) -> Tier:
+        save_policy = save_policy or policies.default_save_decision_policy()
+        for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
+            if not callable(getattr(policy, method, None)):
+                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
+        durable = None if name == "durable" else self._durable
+        place = StepDirectory(
+            directory,
+            read_only=self._options.read_only,
+            durable=durable.directory if durable else None,
+        )
+        history = History(place, durable.history if durable else None)
+        saver = Saver(
+            place, history, keep_policy, self._options, on_donated=self._snapshotter.donated
+        )
+        return Tier(name, place, history, saver, save_policy)
+
     @property
     def directory(self) -> str:
-        """Where the steps are."""
+        """Where the durable steps are."""
         return str(self._directory.path)
 
     # --- attaching and restoring ---------------------------------------------------------------
@@ -186,27 +200,28 @@ class TorchaxCheckpointer:
                 "attach was called before on this checkpointer; attach everything in one call, or "
                 "use a second checkpointer with another directory"
             )
-        self._saver.wait()
+        self._tiers.wait()
         attached = Attached(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
-        steps = self._directory.steps() if resume else []
-        if steps:
-            report, _ = newest_readable(steps, lambda s: self._restore(s, attached, strict=True))
+        if candidates := self._tiers.steps() if resume else []:
+            report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
             self._position = report.step
         else:
             fresh = attached.prepare_fresh()
             fresh.require_filled()
             fresh.apply({})
             self._position = None
-        self._history.go_on_from(self._position)
+        self._tiers.go_on_from(self._position)
         self._attached = attached
         if not self._options.read_only:
             self._preemption.listen()
         return self._position or 0
 
     @guarded(trains=True)
-    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport:
+    def restore(
+        self, step: int | None = None, *, strict: bool = True, tier: TierName | None = None
+    ) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
         Everything is compared first; nothing live is touched unless everything can be. Newer
@@ -216,40 +231,44 @@ class TorchaxCheckpointer:
         Args:
           step: completed steps of the checkpoint; None for the newest that can be read.
           strict: raise on any difference; if not, restore what matches and report the rest.
+          tier: "durable" or "local"; None for whichever has it, the local one first.
 
         Returns:
           What was done: see ``RestoreReport``.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
+          TierError: there is no such tier.
           AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
           UninitializedLeafError: as for ``attach``.
         """
         self._require_open()
         attached = self._require_attached("restore")
-        self._saver.wait()
-        if step is None:
-            report, skipped = newest_readable(
-                self._require_steps(), lambda s: self._restore(s, attached, strict)
-            )
-        else:
-            committed = self._directory.find(_as_step(step))
-            report, skipped = self._restore(committed, attached, strict), ()
+        self._tiers.wait()
+        candidates = self._tiers.candidates(None if step is None else _as_step(step), tier)
+        report, skipped = newest_readable(candidates, lambda s: self._restore(s, attached, strict))
         self._position = report.step
         self._restores += 1
         self._recorded = {}
-        self._history.go_on_from(report.step)
+        self._tiers.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
     def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
-        with reading(committed, self._directory):
+        tier = self._tiers.holding(committed)
+        with reading(committed, tier.directory):
             report = restore_attached(committed, attached, strict, self._options)
         if report.is_verified:
-            self._directory.verified.note(committed, is_sound=True)
-        return report
+            tier.directory.verified.note(committed, is_sound=True)
+        return dataclasses.replace(report, tier=tier.name)
 
     @guarded(trains=False)
-    def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
+    def load(
+        self,
+        step: int | None = None,
+        abstract_state: Any = None,
+        *,
+        tier: TierName | None = None,
+    ) -> Any:
         """Reads a step and returns its functional state. Changes nothing, here or on disk.
 
         Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
@@ -262,23 +281,24 @@ class TorchaxCheckpointer:
             its kinds, on its shardings; donated arrays do too. None for everything as it was
             saved, with device arrays on the default device and other nodes than dicts, lists and
             tuples as dicts.
+          tier: "durable" or "local"; None for whichever has it, the local one first.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
+          TierError: there is no such tier.
           MismatchError: the step does not have what is asked for.
           CorruptCheckpointError: it cannot be read.
         """
-        if step is not None:
-            return self._load(self._directory.find(_as_step(step)), abstract_state)
-        state, _ = newest_readable(self._require_steps(), lambda s: self._load(s, abstract_state))
+        candidates = self._tiers.candidates(None if step is None else _as_step(step), tier)
+        state, _ = newest_readable(candidates, lambda s: self._load(s, abstract_state))
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with reading(committed, self._directory):
+        with reading(committed, self._tiers.holding(committed).directory):
             return load_state(committed, abstract_state, self._options)
 
     @guarded(trains=False)
-    def verify(self, step: int | None = None) -> int:
+    def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a step back whole and compares every byte with what was saved.
 
         The step then counts as verified, also for later programs unless this one only reads
@@ -286,27 +306,30 @@ class TorchaxCheckpointer:
 
         Args:
           step: completed steps of the checkpoint; None for the newest, damaged or not.
+          tier: "durable" or "local"; None for both, as far as they have it.
 
         Returns:
           The step.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
+          TierError: there is no such tier.
           CorruptCheckpointError: it is damaged; names the leaf and, where it can be known, the
             file.
           ForeignCheckpointError: bare Orbax wrote it, without digests.
           DirectoryError: it cannot be read now.
         """
-        committed = (
-            self._require_steps()[-1] if step is None else self._directory.find(_as_step(step))
-        )
-        try:
-            with reading(committed, self._directory):
-                StoredStep(committed).verify(self._options)
-            self._directory.verified.note(committed, is_sound=True)
-        finally:
-            if not self._options.read_only:
-                self._directory.verified.mark([committed])
+        if step is None:
+            step = self._tiers.candidates(None, tier)[-1].step
+        for committed in self._tiers.candidates(_as_step(step), tier):
+            directory = self._tiers.holding(committed).directory
+            try:
+                with reading(committed, directory):
+                    StoredStep(committed).verify(self._options)
+                directory.verified.note(committed, is_sound=True)
+            finally:
+                if not self._options.read_only:
+                    directory.verified.mark([committed])
         return committed.step
 
     # --- saving --------------------------------------------------------------------------------
@@ -350,36 +373,15 @@ class TorchaxCheckpointer:
         self._recorded.update(metrics_room.check_metrics(metrics))
 
     def should_save(self, step: int) -> bool:
-        """Whether ``save(step)`` would begin a save: at a preemption, or as the policy says."""
-        return self._should_save(_as_step(step))
+        """Whether ``save(step)`` would begin a save: at a preemption, or as a policy says."""
+        return bool(self._due(_as_step(step), force=self._preemption.reached(_as_step(step))))
 
-    def _should_save(self, step: int) -> bool:
+    def _due(self, step: int, *, force: bool) -> list[Tier]:
+        """Where a step is to be saved. What is forced, or saved before the end, must be durable."""
         self._history.open()
-        if self._history.has(step):
-            return False
-        if self._preemption.reached(step):
-            return True
-        self._observe()
-        info = policies.CheckpointInfo(
-            step, self._directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
-        )
-        return self._save_policy.should_save(
-            info,
-            self._history.checkpoints(),
-            context=policies.decision_context(
-                is_saving_in_progress=self._saver.is_saving,
-                reached_preemption=False,
-            ),
-        )
-
-    def _observe(self) -> None:
-        """Tells the policies that want to know what the finished saves have cost."""
-        while self._saver.finished:
-            cost = self._saver.finished.pop(0)
-            for observer in self._observers:
-                observer.observe_save(
-                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
-                )
+        if force:
+            return [] if self._history.has(step) else [self._durable]
+        return self._tiers.due(step)
 
     @guarded(trains=True)
     def save(
@@ -402,7 +404,7 @@ class TorchaxCheckpointer:
             numbers and strings, for functional training. It is saved in place of attached
             modules and optimizers; random state, loaders and stateful objects are saved too.
           metrics: numbers (device scalars too) and JSON by name; joins what ``record`` noted.
-          force: save whatever the policy says.
+          force: save whatever the policy says, to the durable tier.
 
         Returns:
           Whether a save began; False for a step that is there already. Once the run was told to
@@ -439,17 +441,18 @@ class TorchaxCheckpointer:
             )
         pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
         self._recorded = {}
-        self._history.open()
         if force or is_preempted:
             self._saver.wait()  # the step may be on its way, and may fail there
-        if self._history.has(step) or not (force or self._should_save(step)):
+        due = self._due(step, force=force or is_preempted)
+        if not due:
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
         began = time.perf_counter()
         pending = metrics_room.hold(pending)
-        self._saver.claim()
-        self._saver.wait()
+        self._tiers.claim()
+        for tier in due:
+            tier.saver.wait()
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
@@ -461,7 +464,7 @@ class TorchaxCheckpointer:
             began,
         )
         self._position = step  # also if what follows is not waited for
-        self._saver.begin(capture)
+        self._tiers.begin(capture, due)
         if is_preempted:
             self._saver.wait()
             if not self._history.has(step):
@@ -481,16 +484,20 @@ class TorchaxCheckpointer:
 
     # --- the steps there are -------------------------------------------------------------------
 
-    def all_steps(self) -> list[int]:
-        """The steps that can be restored, in order; reads the directory anew."""
-        return [s.step for s in self._directory.steps()]
+    def all_steps(self, tier: TierName | None = None) -> list[int]:
+        """The steps that can be restored, in order; reads the directories anew.
 
-    def latest_step(self) -> int | None:
-        """The newest step that can be restored, or None."""
-        return max(self.all_steps(), default=None)
+        Args:
+          tier: only those in this one, "durable" or "local"; raises TierError if there is none.
+        """
+        return sorted({s.step for s in self._tiers.steps(tier)})
+
+    def latest_step(self, tier: TierName | None = None) -> int | None:
+        """The newest of ``all_steps``, or None."""
+        return max(self.all_steps(tier), default=None)
 
     def best_step(self) -> int | None:
-        """The best step by the preservation policy's best-N rule; None if none has its metric.
+        """The best durable step by the preservation policy's best-N rule, or None.
 
         Raises:
           PolicyError: there is no best-N rule.
@@ -510,23 +517,25 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        return self._directory.metrics(self._directory.find(_as_step(step)))
+        committed = self._tiers.candidates(_as_step(step))[-1]
+        return self._tiers.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True)
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, tier: TierName | None = None) -> None:
         """Deletes a step, whatever the preservation policy says.
+
+        Args:
+          step: completed steps of the checkpoint.
+          tier: where, "durable" or "local"; None for wherever it is.
 
         Raises:
           StepNotFoundError: there is no such step.
+          TierError: there is no such tier.
           LeaseError: another program writes to the directory.
         """
         self._require_open()
-        self._saver.wait()
-        self._directory.find(_as_step(step))
-        self._saver.claim()  # only now: a step that is not there creates no directory
-        self._saver.recover()
-        self._directory.delete(self._directory.find(_as_step(step)))
-        self._history.forget([step])
+        self._tiers.wait()
+        self._tiers.delete(_as_step(step), tier)
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -538,7 +547,7 @@ class TorchaxCheckpointer:
           SaveTimeoutError: still in flight after ``timeout_secs``; the save goes on.
           SaveError: a save failed.
         """
-        self._saver.wait(timeout_secs)
+        self._tiers.wait(timeout_secs)
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
@@ -548,20 +557,20 @@ class TorchaxCheckpointer:
           SaveError: names step and path, with the cause.
           MetricsError: a device metric turned out to be one that a best-N rule cannot rank.
         """
-        self._saver.check_for_errors()
+        self._tiers.check_for_errors()
 
     @guarded(trains=False)
     def close(self) -> None:
-        """Finishes the save in flight, and lets other programs write. May be called twice.
+        """Finishes the saves in flight, and lets other programs write. May be called twice.
 
         Raises:
-          SaveError: the newest save failed.
+          SaveError: the newest save to the durable tier failed.
         """
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self._saver.close()
+            self._tiers.close()
         finally:
             self._preemption.close()
         if self._saver.newest_failure is not None:
@@ -593,14 +602,6 @@ class TorchaxCheckpointer:
         if self._attached is None:
             raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
         return self._attached
-
-    def _require_steps(self) -> list[Any]:
-        steps = self._directory.steps()
-        if not steps:
-            raise StepNotFoundError(
-                f"{self._directory.path}: there are no checkpoints", path=self._directory.path
-            )
-        return steps
 
 
 def _as_step(step: Any) -> int:

@@ -24,7 +24,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
 from torchax_ckpt.state import functional, random_state
@@ -55,6 +55,7 @@ class RestoreReport:
       mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
+      tier: which tier it was read from, "durable" or "local".
     """
 
     step: int
@@ -63,12 +64,15 @@ class RestoreReport:
     mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
     skipped_steps: tuple[int, ...] = ()
     is_verified: bool = False
+    tier: TierName = "durable"
 
 
 def newest_readable(
     candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
 ) -> tuple[T, tuple[int, ...]]:
     """What ``attempt`` gives for the newest step that can be read, and the steps skipped.
+
+    Candidates come oldest first; of one number there may be one in each tier.
 
     Raises:
       CorruptCheckpointError: none of them can be read; the error of the newest.
@@ -77,7 +81,7 @@ def newest_readable(
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
-    for committed in reversed(candidates):
+    for left, committed in reversed(list(enumerate(candidates))):
         try:
             return attempt(committed), tuple(skipped)
         except StepNotFoundError as error:  # whoever writes here has deleted it meanwhile
@@ -86,6 +90,8 @@ def newest_readable(
             if not is_damage(error):
                 raise
             first_error = error if isinstance(error, UnusableStateError) else first_error or error
+            if left == 0:
+                break
             skipped.append(committed.step)
             warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
     assert first_error is not None, "called with no candidates"

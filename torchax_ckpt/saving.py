@@ -288,7 +288,7 @@ class Saver:
         manifest = Manifest(capture.document, plan, self._versions, taken)
         summary = {
             "metrics": metrics,
-            "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
+            "abandons": self._history.abandons(),
         }
         path = self._directory.path_for(capture.step)
         save.enter("transferring the arrays from the devices")

@@ -41,10 +41,11 @@ _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 one_at_a_time = threading.RLock()
-"""Held while Orbax saves or loads, by every checkpointer of the process.
+"""Held while Orbax begins to save, and while it loads, by every checkpointer of the process.
 
-Orbax numbers its operations per process and has the parts of a save wait for each other under the
-newest number: a save or load that begins meanwhile makes the running save fail, or hang.
+Orbax numbers its operations per process, and the parts of a save find each other under the newest
+number, until it has begun: another that begins meanwhile makes it fail, or hang. Once begun it
+keeps its number, so that a slow save to a bucket holds up no save to a local tier.
 """
 
 
@@ -94,10 +95,11 @@ def write_step(
             ),
             compression.observed(arrays.values()),
         ):
-            response = ocp.save_checkpointables_async(
-                path,
-                {STATE: tree or _PLACEHOLDER, MANIFEST: sealed[0], SUMMARY: sealed[1]},
-            )
+            with one_at_a_time:
+                response = ocp.save_checkpointables_async(
+                    path,
+                    {STATE: tree or _PLACEHOLDER, MANIFEST: sealed[0], SUMMARY: sealed[1]},
+                )
             on_transferred()
             response.result()
     finally:
@@ -161,7 +163,7 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
       CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
     """
     metadata = foreign_metadata(committed)
-    with as_corrupt(committed, "checkpoint"), _context(options):
+    with as_corrupt(committed, "checkpoint"), one_at_a_time, _context(options):
         if abstract_state is None:
             # Without an abstract state Orbax rebuilds the mesh it was saved on, which fails on
             # any other; host arrays need none.
@@ -260,23 +262,36 @@ def _context(
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
-    with one_at_a_time, context, _without_raw_metrics():
+    with context, _without_raw_metrics:
         yield
 
 
-@contextlib.contextmanager
-def _without_raw_metrics() -> Iterator[None]:
-    """Keeps Orbax from asking TensorStore for its metrics, around every save and load.
+class _WithoutRawMetrics:
+    """Keeps Orbax from asking TensorStore for its metrics, while anything is saved or loaded.
 
     TensorStore 0.1.86 never frees what it answers, 7 kB each time: 1 GB in 70,000 saves. Orbax
     only reports them.
     """
-    ask = tensorstore_utils.get_tensorstore_raw_bytes
-    tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
-    try:
-        yield
-    finally:
-        tensorstore_utils.get_tensorstore_raw_bytes = ask
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_within = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_within == 0:
+                self._ask = tensorstore_utils.get_tensorstore_raw_bytes
+                tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
+            self._num_within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_within -= 1
+            if self._num_within == 0:
+                tensorstore_utils.get_tensorstore_raw_bytes = self._ask
+
+
+_without_raw_metrics = _WithoutRawMetrics()
 
 
 def _use_coordination_service() -> None:
