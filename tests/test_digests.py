@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -281,7 +283,7 @@ def test_any_single_flipped_bit_changes_exactly_one_block(
     is_stack = is_stack and host.ndim > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "MAX_BYTES", max_bytes)
-        taken = digests.take(host, is_stack=is_stack)
+        taken = digests.take(host, digests.shards(host), is_stack=is_stack)
     start = (0,) * host.ndim
     assert digests.fit(taken, host.shape)
     assert digests.mismatches(host, start, taken, host.shape) == []
@@ -387,3 +389,42 @@ def test_booleans_that_storage_would_not_give_back_are_refused(place: Any, direc
         ckpt.save(2, state={"mask": odd != 0}, force=True)
         ckpt.wait_until_finished()
         assert ckpt.load(2)["mask"].tolist() == [False, True, True]
+
+
+def test_what_goes_wrong_while_digesting_fails_the_save_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no digests today")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as broken:
+            broken.setattr(digests, "take", fail)
+            ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
+            with pytest.raises(SaveError, match="no digests today"):
+                ckpt.wait_until_finished()
+        ckpt.save(2, state={"x": jnp.ones((64, 64))}, force=True)
+    assert [path.name for path in directory.iterdir() if path.is_dir()] == ["2"]
+
+
+def test_a_piece_that_cannot_be_compared_fails_the_restore(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room to compare")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(digests, "mismatches", fail)
+        with pytest.raises(MemoryError, match="no room to compare"):
+            ckpt.load(1)
+
+
+def test_orbax_is_told_that_the_manifest_is_json(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jnp.ones(3)}, force=True)
+    record = json.loads((directory / "1" / "_CHECKPOINT_METADATA").read_text())
+    handlers = record["item_handlers"]
+    assert handlers["manifest"] == handlers["summary"]
+    assert handlers["manifest"].endswith("JsonHandler")

@@ -355,8 +355,8 @@ def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Even
     assert seen == [
         "fetching metrics from the devices",
         "stacking the arrays",
-        "digesting the arrays",
         "transferring the arrays from the devices",
+        "digesting and writing the arrays",
         "writing and committing",
         "deleting what no rule keeps",
     ]

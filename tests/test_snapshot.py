@@ -276,18 +276,16 @@ def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
     order: list[str] = []
     write = storage.write_step
 
-    def noted(*args: Any, on_transferred: Any, **kwargs: Any) -> None:
-        def transferred() -> None:
-            order.append("transferred")
-            on_transferred()
+    def late_write(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+        order.append("transferring")
+        write(*args, **kwargs)
 
-        write(*args, on_transferred=transferred, **kwargs)
-
-    monkeypatch.setattr(storage, "write_step", noted)
+    monkeypatch.setattr(storage, "write_step", late_write)
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer")) as ckpt:
         ckpt.save(1, state=start())
         order.append("returned")
-    assert order == ["transferred", "returned"]
+    assert order == ["transferring", "returned"]
 
 
 def test_a_failed_transfer_does_not_hang(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,10 +102,6 @@ class _InFlight:
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"
 
-    def on_transferred(self) -> None:
-        self.enter("writing and committing")
-        self.transferred.set()
-
 
 class Saver:
     """Writes captures one after the other, and keeps what no rule keeps from piling up.
@@ -278,14 +274,20 @@ class Saver:
             self._failures.report(problem)
         save.enter("stacking the arrays")
         plan, stored = capture.snapshot.stored()
-        save.enter("digesting the arrays")
         if self._options.max_host_bytes is None:
             digests.prefetch(stored.values())
-        taken = {
-            name: digests.take(array, is_stack=name in plan.stacks)
-            for name, array in stored.items()
-        }
-        manifest = Manifest(capture.document, plan, self._versions, taken)
+
+        def manifest() -> dict[str, Any]:
+            parts = {name: list(digests.shards(array)) for name, array in stored.items()}
+            save.transferred.set()
+            save.enter("digesting and writing the arrays")
+            taken = {
+                name: digests.take(array, parts[name], is_stack=name in plan.stacks)
+                for name, array in stored.items()
+            }
+            save.enter("writing and committing")
+            return Manifest(capture.document, plan, self._versions, taken).to_json()
+
         summary = {
             "metrics": metrics,
             "abandons": self._history.abandons(),
@@ -295,11 +297,10 @@ class Saver:
         storage.write_step(
             path,
             stored,
-            manifest.to_json(),
+            manifest,
             summary,
             self._options,
             self._compression,
-            on_transferred=save.on_transferred,
             before_commit=self._directory.fence,
         )
         durable = self._directory.commit(capture.step, path)

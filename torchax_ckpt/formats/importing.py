@@ -111,7 +111,9 @@ def import_weights(
     }
     plan = Planner(options.layout)(list(arrays), list(arrays.values()))
     stored = execute(plan, arrays, copy=False)
-    taken = {n: digests.take(a, is_stack=n in plan.stacks) for n, a in stored.items()}
+    taken = {
+        n: digests.take(a, digests.shards(a), is_stack=n in plan.stacks) for n, a in stored.items()
+    }
     document = {
         MODEL: {
             "dict": [[name, _node(names.join((MODEL, name)), arrays)] for name in source.tensors],
@@ -140,11 +142,10 @@ def _write(
         storage.write_step(
             path,
             stored,
-            manifest.to_json(),
+            manifest.to_json,
             {"metrics": {}, "abandons": []},
             options,
             Compression(bool(options.compression)),
-            on_transferred=lambda: None,
             before_commit=run.fence,
         )
         return run.commit(step, path)

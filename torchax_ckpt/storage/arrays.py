@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -52,12 +54,11 @@ keeps its number, so that a slow save to a bucket holds up no save to a local ti
 def write_step(
     path: epath.Path,
     arrays: Mapping[str, jax.Array | np.ndarray],
-    manifest: Mapping[str, Any],
+    manifest: Callable[[], Mapping[str, Any]],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
     compression: Compression,
     *,
-    on_transferred: Callable[[], None],
     before_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
@@ -65,22 +66,24 @@ def write_step(
     Args:
       path: the directory of the step, which must not exist.
       arrays: stored name -> array.
-      manifest, summary: JSON.
+      manifest: gives JSON; called on this thread once all arrays are on the host, while they are
+        being written.
+      summary: JSON.
       options: memory bounds.
       compression: whether the arrays are compressed; is told what storing them took.
-      on_transferred: called as soon as all arrays are on the host.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
 
     Raises:
-      SaveError, ValueError: readers would refuse the step; nothing is written.
+      SaveError, ValueError: readers would refuse the step; nothing is committed.
     """
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
         _require_readable(name, array)
-    sealed = digests.seal(manifest), digests.seal(summary)
+    later: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+    items = {STATE: tree or _PLACEHOLDER, MANIFEST: later, SUMMARY: digests.seal(summary)}
     _FencedPath.fences[str(path)] = before_commit
     try:
         with (
@@ -96,11 +99,14 @@ def write_step(
             compression.observed(arrays.values()),
         ):
             with one_at_a_time:
-                response = ocp.save_checkpointables_async(
-                    path,
-                    {STATE: tree or _PLACEHOLDER, MANIFEST: sealed[0], SUMMARY: sealed[1]},
-                )
-            on_transferred()
+                response = ocp.save_checkpointables_async(path, items)
+            try:
+                later.set_result(digests.seal(manifest()))
+            except BaseException as error:
+                later.set_exception(error)  # which ends the save
+                with contextlib.suppress(Exception):
+                    response.result()
+                raise
             response.result()
     finally:
         del _FencedPath.fences[str(path)]
@@ -206,6 +212,29 @@ def abstract_array(
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
+class _LaterJson(ocp.handlers.JsonHandler):
+    """Writes JSON that becomes known while the other items of a step are being written."""
+
+    async def save(
+        self, directory: Any, checkpointable: concurrent.futures.Future[dict[str, Any]]
+    ) -> Any:
+        return self._write(directory, checkpointable)
+
+    async def _write(
+        self, directory: Any, later: concurrent.futures.Future[dict[str, Any]]
+    ) -> None:
+        content = await asyncio.to_thread(later.result)
+        await (await super().save(directory, content))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, concurrent.futures.Future)
+
+
+# By this name Orbax notes in each step how the item is to be read: as any JSON.
+_LaterJson.__module__ = ocp.handlers.JsonHandler.__module__
+_LaterJson.__qualname__ = ocp.handlers.JsonHandler.__qualname__
+
+
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     """A path of Orbax's that looks at the fence of its step before the commit mark is written.
 
@@ -240,8 +269,8 @@ def _context(
     _use_coordination_service()
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
-    for item in (MANIFEST, SUMMARY):
-        registry.add(ocp.handlers.JsonHandler, checkpointable_name=item)
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
+    registry.add(_LaterJson, checkpointable_name=MANIFEST)
     context = ocp.Context()
     context.checkpointables.registry = registry
     # Where folders are made in the background and that fails, Orbax's other threads wait for them

@@ -25,6 +25,7 @@ from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.storage import cutting
 
 Index = tuple[slice, ...]
+Part = tuple[tuple[int, ...], np.ndarray]
 
 _SEAL = "xxh3_64"
 # The largest file of JSON, or of an index, that is read. That of a million leaves is half of this.
@@ -77,16 +78,17 @@ def _text(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def take(array: jax.Array | np.ndarray, *, is_stack: bool) -> Digests:
+def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
     """The digests of all blocks of an array that are stored by this process.
 
-    Of a device array this fetches the shards; they stay cached beside the array, so that whoever
-    writes them to storage next does not fetch them again. To let go of them would not bound the
-    memory of a save: Orbax, fetching them again, leaves them there as well.
+    Args:
+      array: the array.
+      parts: what ``shards`` gives of it.
+      is_stack: whether it is a stack.
     """
     block = cutting.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
-    for start, host in shards(array):
+    for start, host in parts:
         found = of_blocks(host, block)
         at = tuple(
             slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
@@ -104,8 +106,13 @@ def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
                     shard.data.copy_to_host_async()
 
 
-def shards(array: jax.Array | np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Every part of the array that this process stores, and where it starts."""
+def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
+    """Every part of the array that this process stores, and where it starts.
+
+    Of a device array this fetches them; they stay cached beside the array, so that they are not
+    fetched twice when they are also written to storage. To let go of them would not bound the
+    memory of a save: Orbax, fetching them again, leaves them there as well.
+    """
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
         return

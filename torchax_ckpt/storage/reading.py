@@ -8,6 +8,7 @@ only what its devices hold, in regions of whole blocks; no more than a bound is 
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -177,7 +178,11 @@ def _corrupt(
 
 
 class _Arrival:
-    """A piece on its way: from storage, and then to devices."""
+    """A piece on its way: from storage, and then to devices.
+
+    It is compared as soon as it is there, on the thread of TensorStore's that has brought it:
+    pieces are compared side by side, and while they are still in the processor's caches.
+    """
 
     def __init__(
         self,
@@ -190,22 +195,35 @@ class _Arrival:
         self._chunk = _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
+        self._wrong: Sequence[tuple[int, ...]] = ()
+        self._failure: BaseException | None = None
+        self._is_compared = threading.Event()
         self._future = ts.array(self._host, dtype=store.dtype).write(source)
+        self._future.add_done_callback(self._compare)
+
+    def _compare(self, read: ts.Future) -> None:
+        known, shape = self._target.wanted.digests, self._target.wanted.shape
+        try:
+            if known is not None and read.exception() is None:
+                self._wrong = digests.mismatches(self._host, self._piece.start, known, shape)
+        except BaseException as error:  # it must reach the thread that waits
+            self._failure = error
+        finally:
+            self._is_compared.set()
 
     def finish(self) -> tuple[int, list[jax.Array]]:
-        """Waits for the piece, checks it, and starts the way to devices of what is complete."""
+        """Waits for the piece, and starts the way to devices of what is complete."""
         return self._target.arrived(self._piece, self.fetch())
 
     def fetch(self) -> np.ndarray:
-        """Waits for the piece, and checks it."""
-        target, piece = self._target, self._piece
-        with as_corrupt(self._committed, target.name):
+        """Waits for the piece; raises if it is not what was stored."""
+        with as_corrupt(self._committed, self._target.name):
             self._future.result()
-        known = target.wanted.digests
-        if known is not None:
-            wrong = digests.mismatches(self._host, piece.start, known, target.wanted.shape)
-            if wrong:
-                raise self._damaged(wrong)
+        self._is_compared.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._wrong:
+            raise self._damaged(self._wrong)
         return self._host
 
     def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
