@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -183,6 +186,100 @@ def run_torture(program: Path, *args: str) -> tuple[int, dict[str, int], str]:
     return result.returncode, table, result.stdout + result.stderr[-4000:]
 
 
+class Running:
+    """Processes of one program that runs on several, each with devices of its own.
+
+    Args:
+      source: the program; ``tests`` is importable in it. Its first arguments are its index, how
+        many there are, and the port of JAX's coordination service.
+      count: how many processes.
+      args: more arguments.
+      devices: of each process.
+      timeout_secs: they are ended by the kernel after that, whatever becomes of the test.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        count: int,
+        *args: str,
+        devices: int = 2,
+        env: Mapping[str, str] = {},
+        timeout_secs: int = 120,
+    ) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = str(listener.getsockname()[1])
+        self._timeout_secs = timeout_secs
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2 * count)]  # noqa: SIM115
+        lines = f"import signal; signal.alarm({timeout_secs})\n" + textwrap.dedent(source)
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", lines, str(index), str(count), port, *args],
+                env=_environment(devices, env),
+                stdout=self._outputs[2 * index],
+                stderr=self._outputs[2 * index + 1],
+            )
+            for index in range(count)
+        ]
+
+    def kill(self, index: int) -> None:
+        """SIGKILL."""
+        self.processes[index].kill()
+
+    def output(self, index: int) -> tuple[str, str]:
+        """What a process has written to stdout and stderr so far."""
+        # Not by seeking: the process writes where these files stand.
+        own = self._outputs[2 * index : 2 * index + 2]
+        out, err = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in own)
+        return out, err
+
+    def reports(self, index: int) -> list[Any]:
+        """The JSON objects that a process has printed so far, each on a line."""
+        lines = self.output(index)[0].splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def wait(self) -> list[int]:
+        """Exit codes, once all have ended."""
+        return [process.wait(self._timeout_secs) for process in self.processes]
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for file in self._outputs:
+            file.close()
+
+
+def run_processes(source: str, count: int, *args: str, **kwargs: Any) -> list[list[Any]]:
+    """What each process of a program has reported; all must succeed."""
+    with Running(source, count, *args, **kwargs) as running:
+        codes = running.wait()
+        if any(codes):
+            told = [
+                f"--- process {index}: exit {code}\n{out}{err[-3000:]}"
+                for index, code in enumerate(codes)
+                for out, err in [running.output(index)]
+            ]
+            raise AssertionError("\n".join(told))
+        return [running.reports(index) for index in range(count)]
+
+
+def _environment(devices: int, env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
+        **env,
+    }
+
+
 def run_python(
     source: str,
     *args: str,
@@ -192,18 +289,9 @@ def run_python(
     timeout_secs: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program in a fresh process; ``tests`` is importable there."""
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
-        **env,
-    }
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source), *args],
-        env=environment,
+        env=_environment(devices, env),
         capture_output=True,
         text=True,
         timeout=timeout_secs,

@@ -19,6 +19,7 @@ from torchax_ckpt.errors import SaveError
 from torchax_ckpt.history import History
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import ALONE
 
 STATE = {"w": np.zeros(4)}
 NEVER = 10**9
@@ -121,7 +122,7 @@ def committed(directory: Path, step: int) -> CommittedStep:
 
 
 def test_the_step_in_flight_is_seen_until_it_fails_or_is_durable(directory: Path) -> None:
-    history = History(StepDirectory(directory))
+    history = History(StepDirectory(directory), ALONE)
     seen = lambda: [c.step for c in history.checkpoints()]  # noqa: E731
     history.begin(3)
     assert (seen(), history.has(3), history.has(2)) == ([3], True, False)
@@ -141,7 +142,7 @@ def test_the_step_in_flight_is_seen_until_it_fails_or_is_durable(directory: Path
 
 
 def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) -> None:
-    history = History(StepDirectory(directory))
+    history = History(StepDirectory(directory), ALONE)
     for step in (1, 3, 4):
         history.begin(step)
         history.end(committed(directory, step))

@@ -21,7 +21,6 @@ from torchax_ckpt.errors import (
     StepError,
     StepTypeError,
 )
-from torchax_ckpt.history import History
 from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.preemption import Preemption
@@ -32,14 +31,15 @@ from torchax_ckpt.restoring import (
     reading,
     restore_attached,
 )
-from torchax_ckpt.saving import Capture, Saver
 from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
+from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.storage import policies
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.stored import StoredStep
 from torchax_ckpt.tiers import Tier, Tiers
+from torchax_ckpt.writing import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +98,19 @@ class TorchaxCheckpointer:
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or policies.default_preservation_policy()
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        self._durable = self._tier("durable", directory, save_decision_policy, self._keep_policy)
+        self._tiers = Tiers(
+            directory,
+            save_decision_policy,
+            self._keep_policy,
+            local,
+            self._options,
+            on_donated=self._snapshotter.donated,
+        )
+        self._processes = self._tiers.processes
+        self._durable = self._tiers.durable
         self._directory = self._durable.directory
         self._history = self._durable.history
         self._saver = self._durable.saver
-        self._tiers = Tiers(self._durable)
-        if local is not None:
-            keep_policy = policies.LatestN(local.keep)
-            self._tiers = Tiers(
-                self._durable,
-                self._tier("local", local.path, local.save_decision_policy, keep_policy),
-            )
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._calls = Calls()
         self._attached: Attached | None = None
@@ -117,23 +119,6 @@ class TorchaxCheckpointer:
         self._restores = 0
         self._recorded: dict[str, Any] = {}
         self._is_closed = False
-
-    def _tier(self, name: TierName, directory: Any, save_policy: Any, keep_policy: Any) -> Tier:
-        save_policy = save_policy or policies.default_save_decision_policy()
-        for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
-            if not callable(getattr(policy, method, None)):
-                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
-        durable = None if name == "durable" else self._durable
-        place = StepDirectory(
-            directory,
-            read_only=self._options.read_only,
-            durable=durable.directory if durable else None,
-        )
-        history = History(place, durable.history if durable else None)
-        saver = Saver(
-            place, history, keep_policy, self._options, on_donated=self._snapshotter.donated
-        )
-        return Tier(name, place, history, saver, save_policy)
 
     @property
     def directory(self) -> str:
@@ -255,8 +240,8 @@ class TorchaxCheckpointer:
 
     def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
         tier = self._tiers.holding(committed)
-        with reading(committed, tier.directory):
-            report = restore_attached(committed, attached, strict, self._options)
+        with reading(committed, tier.directory, self._processes):
+            report = restore_attached(committed, attached, strict, self._options, self._processes)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
         return dataclasses.replace(report, tier=tier.name)
@@ -294,8 +279,8 @@ class TorchaxCheckpointer:
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with reading(committed, self._tiers.holding(committed).directory):
-            return load_state(committed, abstract_state, self._options)
+        with reading(committed, self._tiers.holding(committed).directory, self._processes):
+            return load_state(committed, abstract_state, self._options, self._processes)
 
     @guarded(trains=False)
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
@@ -324,11 +309,11 @@ class TorchaxCheckpointer:
         for committed in self._tiers.candidates(_as_step(step), tier):
             directory = self._tiers.holding(committed).directory
             try:
-                with reading(committed, directory):
-                    StoredStep(committed).verify(self._options)
+                with reading(committed, directory, self._processes):
+                    StoredStep(committed).verify(self._options, self._processes)
                 directory.verified.note(committed, is_sound=True)
             finally:
-                if not self._options.read_only:
+                if self._processes.is_first and not self._options.read_only:
                     directory.verified.mark([committed])
         return committed.step
 
@@ -456,10 +441,14 @@ class TorchaxCheckpointer:
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
+        mine = None
+        if self._processes.count > 1:
+            names, arrays, mine = own.split(captured)
         capture = Capture(
             step,
             self._snapshotter.take(names, arrays),
             {name: part.form.node for name, part in captured.items()},
+            mine,
             functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
             began,
         )
@@ -490,7 +479,7 @@ class TorchaxCheckpointer:
         Args:
           tier: only those in this one, "durable" or "local"; raises TierError if there is none.
         """
-        return sorted({s.step for s in self._tiers.steps(tier)})
+        return self._tiers.numbers(tier)
 
     def latest_step(self, tier: TierName | None = None) -> int | None:
         """The newest of ``all_steps``, or None."""

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.sharding import Local, Placement, put
-from torchax_ckpt.state import checks
+from torchax_ckpt.state import checks, own
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, reading
@@ -67,10 +68,13 @@ def _is_whole_here(placement: Placement) -> bool:
     )
 
 
-def is_whole(manifest: Manifest, reads: Mapping[str, Read]) -> bool:
-    """Whether these reads, checked, have seen every stored byte of the step."""
-    stored = manifest.stored(manifest.leaves())
-    return manifest.stored(reads).keys() == stored.keys()
+def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
+    """Whether these reads, checked, have seen every stored byte, together with other processes."""
+    needed = set(manifest.leaves())
+    if own.count_of(manifest.document) == num_processes:  # each reads what was its own
+        needed = {name for name in needed if names.without_process(name) == name}
+        reads = {names.without_process(name): read for name, read in reads.items()}
+    return manifest.stored(needed).keys() <= manifest.stored(reads).keys()
 
 
 def read_leaves(

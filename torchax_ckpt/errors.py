@@ -14,6 +14,8 @@
     ├── MismatchError               a checkpoint that does not fit what is attached
     ├── PlanError                   a plan made from numbers that cannot be
     ├── PolicyError                 a policy is missing or contradicts the call
+    ├── ProcessError                another process of the run failed
+    │   └── ProcessTimeoutError     another process has not come in time
     ├── SaveError                   a save failed in the background
     ├── SaveTimeoutError            a save took longer than the caller wanted to wait
     ├── StepError                   a step number that cannot be used
@@ -108,6 +110,14 @@ class PlanError(CheckpointError, ValueError):
 
 class PolicyError(CheckpointError, ValueError):
     """The call needs a policy that was not given, or a policy answered nonsense."""
+
+
+class ProcessError(CheckpointError, RuntimeError):
+    """Another process of the run failed, or cannot be spoken to."""
+
+
+class ProcessTimeoutError(ProcessError, TimeoutError):
+    """Another process of the run has not come to where this one waits for it."""
 
 
 class SaveError(CheckpointError, RuntimeError):

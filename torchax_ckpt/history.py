@@ -1,17 +1,19 @@
 """Owns what a run knows of its directory: the steps it goes on from, and those it abandons.
 
-The directory is listed once; after that the one writer knows itself what comes and goes.
+The directory is listed once, by process 0 for all; after that the one writer knows itself what
+comes and goes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import CheckpointInfo
+from torchax_ckpt.storage.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ class History:
 
     Args:
       directory: where they are.
+      processes: those of the run, as its training threads speak to them.
       durable: the history of the durable tier, if this is that of the local tier before it.
 
     Attributes:
@@ -28,8 +31,11 @@ class History:
       abandoned: newer steps of a branch this run left; set aside once a new step is committed here.
     """
 
-    def __init__(self, directory: StepDirectory, durable: History | None = None) -> None:
+    def __init__(
+        self, directory: StepDirectory, processes: Processes, durable: History | None = None
+    ) -> None:
         self._directory = directory
+        self._processes = processes
         self._other = durable
         if durable is not None:
             durable._other = self
@@ -44,10 +50,16 @@ class History:
     def open(self) -> None:
         """Lists the directory, if that has not been done yet."""
         if not self._is_open:
-            self.committed = self._directory.steps()
+            self.committed = self.found(self._directory.steps)
             self.abandoned = list(self._directory.left_in_place)
             self._look()
             self._is_open = True
+
+    def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
+        """What process 0 finds in the directory now, on all processes."""
+        directory, processes = self._directory, self._processes
+        with processes.round("looking for steps"):
+            return directory.named(processes.first(lambda: directory.described(find())))
 
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
@@ -88,9 +100,9 @@ class History:
         self.committed[-1] = settled
         self._look()
 
-    def refresh(self) -> None:
-        """Looks up anew where the steps lie, after something was moved."""
-        now_at = {(s.step, s.commit_timestamp_nsecs): s for s in self._directory.steps()}
+    def refresh(self, steps: Iterable[CommittedStep]) -> None:
+        """Takes where the steps lie now, after some were moved or deleted."""
+        now_at = {(s.step, s.commit_timestamp_nsecs): s for s in steps}
         for known in (self.committed, self.abandoned):
             keys = [(s.step, s.commit_timestamp_nsecs) for s in known]
             known[:] = [now_at[key] for key in keys if key in now_at]

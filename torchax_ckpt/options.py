@@ -50,6 +50,9 @@ class CheckpointOptions:
         the first ``save`` on until ``close``; then it ends at once. State what the scheduler
         gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None
         leaves SIGTERM alone. Without effect under ``jax.distributed``, where JAX has SIGTERM.
+      process_timeout_secs: how long one process of a run waits for another that is behind: at least
+        what the slowest takes longer than the fastest to read or write its part. Then the call, or
+        the save, fails on all of them, and names those that have not come.
       save_timeout_secs: a save in flight for longer is logged, with where it stands and its
         thread's stack, again at twice that and so on; and whoever waits for it gets a
         SaveTimeoutError, while the save goes on. None waits for as long as it takes.
@@ -65,6 +68,7 @@ class CheckpointOptions:
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
+    process_timeout_secs: float = 600.0
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
@@ -83,12 +87,16 @@ class CheckpointOptions:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(choices)}, found {getattr(self, name)!r}"
                 )
-        for name in ("preemption_grace_secs", "save_timeout_secs"):
+        for name, or_none in (
+            ("preemption_grace_secs", "None or "),
+            ("save_timeout_secs", "None or "),
+            ("process_timeout_secs", ""),
+        ):
             secs = getattr(self, name)
             is_number = isinstance(secs, (int, float)) and not isinstance(secs, bool)
-            if secs is not None and not (is_number and 0 < secs < math.inf):
+            if not (is_number and 0 < secs < math.inf) and not (or_none and secs is None):
                 raise ValueError(
-                    f"{name}: expected None or a positive number of seconds, found {secs!r}"
+                    f"{name}: expected {or_none}a positive number of seconds, found {secs!r}"
                 )
         if self.max_host_bytes is not None and (
             isinstance(self.max_host_bytes, bool)

@@ -1,4 +1,8 @@
-"""Owns the life of a restore: checked, read, written back, or nothing touched at all."""
+"""Owns the life of a restore: checked, read, written back, or nothing touched at all.
+
+Each process reads what goes to its devices and host. They agree once all have read, and before any
+of them touches what is live.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
-from torchax_ckpt.state import functional, random_state
+from torchax_ckpt.state import functional, own, random_state
 from torchax_ckpt.state.attached import STATE, Attached
 from torchax_ckpt.state.component import Read, Restoration, Write
 from torchax_ckpt.state.findings import Findings
@@ -35,6 +39,7 @@ from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import Processes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -99,14 +104,17 @@ def newest_readable(
 
 
 @contextlib.contextmanager
-def reading(committed: CommittedStep, directory: StepDirectory) -> Iterator[None]:
-    """Notes it if the step that is read within turns out to be damaged, and offers others.
+def reading(
+    committed: CommittedStep, directory: StepDirectory, processes: Processes
+) -> Iterator[None]:
+    """A round in which a step is read; notes it if the step is damaged, and offers others.
 
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
     try:
-        yield
+        with processes.round(f"reading step {committed.step}"):
+            yield
     except CheckpointError as error:
         if not is_damage(error):
             raise
@@ -131,9 +139,13 @@ def is_damage(error: BaseException) -> bool:
 
 
 def restore_attached(
-    committed: CommittedStep, attached: Attached, strict: bool, options: CheckpointOptions
+    committed: CommittedStep,
+    attached: Attached,
+    strict: bool,
+    options: CheckpointOptions,
+    processes: Processes,
 ) -> RestoreReport:
-    """Restores one step into what is attached: everything, or nothing and an error.
+    """Restores one step into what is attached: everything, or nothing and an error, on all alike.
 
     Raises:
       MismatchError: something differs and ``strict``.
@@ -143,22 +155,25 @@ def restore_attached(
     findings = Findings()
     brings_rng = "rng" in attached.components and "rng" in manifest.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
-        restoration = attached.prepare(manifest.document, findings)
+        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        restoration = attached.prepare(document, findings)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
         content.require_plausible(committed, manifest, restoration.reads)
         if options.restore_in_budget:
-            _apply_in_budget(committed, manifest, restoration, options)
+            _apply_in_budget(committed, manifest, restoration, options, processes)
         else:
-            restoration.apply(content.read_leaves(committed, manifest, restoration.reads, options))
+            values = content.read_leaves(committed, manifest, restoration.reads, options)
+            restoration.apply(values, processes.meet)
     logger.info("restored step %d from %s", committed.step, committed.path)
     return RestoreReport(
         committed.step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
-        is_verified=options.verify != "never" and content.is_whole(manifest, restoration.reads),
+        is_verified=options.verify != "never"
+        and content.is_whole(manifest, restoration.reads, processes.count),
     )
 
 
@@ -167,6 +182,7 @@ def _apply_in_budget(
     manifest: Manifest,
     restoration: Restoration,
     options: CheckpointOptions,
+    processes: Processes,
 ) -> None:
     """Applies a restoration part by part, deleting what each part replaces before it is read.
 
@@ -176,7 +192,8 @@ def _apply_in_budget(
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
     restoration.apply_calls(
-        content.read_leaves(committed, manifest, {name: reads[name] for name in early}, options)
+        content.read_leaves(committed, manifest, {name: reads[name] for name in early}, options),
+        processes.meet,
     )
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
@@ -186,10 +203,13 @@ def _apply_in_budget(
             needed = {name: reads[name] for write in part for name in write.needs}
             values = content.read_leaves(committed, manifest, needed, options)
             restoration.apply_writes(part, values)
+        processes.meet()
     except BaseException as error:
         for write in restoration.writes:
             if write.release is not None:
                 write.release()
+        if isinstance(error, UnusableStateError):
+            raise  # that of another process
         raise UnusableStateError(
             f"restoring step {committed.step} from {committed.path} failed after buffers had been "
             f"freed for it (restore_in_budget=True): {error}. What is attached holds no state any "
@@ -240,7 +260,9 @@ def _device_bytes(read: Read) -> int:
     return read.spec.nbytes if read.placement is Local.DEFAULT_DEVICE else 0
 
 
-def load_state(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
+def load_state(
+    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
+) -> Any:
     """Reads the functional state of one step, or all components of one that was attached.
 
     Raises:
@@ -257,9 +279,8 @@ def load_state(committed: CommittedStep, abstract_state: Any, options: Checkpoin
         root, prefix = manifest.document[STATE], (STATE,)
     else:
         asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
-        root = {
-            "dict": [[n, d] for n, d in manifest.document.items() if asked is None or n in asked]
-        }
+        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
     with content.about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:

@@ -5,6 +5,9 @@ save is in flight, and a save in flight is finished even if the program ends wit
 
 A save that fails costs that save and nothing else. Each of them tries anew, so saving goes on by
 itself once the medium does; what is wrong is said once, when it changes, and when it is over.
+
+Of several processes each writes what its devices hold, and process 0 does for all whatever is done
+once; a save succeeds on all of them or fails on all.
 """
 
 from __future__ import annotations
@@ -17,11 +20,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torchax_ckpt.errors import (
-    CheckpointError,
     DonatedBufferError,
     LeaseError,
     SaveError,
@@ -29,37 +31,14 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
-from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.snapshot import Snapshot
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import digests, medium
-from torchax_ckpt.storage.compression import Compression
+from torchax_ckpt.storage import medium
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.writing import Capture, Writer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Capture:
-    """What one save writes, fixed at the moment of ``save``.
-
-    Attributes:
-      step: completed optimizer steps.
-      snapshot: the leaves.
-      document: component -> node, see ``layout/manifest.py``.
-      fetch_metrics: gives the metrics as JSON; may wait for devices. Its second answer is a
-        problem with them that does not keep the step from being saved, or None.
-      began: ``time.perf_counter()`` when the training thread turned to this save.
-    """
-
-    step: int
-    snapshot: Snapshot
-    document: Mapping[str, Node]
-    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
-    began: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +90,8 @@ class Saver:
       history: the steps of this run, which saves add to.
       preservation_policy: which steps are kept.
       options: how they are written.
+      calls, saves: the processes of the run, as its training threads and the threads of its saves
+        speak to them.
       on_donated: called when a save failed because a reference was donated.
     """
 
@@ -120,19 +101,21 @@ class Saver:
         history: History,
         preservation_policy: Any,
         options: CheckpointOptions,
+        calls: Processes,
+        saves: Processes,
         on_donated: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._history = history
         self._preservation_policy = preservation_policy
         self._options = options
-        self._versions = installed_versions()
+        self._calls, self._saves = calls, saves
         self._on_donated = on_donated
         self._in_flight: _InFlight | None = None
         self._was_claimed = self._is_claimed = False
         self._num_failures = 0
         self._failures = Failures()
-        self._compression = Compression(options.compression)
+        self._writer = Writer(directory, history, options, saves, self._failures)
         self.newest_failure: SaveError | None = None
         self.finished: list[SaveCost] = []
         """What durable saves have cost, until somebody takes it from here."""
@@ -147,16 +130,29 @@ class Saver:
         """Makes sure, before the first save, that the directory can be written, and takes it."""
         # Once only: after a failure the save's own thread does it, as the medium may keep it long.
         if not self._was_claimed:
-            self._directory.claim()
+            with self._calls.round("taking the directory"):
+                self._calls.first(self._directory.claim)
             self._was_claimed = True
 
-    def recover(self) -> None:
-        """Finishes or removes what killed and failed saves have left. Without a save in flight."""
+    def delete(self, step: int) -> None:
+        """Deletes a step. Without a save in flight."""
+
+        def delete() -> list[Any]:
+            self._recover()
+            self._directory.delete(self._directory.find(step))
+            return self._directory.described(self._directory.steps())
+
+        with self._calls.round(f"deleting step {step}"):
+            left = self._calls.first(delete)
+        self._history.refresh(self._directory.named(left))
+
+    def _recover(self) -> None:
+        """Finishes or removes what killed and failed saves have left; for process 0."""
         if not self._is_claimed:
             if self._num_failures:
                 self._directory.claim()
             self._directory.recover()
-            self._history.refresh()
+            self._history.refresh(self._directory.steps())
             self._is_claimed = True
 
     def begin(self, capture: Capture) -> None:
@@ -245,7 +241,9 @@ class Saver:
 
     def _run(self, capture: Capture, save: _InFlight) -> None:
         try:
-            durable = self._write(capture, save)
+            with self._saves.round(f"saving step {capture.step}"):
+                durable, summary = self._writer.write(capture, save, self._recover)
+            self._history.end(durable, summary)
         except BaseException as error:  # whatever it is, it must reach the training thread
             self._fail(capture, error)
         else:
@@ -265,59 +263,10 @@ class Saver:
             save.transferred.set()
             del capture  # frames of an error that is kept lead here
 
-    def _write(self, capture: Capture, save: _InFlight) -> CommittedStep:
-        save.enter("cleaning up the directory")
-        self.recover()
-        save.enter("fetching metrics from the devices")
-        metrics, problem = capture.fetch_metrics()
-        if problem is not None:
-            self._failures.report(problem)
-        save.enter("stacking the arrays")
-        plan, stored = capture.snapshot.stored()
-        if self._options.max_host_bytes is None:
-            digests.prefetch(stored.values())
-
-        def manifest() -> dict[str, Any]:
-            parts = {name: list(digests.shards(array)) for name, array in stored.items()}
-            save.transferred.set()
-            save.enter("digesting and writing the arrays")
-            taken = {
-                name: digests.take(array, parts[name], is_stack=name in plan.stacks)
-                for name, array in stored.items()
-            }
-            save.enter("writing and committing")
-            return Manifest(capture.document, plan, self._versions, taken).to_json()
-
-        summary = {
-            "metrics": metrics,
-            "abandons": self._history.abandons(),
-        }
-        path = self._directory.path_for(capture.step)
-        save.enter("transferring the arrays from the devices")
-        storage.write_step(
-            path,
-            stored,
-            manifest,
-            summary,
-            self._options,
-            self._compression,
-            before_commit=self._directory.fence,
-        )
-        durable = self._directory.commit(capture.step, path)
-        if self._options.read_back:
-            save.enter("reading it back")
-            try:
-                StoredStep(durable).verify(self._options)
-            except Exception:  # damaged, or not to be read: it must not be the newest step
-                self._directory.delete(durable)
-                raise
-            self._directory.verified.note(durable, is_sound=True)
-        self._history.end(durable, summary)
-        return durable
-
     def _tidy(self, durable: CommittedStep) -> None:
         """After a commit: sets the abandoned branch aside, deletes what no rule keeps."""
-        try:
+
+        def tidy() -> list[Any]:
             history = self._history
             self._directory.set_aside(history.abandoned)
             history.abandoned.clear()
@@ -327,6 +276,12 @@ class Saver:
             keep = preserved(self._preservation_policy, infos)
             self._directory.verified.mark(history.committed)
             history.forget(self._directory.prune(keep, history.committed))
+            return self._directory.described(history.committed)
+
+        try:
+            with self._saves.round(f"tidying up after step {durable.step}"):
+                left = self._saves.first(tidy)
+            self._history.refresh(self._directory.named(left))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "
@@ -367,7 +322,8 @@ class Saver:
             self._was_claimed = False  # the next save finds out anew, and raises
             return
         try:
-            self._directory.recover()  # if the medium lets it: a full disk needs the room now
+            if self._saves.is_first:
+                self._directory.recover()  # if the medium lets it: a full disk needs the room now
         except Exception as in_the_way:
             logger.debug("leftovers stay until the next save: %s", in_the_way)
 

@@ -63,10 +63,38 @@ def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[
 
     Host arrays are copied, so that the result does not alias memory that the caller may change.
     """
-    moved = {n: a for n, a in arrays.items() if placements[n] is not Local.HOST}
-    targets = [None if isinstance(p := placements[n], Local) else p for n in moved]
-    on_device = jax.device_put(list(moved.values()), targets, may_alias=False) if moved else []
-    return {**arrays, **dict(zip(moved, on_device, strict=True))}
+    result = dict(arrays)
+    near: dict[str, Sharding | None] = {}
+    for name, array in arrays.items():
+        placement = placements[name]
+        if isinstance(placement, Local):
+            if placement is Local.DEFAULT_DEVICE:
+                near[name] = None
+        elif _leaves_process(array, placement):
+            result[name] = move(array, placement)
+        else:
+            near[name] = placement
+    if near:
+        sources, targets = [arrays[name] for name in near], list(near.values())
+        result.update(zip(near, jax.device_put(sources, targets, may_alias=False), strict=True))
+    return result
+
+
+def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+    """The array on this sharding; one that is there already stays the same."""
+    if not _leaves_process(array, sharding):
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
+
+
+def _leaves_process(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
+    """Whether the array, which every process has, goes to devices of several processes.
+
+    ``jax.device_put`` would first compare what the processes have, on the devices.
+    """
+    is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
+    return is_here and not sharding.is_fully_addressable
 
 
 def resolve_rule(

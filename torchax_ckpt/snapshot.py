@@ -235,6 +235,16 @@ def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
 # --- executing a plan ----------------------------------------------------------------------------
 
 
+def beside(
+    plan: Plan, leaves: Mapping[str, np.ndarray], layout: Layout
+) -> tuple[Plan, dict[str, Array]]:
+    """A plan that has more leaves, all on the host, and their arrays to store."""
+    specs = [_spec(array) for array in leaves.values()]
+    more = plan_leaves(list(leaves), specs, layout, taken=plan.stacks)
+    stored = execute(more, leaves, copy=False)
+    return Plan({**plan.stacks, **more.stacks}, plan.empty | more.empty), stored
+
+
 def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
     """The arrays to store: stacks, and all other leaves, which are copied if asked to."""
     members = {member for group in plan.stacks.values() for member in group}
@@ -251,21 +261,46 @@ def _stack(arrays: list[Array]) -> Array:
         return np.stack(arrays)
     target = stacked(first.sharding)
     assert target is not None, "planned as a stack"
+    if not first.is_fully_addressable:
+        rows = zip(*(_parts(array) for array in arrays), strict=True)
+        shape = (len(arrays), *first.shape)
+        return _assembled(shape, target, [_stack([*row]) for row in rows])
     parts = [_stack_onto(target)(*chunk) for chunk in _chunks(arrays, _CHUNK)]
     return parts[0] if len(parts) == 1 else _concatenate_onto(target)(*parts)
 
 
 def _copies(leaves: Mapping[str, Array]) -> dict[str, Array]:
-    result = dict(leaves)
-    by_sharding: dict[Sharding, list[str]] = collections.defaultdict(list)
-    for name, array in leaves.items():
-        if isinstance(array, jax.Array):
-            by_sharding[array.sharding].append(name)
+    arrays = {name: array for name, array in leaves.items() if isinstance(array, jax.Array)}
+    parts = {name: _parts(array) for name, array in arrays.items()}
+    by_sharding: dict[Sharding, list[tuple[str, int]]] = collections.defaultdict(list)
+    for name, own in parts.items():
+        for place, part in enumerate(own):
+            by_sharding[part.sharding].append((name, place))
     for sharding, members in by_sharding.items():
         for chunk in _chunks(members, _CHUNK):
-            copies = _copy_onto(sharding)(*(leaves[name] for name in chunk))
-            result.update(zip(chunk, copies, strict=True))
-    return result
+            copies = _copy_onto(sharding)(*(parts[name][place] for name, place in chunk))
+            for (name, place), copy in zip(chunk, copies, strict=True):
+                parts[name][place] = copy
+    copied = {n: _assembled(a.shape, a.sharding, parts[n]) for n, a in arrays.items()}
+    return {**leaves, **copied}
+
+
+def _parts(array: Any) -> list[Any]:
+    """What of an array is computed with at once: of one over several processes, each shard here.
+
+    Computations on shards are the process's own: it may begin them on any thread, whether others do
+    or not.
+    """
+    if array.is_fully_addressable:
+        return [array]
+    return [shard.data for shard in array.addressable_shards]
+
+
+def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> jax.Array:
+    """The array of these parts."""
+    if sharding.is_fully_addressable:
+        return parts[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from torchax_ckpt.storage import inspection, medium, reading
 from torchax_ckpt.storage.commits import MANIFEST
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.placing import Wanted
+from torchax_ckpt.storage.processes import ALONE, Processes
 
 Index = tuple[slice, ...]
 
@@ -187,11 +189,19 @@ class StoredStep:
         return found
 
     def verify(
-        self, options: CheckpointOptions, on_bytes: Callable[[int], None] = lambda nbytes: None
+        self,
+        options: CheckpointOptions,
+        processes: Processes = ALONE,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Reads everything, compares it with its digests, and keeps nothing; as ``stream``."""
+        """Reads everything, compares it with its digests, and keeps nothing; as ``stream``.
+
+        Of several processes each does so with its share of the stored arrays.
+        """
         with about(self.committed):
             wanted = self._wanted(self.leaves)
+            mine = itertools.islice(wanted, processes.index, None, processes.count)
+            wanted = {name: wanted[name] for name in mine}
             for _, piece, _ in reading.stream_arrays(self.committed, wanted, options):
                 on_bytes(piece.nbytes)
 

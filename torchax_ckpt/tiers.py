@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchax_ckpt.errors import StepNotFoundError, TierError
+from torchax_ckpt.errors import PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.history import History
-from torchax_ckpt.options import TierName
-from torchax_ckpt.saving import Capture, Saver
+from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
+from torchax_ckpt.saving import Saver
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.writing import Capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +63,75 @@ class Tier:
 
 
 class Tiers:
-    """The tiers of a run: the durable one, and after it the local one, if there is one."""
+    """The tiers of a run.
 
-    def __init__(self, *tiers: Tier) -> None:
-        self._tiers = tiers
+    Args:
+      directory: of the durable tier.
+      save_decision_policy, preservation_policy: of the durable tier.
+      local: the local tier, if there is one.
+      options: how steps are written and read.
+      on_donated: called when a save failed because a reference was donated.
+
+    Attributes:
+      processes: those of the run, as its training threads speak to them.
+      durable: the durable tier.
+
+    Raises:
+      PolicyError: a policy is none.
+      DirectoryError: a directory cannot be one.
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        save_decision_policy: Any,
+        preservation_policy: Any,
+        local: LocalTier | None,
+        options: CheckpointOptions,
+        on_donated: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._on_donated = on_donated
+        durable = StepDirectory(directory, read_only=options.read_only)
+        self.processes, saves = (
+            Processes(f"{kind} {durable.path}", options.process_timeout_secs)
+            for kind in ("calls", "saves")
+        )
+        history = History(durable, self.processes)
+        self.durable = self._tier(
+            "durable", durable, history, save_decision_policy, preservation_policy, saves
+        )
+        self._tiers = [self.durable]
+        if local is not None:
+            near = StepDirectory(local.path, read_only=options.read_only, durable=durable)
+            self._tiers.append(
+                self._tier(
+                    "local",
+                    near,
+                    History(near, self.processes, history),
+                    local.save_decision_policy,
+                    policies.LatestN(local.keep),
+                    Processes(f"local saves {durable.path}", options.process_timeout_secs),
+                )
+            )
+
+    def _tier(
+        self,
+        name: TierName,
+        directory: StepDirectory,
+        history: History,
+        save_policy: Any,
+        keep_policy: Any,
+        saves: Processes,
+    ) -> Tier:
+        save_policy = save_policy or policies.default_save_decision_policy()
+        for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
+            if not callable(getattr(policy, method, None)):
+                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
+        saver = Saver(
+            directory, history, keep_policy, self._options, self.processes, saves, self._on_donated
+        )
+        return Tier(name, directory, history, saver, save_policy)
 
     # --- the steps there are ---
 
@@ -93,8 +160,12 @@ class Tiers:
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """As ``candidates``, perhaps none."""
-        found = [s for tier in self._asked(name) for s in tier.directory.steps()]
+        found = [s for t in self._asked(name) for s in t.history.found(t.directory.steps)]
         return sorted(found, key=lambda s: s.step)  # which keeps the tiers of one step in order
+
+    def numbers(self, name: TierName | None = None) -> list[int]:
+        """The numbers of the steps that this process finds, in order; asks no other process."""
+        return sorted({s.step for tier in self._asked(name) for s in tier.directory.steps()})
 
     def holding(self, committed: CommittedStep) -> Tier:
         """The tier that a step is in."""
@@ -148,14 +219,10 @@ class Tiers:
 
     def delete(self, step: int, name: TierName | None = None) -> None:
         """Deletes a step from the tiers that have it; raises as ``candidates`` does."""
-        self.candidates(step, name)
+        found = self.candidates(step, name)
         self.claim()  # only now: a step that is not there creates no directory
-        for tier in self._tiers:
-            tier.saver.recover()
-        for committed in self.candidates(step, name):
-            tier = self.holding(committed)
-            tier.directory.delete(committed)
-            tier.history.forget([step])
+        for committed in found:
+            self.holding(committed).saver.delete(step)
 
     def close(self) -> None:
         """Finishes the saves in flight, and lets others write."""

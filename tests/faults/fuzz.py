@@ -57,6 +57,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.storage import digests, inspection
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import ALONE
 
 MAX_SECS = 5.0
 MAX_BYTES = 1 << 30
@@ -444,7 +445,7 @@ class Readers:
         """A manifest, up to live objects, from disk."""
         with self._replaced(self.corpus.step / "manifest" / "data.json", raw):
             restoring.restore_attached(
-                self.corpus.committed, self.corpus.live.attached, True, CheckpointOptions()
+                self.corpus.committed, self.corpus.live.attached, True, CheckpointOptions(), ALONE
             )
 
     def _replaced(self, path: Path, raw: bytes) -> _Replaced:

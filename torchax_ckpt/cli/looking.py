@@ -148,7 +148,7 @@ def _verify_one(
     try:
         stored = StoredStep(committed)
         with output.progress(f"step {committed.step}", stored.stored_bytes) as on_bytes:
-            stored.verify(options, on_bytes)
+            stored.verify(options, on_bytes=on_bytes)
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and not read_only:
             run.verified.note(committed, is_sound=False)

@@ -130,9 +130,12 @@ class Manifest:
             {stored: tuple(members) for stored, members in stacks.items()}, frozenset(empty)
         )
         leaves: dict[str, dict[str, Any]] = {}
-        for component in document.values():
-            for node in array_nodes(component):
+        for component in document:
+            for node in array_nodes(document[component]):
                 _check_array_node(node, path)
+                # What lies on devices of several processes is part of the state of each.
+                if component == names.PROCESSES and leaves.get(node["array"]) == node:
+                    continue
                 if node["array"] in leaves:
                     raise _corrupt(path, node["array"], "one leaf of this name", "two")
                 leaves[node["array"]] = node

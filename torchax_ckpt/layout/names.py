@@ -20,6 +20,9 @@ _EMPTY = "%"
 _FOREIGN = re.compile(r"[*\x00-\x1f\x7f\ud800-\udfff]")
 _SEPARATOR = "/"
 
+# The component of what processes other than the first have for themselves.
+PROCESSES = "processes"
+
 
 def escape(key: str) -> str:
     """The key with ambiguous characters percent-encoded; inverse of ``unescape``."""
@@ -54,6 +57,17 @@ def split(name: str) -> tuple[str, ...]:
 def is_name(text: str) -> bool:
     """Whether a text could be a leaf's name: not empty, and nothing in it that is escaped."""
     return bool(text) and not _FOREIGN.search(text)
+
+
+def of_process(index: int, name: str) -> str:
+    """The name under which the leaf of another process than the first is stored."""
+    return _SEPARATOR.join((PROCESSES, str(index), name))
+
+
+def without_process(name: str) -> str:
+    """The name that a leaf has on the process that it belongs to."""
+    component, rest = component_and_rest(name)
+    return rest.partition(_SEPARATOR)[2] if component == PROCESSES else name
 
 
 def component_and_rest(name: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
@@ -72,19 +72,28 @@ class Plan:
 
 
 def plan_leaves(
-    leaf_names: Sequence[str], specs: Sequence[LeafSpec], layout: Layout = "auto"
+    leaf_names: Sequence[str],
+    specs: Sequence[LeafSpec],
+    layout: Layout = "auto",
+    taken: Iterable[str] = (),
 ) -> Plan:
-    """Decides where each leaf is stored; the same leaves always give the same plan."""
+    """Decides where each leaf is stored; the same leaves always give the same plan.
+
+    ``taken`` are the names of stacks that there are already.
+    """
     groups: dict[tuple[Hashable, ...], list[tuple[str, LeafSpec]]] = {}
     for name, spec in zip(leaf_names, specs, strict=True):
         if (key := _group(name, spec, layout)) is not None:
             groups.setdefault(key, []).append((name, spec))
     stacks: dict[str, tuple[str, ...]] = {}
+    used = set(taken)
     for (pattern, *_), members in groups.items():
         size = max(1, MAX_STACK_BYTES // max(1, members[0][1].nbytes))
         for part in _split(members, size):
             if len(part) > 1:
-                stacks[_unused(str(pattern), stacks)] = tuple(name for name, _ in part)
+                stored = _unused(str(pattern), used)
+                used.add(stored)
+                stacks[stored] = tuple(name for name, _ in part)
     empty = (n for n, s in zip(leaf_names, specs, strict=True) if math.prod(s.shape) == 0)
     return Plan(stacks=stacks, empty=frozenset(empty))
 
@@ -107,7 +116,7 @@ def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tupl
     return (members[i : i + size] for i in range(0, len(members), size))
 
 
-def _unused(pattern: str, taken: Mapping[str, object]) -> str:
+def _unused(pattern: str, taken: Collection[str]) -> str:
     """The pattern, told apart from stacks of the same pattern but another shape or sharding."""
     if pattern not in taken:
         return pattern

@@ -17,6 +17,7 @@ from torchax_ckpt.errors import (
     UninitializedLeafError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
@@ -184,9 +185,12 @@ class Restoration:
             key_path=self.unfilled[0],
         )
 
-    def apply(self, values: Values) -> None:
-        """Makes all changes, or none: if a call fails, it and those before it are undone."""
-        self.apply_calls(values)
+    def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
+        """Makes all changes, or none: if a call fails, it and those before it are undone.
+
+        ``agree`` is called once nothing can fail here any more; what it raises undoes all.
+        """
+        self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
 
     @staticmethod
@@ -196,8 +200,8 @@ class Restoration:
         for write in writes:
             write.do(values)
 
-    def apply_calls(self, values: Values) -> None:
-        """Makes the changes that run user code, or none of them."""
+    def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
+        """Makes the changes that run user code, or none of them; ``agree`` as for ``apply``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -205,6 +209,7 @@ class Restoration:
             for call in self.calls:
                 done.append(call)
                 call.do(values)
+            agree()
         except BaseException:
             for call in reversed(done):
                 if call.undo is not None:
@@ -247,7 +252,7 @@ def restore_by_call(
     arrays = live.by_name()
     for child in array_nodes(node):
         spec = Spec.of_node(child)
-        counterpart = arrays.get(child["array"])
+        counterpart = arrays.get(names.without_process(child["array"]))
         if not spec.on_device:
             placement: Placement = Local.HOST
         elif isinstance(counterpart, jax.Array) and counterpart.shape == spec.shape:

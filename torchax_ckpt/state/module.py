@@ -19,7 +19,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError, UninitializedLeafError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.sharding import Local, Placement, placement_of, put
+from torchax_ckpt.sharding import Local, Placement, move, placement_of, put
 from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
     Captured,
@@ -301,7 +301,7 @@ class ModuleComponent:
         def write(_: Values) -> None:
             if isinstance(placement, Sharding):
                 for tensor in slot.tensors:
-                    backend.set_buffer(tensor, jax.device_put(backend.buffer(tensor), placement))
+                    backend.set_buffer(tensor, move(backend.buffer(tensor), placement))
 
         return write
 

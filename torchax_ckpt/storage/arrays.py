@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from absl import flags
 from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
@@ -27,11 +26,21 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import commits, cutting, digests, inspection, location, medium, modes
+from torchax_ckpt.storage import (
+    commits,
+    cutting,
+    digests,
+    inspection,
+    location,
+    medium,
+    modes,
+    rendezvous,
+)
 from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
 from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE
+from torchax_ckpt.storage.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 one_at_a_time = threading.RLock()
-"""Held while Orbax begins to save, and while it loads, by every checkpointer of the process.
+"""Held while Orbax begins to save, and while it loads, by every checkpointer of this process.
 
 Orbax numbers its operations per process, and the parts of a save find each other under the newest
 number, until it has begun: another that begins meanwhile makes it fail, or hang. Once begun it
@@ -60,8 +69,11 @@ def write_step(
     compression: Compression,
     *,
     before_commit: Callable[[], None] = lambda: None,
+    processes: Processes = ALONE,
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
+
+    Every process writes what its devices hold, and process 0 the host arrays and the JSON.
 
     Args:
       path: the directory of the step, which must not exist.
@@ -73,6 +85,7 @@ def write_step(
       compression: whether the arrays are compressed; is told what storing them took.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
+      processes: those that write it together, in a round.
 
     Raises:
       SaveError, ValueError: readers would refuse the step; nothing is committed.
@@ -98,16 +111,17 @@ def write_step(
             ),
             compression.observed(arrays.values()),
         ):
-            with one_at_a_time:
+            with _one_order(processes), rendezvous.beginning(processes) as operation:
                 response = ocp.save_checkpointables_async(path, items)
-            try:
-                later.set_result(digests.seal(manifest()))
-            except BaseException as error:
-                later.set_exception(error)  # which ends the save
-                with contextlib.suppress(Exception):
-                    response.result()
-                raise
-            response.result()
+            with operation:
+                try:
+                    later.set_result(digests.seal(manifest()))
+                except BaseException as error:
+                    later.set_exception(error)  # which ends the save
+                    with contextlib.suppress(Exception):
+                        response.result()
+                    raise
+                response.result()
     finally:
         del _FencedPath.fences[str(path)]
 
@@ -266,7 +280,6 @@ def _context(
     is_compressed: bool = False,
     data_file_bytes: int = _DATA_FILE_BYTES,
 ) -> Iterator[None]:
-    _use_coordination_service()
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
@@ -292,6 +305,17 @@ def _context(
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
     with context, _without_raw_metrics:
+        yield
+
+
+@contextlib.contextmanager
+def _one_order(processes: Processes) -> Iterator[None]:
+    """Holds ``one_at_a_time``, of several checkpointers on every process for the same one."""
+    if not processes.is_first:
+        processes.share()  # comes once process 0 holds it
+    with one_at_a_time:
+        if processes.is_first:
+            processes.share()
         yield
 
 
@@ -321,19 +345,6 @@ class _WithoutRawMetrics:
 
 
 _without_raw_metrics = _WithoutRawMetrics()
-
-
-def _use_coordination_service() -> None:
-    """Has Orbax synchronise processes through JAX's coordination service.
-
-    By default it uses collectives on the devices, which from a background thread would cross
-    those of the training step.
-    """
-    if jax.process_count() == 1:
-        return
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
 
 
 @contextlib.contextmanager

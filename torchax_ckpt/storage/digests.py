@@ -11,6 +11,7 @@ Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C o
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,10 @@ import numpy as np
 import xxhash
 from etils import epath
 
+from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.storage import cutting
+from torchax_ckpt.storage.processes import Processes
 
 Index = tuple[slice, ...]
 Part = tuple[tuple[int, ...], np.ndarray]
@@ -95,6 +98,50 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
         )
         values[at] = found
     return Digests(block, values.astype("<u8").tobytes())
+
+
+def gathered(
+    taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
+) -> Mapping[str, Digests]:
+    """On process 0 the digests of all blocks; elsewhere, where nobody needs them, what was taken.
+
+    Args:
+      taken: stored name -> what ``take`` gave this process.
+      arrays: stored name -> array. Those on devices are shared by all processes.
+      processes: of the run.
+
+    Raises:
+      ProcessError: the processes do not save the same arrays.
+    """
+    if processes.count == 1:
+        return taken
+    shared = [name for name, array in arrays.items() if isinstance(array, jax.Array)]
+    looks = [[n, arrays[n].dtype.name, arrays[n].shape, taken[n].block] for n in shared]
+    looks_digest = xxhash.xxh3_64_digest(_text(looks))
+    mine = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
+    # Where another process stores the block there is zero: not worth sending.
+    own = np.flatnonzero(mine)
+    message = looks_digest + own.astype("<u8").tobytes() + mine[own].tobytes()
+    for index, sent in enumerate(processes.gather(message)):
+        if sent[:8] != looks_digest:
+            raise ProcessError(
+                f"process {index} saves other device arrays than process 0: expected the same "
+                "names, shapes, dtypes and shardings. Attach the same objects on every process."
+            )
+        where, values = np.split(np.frombuffer(sent, "<u8")[1:], 2)
+        mine[where] = values
+    if not processes.is_first:
+        return taken
+    ends = itertools.accumulate(len(_values(taken[name])) for name in shared)
+    merged, start = dict(taken), 0
+    for name, end in zip(shared, ends, strict=True):
+        merged[name] = Digests(taken[name].block, mine[start:end].tobytes())
+        start = end
+    return merged
+
+
+def _values(known: Digests) -> np.ndarray:
+    return np.frombuffer(known.values, "<u8")
 
 
 def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:

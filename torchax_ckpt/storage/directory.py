@@ -27,7 +27,8 @@ this program has begun a save is not used again. A writer that is killed, or los
 middle of a step may still overwrite single objects of the same step that its successor writes;
 locally it cannot, as every writer's saves have names of their own until they are committed.
 
-Listing and reading change nothing. One process at a time may write: whoever holds the lease.
+Listing and reading change nothing. One process at a time may write: whoever holds the lease. Of the
+processes of one run that is the first, which claims, cleans up, commits and deletes for all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from etils import epath
 
 from torchax_ckpt.errors import CheckpointError, DirectoryError, StepNotFoundError
@@ -166,6 +166,14 @@ class StepDirectory:
             metrics=self.metrics(committed),
         )
 
+    def described(self, steps: Iterable[CommittedStep]) -> list[list[Any]]:
+        """Steps as JSON, for other processes of the run."""
+        return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
+
+    def named(self, described: Iterable[Sequence[Any]]) -> list[CommittedStep]:
+        """The steps that ``described`` has described, perhaps in another process."""
+        return [CommittedStep(n, self.path / name, *rest) for n, name, *rest in described]
+
     def _visible(self) -> Iterator[CommittedStep]:
         found = [(child, m) for child in self._children() if (m := _STEP.fullmatch(child.name))]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
@@ -223,8 +231,7 @@ class StepDirectory:
         Raises:
           LeaseError: another program writes to the directory.
         """
-        if jax.process_index() == 0:  # the process that commits, moves and deletes for all
-            self._lease.hold()
+        self._lease.hold()
 
     def release(self) -> None:
         """Ends writing: others may."""
@@ -252,16 +259,14 @@ class StepDirectory:
         if not self._is_bucket:
             # Every save under a name of its own: what a failed one still has in flight, or a writer
             # that was stalled and lost its lease, must not write into the step of a later one.
-            # Several processes must agree, though.
             self._num_writes += 1
-            writer = f"{self._lease.token}-{self._num_writes}"
-            return self.path / f"writing-{step}-{writer if jax.process_count() == 1 else 'all'}"
+            return self.path / f"writing-{step}-{self._lease.token}-{self._num_writes}"
         more = (f"incoming-{step}-{count}" for count in itertools.count(2))
         for name in itertools.chain((str(step), f"incoming-{step}"), more):
             path = self.path / name
             # A request of a failed save may still be carried out, and overwrite what a later save
-            # writes under the same name. Several processes must agree, though.
-            if name in self._given and jax.process_count() == 1:
+            # writes under the same name.
+            if name in self._given:
                 continue
             if commits.is_begun(path):
                 self.fence()

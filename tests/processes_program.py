@@ -1,0 +1,169 @@
+"""A training program on several processes, for tests that start it: see ``support.run_processes``.
+
+    python processes_program.py INDEX COUNT PORT ...
+
+The model is sharded over the devices of all processes; each process has its own part of the data,
+its own random state, and a loader with a position of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from typing import Any
+
+import jax
+
+INDEX, COUNT, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if COUNT > 1:  # before anything starts the devices
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX, heartbeat_timeout_seconds=100)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torchax  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from torchax import interop  # noqa: E402
+
+from torchax_ckpt import torchax_backend as backend  # noqa: E402
+
+P = PartitionSpec
+MESH = Mesh(np.array(jax.devices()), ("fsdp",))
+
+
+def rule(name: str, abstract: Any) -> NamedSharding:
+    """The first dim that divides, else replicated."""
+    for dim, length in enumerate(abstract.shape):
+        if length and length % jax.device_count() == 0:
+            return NamedSharding(MESH, P(*[None] * dim, "fsdp"))
+    return NamedSharding(MESH, P())
+
+
+def init(name: str, abstract: Any) -> np.ndarray:
+    """The same on every process and mesh."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    return np.random.default_rng(seed).standard_normal(abstract.shape).astype(abstract.dtype)
+
+
+class Loader:
+    """Batches of this process's part of the data, in a random order of its own."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.generator = torch.Generator().manual_seed(100 + INDEX)
+
+    def state_dict(self) -> dict[str, Any]:
+        with backend.native_torch():
+            return {"position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        with backend.native_torch():
+            self.generator.set_state(state["generator"])
+
+    def __next__(self) -> np.ndarray:
+        with backend.native_torch():
+            seed = int(torch.randint(1 << 30, (), generator=self.generator)) + self.position
+        self.position += 1
+        return np.random.default_rng(seed).standard_normal((16 // COUNT, 8)).astype(np.float32)
+
+
+class Training:
+    """A model of two layers with AdamW, its loader, and random state seeded by process."""
+
+    def __init__(self, seed: int = 0, width: int = 16) -> None:
+        with torch.device("meta"):
+            self.model = torch.nn.Sequential(
+                torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 8)
+            )
+            self.model.add_module(
+                "blocks", torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+            )
+        torchax.enable_globally()
+        torch.manual_seed(seed + INDEX), np.random.seed(seed + INDEX), random.seed(seed + INDEX)
+        torchax.default_env().manual_seed(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.loader = Loader()
+        self.seen: list[float] = []
+        self._gradients = interop.jax_jit(interop.jax_value_and_grad(self._loss))
+
+    def attach(self, ckpt: Any, **kwargs: Any) -> int:
+        return ckpt.attach(
+            self.model,
+            self.optimizer,
+            dataloader=self.loader,
+            shardings=rule,
+            init=init,
+            **kwargs,
+        )
+
+    def _loss(self, parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.func.functional_call(
+                self.model[:3],
+                {k: v for k, v in parameters.items() if not k.startswith("blocks")},
+                (x,),
+            )
+            for i in range(3):
+                w, b = parameters[f"blocks.{i}.weight"], parameters[f"blocks.{i}.bias"]
+                hidden = torch.nn.functional.linear(hidden, w, b)
+            return hidden
+
+        return (forward(x) ** 2).mean()
+
+    def step(self) -> torch.Tensor:
+        """One step on a batch that every process has its part of, with noise of its own."""
+        noise = np.random.random() + random.random() + float(torch.rand(()))
+        mine = next(self.loader) + np.float32(noise)
+        self.seen.append(float(mine.sum()))
+        sharding = NamedSharding(MESH, P("fsdp"))
+        batch = jax.make_array_from_process_local_data(sharding, mine, (16, 8))
+        loss, grads = self._gradients(
+            dict(self.model.named_parameters()), interop.torch_view(batch)
+        )
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = grads[name]
+        self.optimizer.step()
+        return loss
+
+    def arrays(self) -> dict[str, Any]:
+        """Every device array of model and optimizer."""
+        found = {n: backend.buffer(p) for n, p in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                if backend.is_device_tensor(value):
+                    found[f"{name}/{key}"] = backend.buffer(value)
+        return found
+
+    def own(self) -> dict[str, str]:
+        """Digests of the state that each process has for itself."""
+        with backend.native_torch():
+            state = {
+                "torch": torch.get_rng_state().numpy(),
+                "generator": self.loader.generator.get_state().numpy(),
+            }
+        state["numpy"] = np.random.get_state(legacy=False)["state"]["key"]
+        state["python"] = np.array(random.getstate()[1])
+        state["torchax"] = np.asarray(jax.random.key_data(torchax.default_env().prng_key))
+        state["position"] = np.array(self.loader.position)
+        return {name: digest(value) for name, value in state.items()}
+
+    def whole(self) -> dict[str, str]:
+        """Digests of whole arrays, which do not depend on the mesh."""
+        from jax.experimental import multihost_utils
+
+        return {
+            name: digest(np.asarray(multihost_utils.process_allgather(array, tiled=True)))
+            for name, array in self.arrays().items()
+        }
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+def report(**values: Any) -> None:
+    """What this process has to say to the test."""
+    print(json.dumps(values), flush=True)

@@ -1,0 +1,71 @@
+"""Owns how Orbax's processes wait for each other while they write: in a round of ours.
+
+Left alone, Orbax compares the directory's name with a collective on the devices, which from a
+background thread would cross those of the training step. Its barriers end after five minutes, know
+nothing of a process that has failed, and name nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint.experimental.v1._src.saving import execution
+from orbax.checkpoint.experimental.v1._src.synchronization import multihost
+
+from torchax_ckpt.storage.processes import ALONE, Processes
+
+_numbers = itertools.count(1)
+# Operation of Orbax's -> those that carry it out.
+_under_way: dict[str, Processes] = {}
+_barrier = multihost.sync_global_processes
+
+
+@contextlib.contextmanager
+def beginning(processes: Processes = ALONE) -> Iterator[contextlib.ExitStack]:
+    """Within it Orbax begins an operation, whose barriers are meetings of these processes.
+
+    There are none when there is one process. Enter it where nothing else of Orbax's begins.
+
+    Yields:
+      A context to be left once the operation has ended.
+    """
+    ending = contextlib.ExitStack()
+    if jax.process_count() == 1 and processes.count == 1:
+        yield ending
+        return
+    # Orbax has its processes find each other's messages under the number of an operation, which
+    # each counts for itself. What one does alone must not be taken for what another does.
+    number = str(processes.first(lambda: next(_numbers)))
+    if processes.count == 1:
+        number = f"{jax.process_index()}-alone-{number}"
+    generator = synchronization.OperationIdGenerator
+    counter, compare = generator._operation_id_counter, execution._check_directory_consistency
+    generator._operation_id_counter = iter([number])
+    execution._check_directory_consistency = lambda directory: None
+    multihost.sync_global_processes = _meet
+    _under_way[number] = processes
+    ending.callback(_under_way.pop, number)
+    try:
+        yield ending
+    except BaseException:
+        ending.close()
+        raise
+    finally:
+        generator._operation_id_counter = counter
+        execution._check_directory_consistency = compare
+
+
+async def _meet(key: str, *, operation_id: str, **settings: Any) -> None:
+    """Takes the place of Orbax's barrier, for its operations that are ours."""
+    number = operation_id.partition(".")[0]
+    if number in _under_way:
+        # On threads of Orbax's, while the save's own thread speaks to the same processes.
+        await asyncio.to_thread(_under_way[number].meet, key)
+    else:
+        await _barrier(key, operation_id=operation_id, **settings)

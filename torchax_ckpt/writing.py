@@ -1,0 +1,194 @@
+"""Owns what one save writes: from a capture to a durable step, on all processes of the run.
+
+Each process writes what its devices hold. Process 0 writes the rest, which is the same everywhere,
+and does what is done once: it names the step, commits it, and deletes it if it cannot be read back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.failures import Failures
+from torchax_ckpt.history import History
+from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
+from torchax_ckpt.layout.plan import Plan
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.snapshot import Array, Snapshot, beside
+from torchax_ckpt.state.own import Own, joined
+from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import digests
+from torchax_ckpt.storage.compression import Compression
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.stored import StoredStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """What one save writes, fixed at the moment of ``save``.
+
+    Attributes:
+      step: completed optimizer steps.
+      snapshot: the leaves.
+      document: component -> node, see ``layout/manifest.py``.
+      own: what this process has for itself, of a run with several; not in the snapshot.
+      fetch_metrics: gives the metrics as JSON; may wait for devices. Its second answer is a
+        problem with them that does not keep the step from being saved, or None.
+      began: ``time.perf_counter()`` when the training thread turned to this save.
+    """
+
+    step: int
+    snapshot: Snapshot
+    document: Mapping[str, Node]
+    own: Own | None
+    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
+    began: float
+
+
+class Progress(Protocol):
+    """Who is told what a save is at.
+
+    Attributes:
+      transferred: set once all arrays are on the host.
+    """
+
+    transferred: threading.Event
+
+    def enter(self, phase: str) -> None:
+        """The save turns to this."""
+
+
+class Writer:
+    """Writes captures to a directory.
+
+    Args:
+      directory: where steps go.
+      history: the steps of this run.
+      options: how they are written.
+      processes: those that write them together, in a round for each.
+      failures: where problems go that do not keep a step from being saved.
+    """
+
+    def __init__(
+        self,
+        directory: StepDirectory,
+        history: History,
+        options: CheckpointOptions,
+        processes: Processes,
+        failures: Failures,
+    ) -> None:
+        self._directory = directory
+        self._history = history
+        self._options = options
+        self._processes = processes
+        self._failures = failures
+        self._versions = installed_versions()
+        self._compression = Compression(options.compression)
+
+    def write(
+        self, capture: Capture, progress: Progress, recover: Callable[[], None]
+    ) -> tuple[CommittedStep, dict[str, Any]]:
+        """Writes a capture; returns the step, once it is durable, and its summary.
+
+        Args:
+          capture: what to write.
+          progress: is told what this is at.
+          recover: cleans up the directory, on process 0.
+        """
+        directory, processes = self._directory, self._processes
+        progress.enter("cleaning up the directory")
+        name, there = processes.first(lambda: self._prepare(capture.step, recover))
+        self._history.refresh(directory.named(there))
+        progress.enter("fetching metrics from the devices")
+        metrics, problem = capture.fetch_metrics()
+        if problem is not None:
+            self._failures.report(problem)
+        progress.enter("stacking the arrays")
+        document, plan, stored = self._stored(capture)
+        if self._options.max_host_bytes is None:
+            digests.prefetch(stored.values())
+
+        def manifest() -> dict[str, Any]:
+            parts = {name: list(digests.shards(array)) for name, array in stored.items()}
+            progress.transferred.set()
+            progress.enter("digesting and writing the arrays")
+            taken = {
+                name: digests.take(array, parts[name], is_stack=name in plan.stacks)
+                for name, array in stored.items()
+            }
+            known = digests.gathered(taken, stored, processes)
+            progress.enter("writing and committing")
+            if not processes.is_first:
+                return {}
+            return Manifest(document, plan, self._versions, known).to_json()
+
+        summary = {
+            "metrics": metrics,
+            "abandons": self._history.abandons(),
+        }
+        progress.enter("transferring the arrays from the devices")
+        storage.write_step(
+            directory.path / name,
+            stored,
+            manifest,
+            summary,
+            self._options,
+            self._compression,
+            before_commit=directory.fence,
+            processes=processes,
+        )
+        (durable,) = directory.named(processes.first(lambda: self._commit(capture.step, name)))
+        if self._options.read_back:
+            progress.enter("reading it back")
+            self._read_back(durable)
+        return durable, summary
+
+    def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
+        """The name to write a step under, and the steps of this run that are there."""
+        recover()
+        known = (*self._history.committed, *self._history.abandoned)
+        return self._directory.path_for(step).name, self._directory.described(known)
+
+    def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
+        """The document, the plan, and what this process writes, alone or with others.
+
+        Orbax takes no array of one process's devices where there are several. It goes as a host
+        array, from process 0, as host arrays do.
+        """
+        plan, arrays = capture.snapshot.stored()
+        if capture.own is None:
+            return capture.document, plan, arrays
+        stored: dict[str, Array] = {}
+        for name, array in arrays.items():
+            if isinstance(array, jax.Array) and not array.is_fully_addressable:
+                stored[name] = array
+            elif self._processes.is_first:
+                stored[name] = np.asarray(array)
+        sent = self._processes.gather(capture.own.to_bytes())
+        if not self._processes.is_first:
+            return capture.document, plan, stored
+        own, leaves = joined(sent)
+        plan, more = beside(plan, leaves, self._options.layout)
+        return {**capture.document, **own}, plan, {**stored, **more}
+
+    def _commit(self, step: int, name: str) -> list[Any]:
+        durable = self._directory.commit(step, self._directory.path / name)
+        return self._directory.described([durable])
+
+    def _read_back(self, durable: CommittedStep) -> None:
+        """Reads the step on all processes, each its share; deletes it if that fails on any."""
+        try:
+            StoredStep(durable).verify(self._options, self._processes)
+            self._processes.meet()
+        except Exception:  # damaged, or not to be read: it must not be the newest step
+            if self._processes.is_first:
+                self._directory.delete(durable)
+            raise
+        self._directory.verified.note(durable, is_sound=True)
