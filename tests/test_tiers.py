@@ -374,7 +374,7 @@ def test_going_back_abandons_what_is_newer_in_both_tiers(directory: Path, ramdis
         assert ckpt.save(4, force=False)  # both tiers, of the new branch
         ckpt.wait_until_finished()
         assert entries(directory) == {"2", "4", "abandoned-4"}
-        assert entries(ramdisk) == {"1", "2", "3", "4", "abandoned-4", "abandoned-5"}
+        assert entries(ramdisk) == {"1", "2", "3", "4"}  # whose room is needed
 
 
 def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
@@ -409,7 +409,7 @@ def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
         save(ckpt, 3)  # of another branch than 5 and 6
         assert ckpt.all_steps() == [3]
         assert entries(directory) == {"5"}
-        assert entries(ramdisk) == {"3", "abandoned-5", "abandoned-6"}
+        assert entries(ramdisk) == {"3"}
         np.testing.assert_array_equal(ckpt.load()["w"], state(3)["w"])
 
 

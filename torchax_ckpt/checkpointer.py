@@ -241,7 +241,8 @@ class TorchaxCheckpointer:
     def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
         tier = self._tiers.holding(committed)
         with reading(committed, tier.directory, self._processes):
-            report = restore_attached(committed, attached, strict, self._options, self._processes)
+            source = self._tiers.opened(committed)
+            report = restore_attached(source, attached, strict, self._options, self._processes)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
         return dataclasses.replace(report, tier=tier.name)
@@ -280,7 +281,8 @@ class TorchaxCheckpointer:
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
         with reading(committed, self._tiers.holding(committed).directory, self._processes):
-            return load_state(committed, abstract_state, self._options, self._processes)
+            opened = self._tiers.opened
+            return load_state(committed, opened, abstract_state, self._options, self._processes)
 
     @guarded(trains=False)
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
@@ -307,14 +309,15 @@ class TorchaxCheckpointer:
         if step is None:
             step = self._tiers.candidates(None, tier)[-1].step
         for committed in self._tiers.candidates(_as_step(step), tier):
-            directory = self._tiers.holding(committed).directory
+            place = self._tiers.holding(committed)
             try:
-                with reading(committed, directory, self._processes):
-                    StoredStep(committed).verify(self._options, self._processes)
-                directory.verified.note(committed, is_sound=True)
+                with reading(committed, place.directory, self._processes):
+                    if committed.path.exists():  # else another host has it
+                        StoredStep(committed).verify(self._options, place.processes)
+                place.directory.verified.note(committed, is_sound=True)
             finally:
-                if self._processes.is_first and not self._options.read_only:
-                    directory.verified.mark([committed])
+                if place.processes.is_first and not self._options.read_only:
+                    place.directory.verified.mark([committed])
         return committed.step
 
     # --- saving --------------------------------------------------------------------------------
@@ -363,7 +366,7 @@ class TorchaxCheckpointer:
 
     def _due(self, step: int, *, force: bool) -> list[Tier]:
         """Where a step is to be saved. What is forced, or saved before the end, must be durable."""
-        self._history.open()
+        self._tiers.open()
         if force:
             return [] if self._history.has(step) else [self._durable]
         return self._tiers.due(step)
@@ -506,7 +509,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        committed = self._tiers.candidates(_as_step(step))[-1]
+        committed = self._tiers.find(_as_step(step))
         return self._tiers.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True)

@@ -67,6 +67,13 @@ class History:
         self.open()
         self._abandon(s for s in self.committed if step is None or s.step > step)
 
+    def keep_only(self, keys: set[tuple[int, int]]) -> None:
+        """Leaves out steps that not all hosts have; they are removed after the next save."""
+        left_out = [s for s in self.committed if s.key not in keys]
+        self.committed = [s for s in self.committed if s.key in keys]
+        self.abandoned += left_out
+        self._look()
+
     def begin(self, step: int) -> None:
         """A save of this step begins; whatever is newer, in either tier, is of another branch."""
         for history in (self, self._other):

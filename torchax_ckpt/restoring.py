@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
@@ -138,8 +138,24 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, CorruptCheckpointError)
 
 
+class Source(Protocol):
+    """A step that can be read: see ``content.StoredLeaves``."""
+
+    committed: CommittedStep
+    document: Mapping[str, Node]
+
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """Refuses what is not stored as the manifest says, before memory is taken for it."""
+
+    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """Reads leaves and puts each on its placement."""
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """Whether these reads, checked, have seen every stored byte."""
+
+
 def restore_attached(
-    committed: CommittedStep,
+    source: Source,
     attached: Attached,
     strict: bool,
     options: CheckpointOptions,
@@ -151,21 +167,20 @@ def restore_attached(
       MismatchError: something differs and ``strict``.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
-    manifest = content.read_manifest(committed)
+    committed = source.committed
     findings = Findings()
-    brings_rng = "rng" in attached.components and "rng" in manifest.document
+    brings_rng = "rng" in attached.components and "rng" in source.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
-        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        document = own.document_of(source.document, processes, f"step {committed.step}")
         restoration = attached.prepare(document, findings)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
-        content.require_plausible(committed, manifest, restoration.reads)
+        source.require_plausible(restoration.reads)
         if options.restore_in_budget:
-            _apply_in_budget(committed, manifest, restoration, options, processes)
+            _apply_in_budget(source, restoration, processes)
         else:
-            values = content.read_leaves(committed, manifest, restoration.reads, options)
-            restoration.apply(values, processes.meet)
+            restoration.apply(source.read(restoration.reads), processes.meet)
     logger.info("restored step %d from %s", committed.step, committed.path)
     return RestoreReport(
         committed.step,
@@ -173,36 +188,26 @@ def restore_attached(
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
         is_verified=options.verify != "never"
-        and content.is_whole(manifest, restoration.reads, processes.count),
+        and source.is_whole(restoration.reads, processes.count),
     )
 
 
-def _apply_in_budget(
-    committed: CommittedStep,
-    manifest: Manifest,
-    restoration: Restoration,
-    options: CheckpointOptions,
-    processes: Processes,
-) -> None:
+def _apply_in_budget(source: Source, restoration: Restoration, processes: Processes) -> None:
     """Applies a restoration part by part, deleting what each part replaces before it is read.
 
     Raises:
       UnusableStateError: it failed on the way; then every buffer concerned is deleted.
     """
-    reads = restoration.reads
+    committed, reads = source.committed, restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
-    restoration.apply_calls(
-        content.read_leaves(committed, manifest, {name: reads[name] for name in early}, options),
-        processes.meet,
-    )
+    restoration.apply_calls(source.read({name: reads[name] for name in early}), processes.meet)
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
             for write in part:
                 if write.release is not None:
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
-            values = content.read_leaves(committed, manifest, needed, options)
-            restoration.apply_writes(part, values)
+            restoration.apply_writes(part, source.read(needed))
         processes.meet()
     except BaseException as error:
         for write in restoration.writes:
@@ -261,7 +266,11 @@ def _device_bytes(read: Read) -> int:
 
 
 def load_state(
-    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
+    committed: CommittedStep,
+    opened: Callable[[CommittedStep], Source],
+    abstract_state: Any,
+    options: CheckpointOptions,
+    processes: Processes,
 ) -> Any:
     """Reads the functional state of one step, or all components of one that was attached.
 
@@ -270,24 +279,23 @@ def load_state(
       CorruptCheckpointError: it cannot be read.
     """
     try:
-        manifest = content.read_manifest(committed)
+        source = opened(committed)
     except ForeignCheckpointError:
         return _load_foreign(committed, abstract_state, options)
     findings = Findings()
     prefix: tuple[str, ...] = ()
-    if STATE in manifest.document:
-        root, prefix = manifest.document[STATE], (STATE,)
+    if STATE in source.document:
+        root, prefix = source.document[STATE], (STATE,)
     else:
         asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
-        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        document = own.document_of(source.document, processes, f"step {committed.step}")
         root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
     with content.about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
             raise findings.error(committed.step, str(committed.path))
-        content.require_plausible(committed, manifest, request.reads)
-        values = content.read_leaves(committed, manifest, request.reads, options)
-        return request.build(values)
+        source.require_plausible(request.reads)
+        return request.build(source.read(request.reads))
 
 
 def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchax_ckpt.content import StoredLeaves
 from torchax_ckpt.errors import PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.history import History
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
+from torchax_ckpt.restoring import Source
 from torchax_ckpt.saving import Saver
+from torchax_ckpt.slices import HostSteps
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.storage.processes import Apart, Processes
 from torchax_ckpt.writing import Capture
 
 
@@ -34,6 +38,7 @@ class Tier:
       history: which of them are this run's.
       saver: writes them.
       save_policy: when.
+      processes: those of the run, as they speak of this tier on their training threads.
     """
 
     name: TierName
@@ -41,6 +46,7 @@ class Tier:
     history: History
     saver: Saver
     save_policy: Any
+    processes: Processes
 
     def is_due(self, step: int) -> bool:
         """Whether the policy says to save this step, which is not there yet, now."""
@@ -97,41 +103,43 @@ class Tiers:
             Processes(f"{kind} {durable.path}", options.process_timeout_secs)
             for kind in ("calls", "saves")
         )
-        history = History(durable, self.processes)
         self.durable = self._tier(
-            "durable", durable, history, save_decision_policy, preservation_policy, saves
+            "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
         )
         self._tiers = [self.durable]
+        self._local: Tier | None = None
+        self._is_open = False
         if local is not None:
-            near = StepDirectory(local.path, read_only=options.read_only, durable=durable)
-            self._tiers.append(
-                self._tier(
-                    "local",
-                    near,
-                    History(near, self.processes, history),
-                    local.save_decision_policy,
-                    policies.LatestN(local.keep),
-                    Processes(f"local saves {durable.path}", options.process_timeout_secs),
-                )
+            self._replica_axis = local.replica_axis
+            saves = Processes(f"local saves {durable.path}", options.process_timeout_secs)
+            self._local = self._tier(
+                "local",
+                StepDirectory(local.path, read_only=options.read_only, durable=durable),
+                local.save_decision_policy,
+                policies.LatestN(local.keep),
+                Apart(self.processes),
+                Apart(saves),
             )
+            self._tiers.append(self._local)
 
     def _tier(
         self,
         name: TierName,
         directory: StepDirectory,
-        history: History,
         save_policy: Any,
         keep_policy: Any,
+        calls: Processes,
         saves: Processes,
     ) -> Tier:
         save_policy = save_policy or policies.default_save_decision_policy()
         for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
+        history = History(directory, calls, None if name == "durable" else self.durable.history)
         saver = Saver(
-            directory, history, keep_policy, self._options, self.processes, saves, self._on_donated
+            directory, history, keep_policy, self._options, calls, saves, self._on_donated
         )
-        return Tier(name, directory, history, saver, save_policy)
+        return Tier(name, directory, history, saver, save_policy, calls)
 
     # --- the steps there are ---
 
@@ -160,8 +168,55 @@ class Tiers:
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """As ``candidates``, perhaps none."""
-        found = [s for t in self._asked(name) for s in t.history.found(t.directory.steps)]
+        asked, near = self._asked(name), self._compared()
+        found = []
+        for tier in asked:
+            if tier is self._local and self.processes.count > 1:
+                found += [near[key] for key in sorted(near)]
+            else:
+                found += tier.history.found(tier.directory.steps)
         return sorted(found, key=lambda s: s.step)  # which keeps the tiers of one step in order
+
+    def find(self, step: int) -> CommittedStep:
+        """A step that this process finds, the local one first; asks no other process."""
+        for tier in reversed(self._tiers[1:]):
+            if step in (s.step for s in tier.directory.steps()):
+                return tier.directory.find(step)
+        return self.durable.directory.find(step)
+
+    def _compared(self) -> dict[tuple[int, int], CommittedStep]:
+        """The steps that any host has in its local tier, as they lie, or would lie, on this one.
+
+        Tells the directories what other hosts know to be abandoned, and the history of the local
+        tier what not all hosts have.
+        """
+        if self._local is None or self.processes.count == 1:
+            return {}
+        directory = self._local.directory
+        with self.processes.round("comparing local steps"):
+            mine = {s.key: s for s in directory.steps()}
+            told = json.dumps([list(mine), sorted(directory.abandons())])
+            sent = [json.loads(s) for s in self._local.processes.gather(told.encode())]
+        for tier in self._tiers:
+            tier.directory.told_abandoned |= {(a, b) for _, gone in sent for a, b in gone}
+        keys = [{(a, b) for a, b in there} for there, _ in sent]
+        self._on_all = set.intersection(*keys) - directory.told_abandoned
+        return {
+            key: mine.get(key) or CommittedStep(key[0], directory.path / str(key[0]), key[1])
+            for key in set.union(*keys) - directory.told_abandoned
+        }
+
+    def opened(self, committed: CommittedStep) -> Source:
+        """A step as it can be read. In a round.
+
+        Raises:
+          ForeignCheckpointError, CorruptCheckpointError: it cannot.
+        """
+        processes = self.holding(committed).processes
+        if self.processes.count > 1 and isinstance(processes, Apart):
+            index = self.processes.index
+            return HostSteps(committed, self._options, index, processes, self._replica_axis)
+        return StoredLeaves(committed, self._options)
 
     def numbers(self, name: TierName | None = None) -> list[int]:
         """The numbers of the steps that this process finds, in order; asks no other process."""
@@ -184,8 +239,7 @@ class Tiers:
 
     def due(self, step: int) -> list[Tier]:
         """The tiers that lack the step, and whose policies say to save it now."""
-        for tier in self._tiers:
-            tier.history.open()
+        self.open()
         return [t for t in self._tiers if not t.history.has(step) and t.is_due(step)]
 
     def claim(self) -> None:
@@ -212,10 +266,27 @@ class Tiers:
         for tier in self._tiers:
             tier.saver.check_for_errors()
 
+    def open(self) -> None:
+        """Lists the directories, if that has not been done yet."""
+        if not self._is_open:
+            self._compared()
+            for tier in self._tiers:
+                tier.history.open()
+            self._forget_what_others_lack()
+            self._is_open = True
+
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
+        self._compared()
         for tier in self._tiers:
             tier.history.go_on_from(step)
+        self._forget_what_others_lack()
+        self._is_open = True
+
+    def _forget_what_others_lack(self) -> None:
+        """So that all hosts decide alike what to save."""
+        if self._local is not None and self.processes.count > 1:
+            self._local.history.keep_only(self._on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
         """Deletes a step from the tiers that have it; raises as ``candidates`` does."""

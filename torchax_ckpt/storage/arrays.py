@@ -100,7 +100,7 @@ def write_step(
     _FencedPath.fences[str(path)] = before_commit
     try:
         with (
-            modes.closed_while_written(path) as mode,
+            modes.closed_while_written(path, opens=processes.is_first) as mode,
             _context(
                 options,
                 _FencedPath,
@@ -108,6 +108,7 @@ def write_step(
                 is_compressed=compression.is_on,
                 # Orbax cuts no chunk larger than this.
                 data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
+                is_alone=processes.count == 1,
             ),
             compression.observed(arrays.values()),
         ):
@@ -279,6 +280,7 @@ def _context(
     *,
     is_compressed: bool = False,
     data_file_bytes: int = _DATA_FILE_BYTES,
+    is_alone: bool = False,
 ) -> Iterator[None]:
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
@@ -304,6 +306,9 @@ def _context(
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
+    if is_alone:
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
     with context, _without_raw_metrics:
         yield
 

@@ -92,6 +92,13 @@ class CommitTimes:
         return None
 
 
+def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
+    """Says of a step that is not visible yet when it was committed, which Orbax has said before."""
+    record = json.loads((path / _RECORD).read_text())
+    record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
+    (path / _RECORD).write_text(json.dumps(record))
+
+
 def remove_leftover(path: epath.Path) -> None:
     """Removes what it can: Orbax goes on writing the other files of a save that failed."""
     if location.is_bucket(path):

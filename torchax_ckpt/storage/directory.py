@@ -44,7 +44,7 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, DirectoryError, StepNotFoundError
+from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage import (
     bucket,
     commits,
@@ -77,6 +77,7 @@ class StepDirectory:
     Attributes:
       verified: the steps that were read back whole.
       left_in_place: the abandoned steps that ``steps`` last found where they were.
+      told_abandoned: keys of steps that others of the run's processes know to be abandoned.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
@@ -103,6 +104,7 @@ class StepDirectory:
         self._commit_times = commits.CommitTimes()
         self.verified = Verified()
         self.left_in_place: list[CommittedStep] = []
+        self.told_abandoned: set[tuple[int, int]] = set()
         self._is_read_only = read_only
         self._num_writes = 0
         self._given: set[str] = set()
@@ -129,10 +131,7 @@ class StepDirectory:
 
     def _is_of_the_run(self) -> bool:
         """Whether what is here belongs to the run, as all does in a durable directory."""
-        if self._durable is None:
-            return True
-        mine = identity.read(self.path)
-        return mine is not None and mine == identity.read(self._durable.path)
+        return self._durable is None or identity.are_one(self.path, self._durable.path)
 
     def find(self, step: int) -> CommittedStep:
         """The step of this number.
@@ -191,10 +190,16 @@ class StepDirectory:
 
     def _abandoned(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
         """What the steps found here, and those of the run's other directory, have abandoned."""
-        other = self._other
+        keys = self.told_abandoned | self._abandoned_by(found)
+        return keys | (self._other.abandons() if self._other is not None else set())
+
+    def abandons(self) -> set[tuple[int, int]]:
+        """Keys of the steps that those found here have abandoned, in either directory."""
+        return self._abandoned_by(self._found())
+
+    def _abandoned_by(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
         with self._translated("read"):
-            keys = self._summaries.abandoned_by(found)
-            return keys if other is None else keys | other._summaries.abandoned_by(other._found())
+            return self._summaries.abandoned_by(found)
 
     # --- writing ---
 
@@ -212,18 +217,13 @@ class StepDirectory:
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
             probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
-            if self._durable is not None and not self._is_of_the_run():
-                self._start_over(identity.read(self._durable.path))
-            elif self._durable is None and self._other is not None:
+            if self._durable is None and self._other is not None:
                 identity.give(self.path)
-
-    def _start_over(self, run: str | None) -> None:
-        """Removes what another run has left in a local directory, and takes it for this one."""
-        assert run is not None, "the durable directory is claimed first"
-        for committed in self._visible():
-            logger.warning("%s: removing step %d of another run", self.path, committed.step)
-            self.delete(committed)
-        identity.write(self.path, run)
+            if self._durable is not None and not self._is_of_the_run():
+                for committed in self._visible():
+                    logger.warning("%s: removing step %d of another run", self.path, committed.step)
+                    self.delete(committed)
+                identity.copy(self._durable.path, self.path)
 
     def fence(self) -> None:
         """Makes sure, right before something becomes visible, that this program may write.
@@ -277,13 +277,19 @@ class StepDirectory:
             return path
         raise AssertionError("the numbers have ended")
 
-    def commit(self, step: int, written: epath.Path) -> CommittedStep:
+    def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
         """Makes a written step visible, under its number or beside an abandoned step that has it.
+
+        Args:
+          step, written: the step, and where it lies.
+          at: when it counts as committed, where several hosts have agreed on that.
 
         Raises:
           LeaseError: another program writes to the directory by now.
         """
         path = written
+        if at is not None:
+            commits.set_time(written, at)
         if not self._is_bucket:
             path = self.path / str(step)
             if path.exists():
@@ -316,12 +322,19 @@ class StepDirectory:
         self._summaries.know(committed, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
-        """Renames steps of an abandoned branch, so that nothing resumes from them."""
+        """Renames steps of an abandoned branch, so that nothing resumes from them.
+
+        Those in a local tier are deleted: their room is needed.
+        """
         for committed in abandoned:
             if committed.path.exists():
                 self._move_aside(committed.path, committed.step)
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
+        if self._durable is not None:
+            logger.warning("%s: removing step %d of an abandoned branch", self.path, step)
+            self._remove(path, step)
+            return
         target = self.path / f"abandoned-{step}"
         count = 1
         while target.exists():
@@ -351,12 +364,16 @@ class StepDirectory:
                 bucket.remove(committed.path / commits.MARK)
                 bucket.remove(committed.path)
                 return
-            doomed = self.path / f"deleting-{committed.step}"
-            if doomed.exists():
-                doomed.rmtree()
             if committed.path.exists():  # else somebody else has removed it
-                committed.path.rename(doomed)
-                doomed.rmtree()
+                self._remove(committed.path, committed.step)
+
+    def _remove(self, path: epath.Path, step: int) -> None:
+        self.fence()
+        doomed = self.path / f"deleting-{step}"
+        if doomed.exists():
+            doomed.rmtree()
+        path.rename(doomed)
+        doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
         """Deletes the steps that are not kept, but never the newest verified one.
@@ -378,22 +395,5 @@ class StepDirectory:
                 path=self.path,
             )
 
-    @contextlib.contextmanager
-    def _translated(self, action: str) -> Iterator[None]:
-        """Turns what the medium refuses into a DirectoryError that says what to do."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            if not isinstance(error, OSError) and not medium.is_unavailable(error):
-                raise
-            raise self._error(action, error) from error
-
-    def _error(self, action: str, error: BaseException) -> DirectoryError:
-        advice = medium.advice(error, is_bucket=self._is_bucket)
-        return DirectoryError(
-            f"cannot {action} {self.path}: {medium.said(error)}. "
-            + (advice or "Check that the path is a directory and that this process may use it."),
-            path=self.path,
-        )
+    def _translated(self, action: str) -> contextlib.AbstractContextManager[None]:
+        return medium.translated(action, self.path)

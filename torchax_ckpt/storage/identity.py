@@ -29,12 +29,20 @@ def read(directory: epath.Path) -> str | None:
     return found if _RUN.fullmatch(found) else None
 
 
+def are_one(directory: epath.Path, other: epath.Path) -> bool:
+    """Whether two directories are of one run."""
+    run = read(directory)
+    return run is not None and run == read(other)
+
+
 def give(directory: epath.Path) -> None:
-    """Gives the run of a durable directory a name, if it has none."""
+    """Gives the run of a durable directory a name, if it has none. For whoever holds the lease."""
     if read(directory) is None:
-        write(directory, uuid.uuid4().hex)
+        (directory / NAME).write_text(uuid.uuid4().hex)
 
 
-def write(directory: epath.Path, run: str) -> None:
-    """Says which run a directory is of. For whoever holds its lease."""
-    (directory / NAME).write_text(run)
+def copy(durable: epath.Path, local: epath.Path) -> None:
+    """Has a local directory be of the same run as a durable one, which was given its name."""
+    run = read(durable)
+    assert run is not None, "the durable directory is claimed first"
+    (local / NAME).write_text(run)

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.metadata import array_metadata_store
+from orbax.checkpoint._src.serialization import jax_array_handlers, type_handlers
 from orbax.checkpoint.experimental.v1._src.saving import execution
 from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
@@ -24,6 +26,8 @@ _numbers = itertools.count(1)
 # Operation of Orbax's -> those that carry it out.
 _under_way: dict[str, Processes] = {}
 _barrier = multihost.sync_global_processes
+_multihost = type_handlers.multihost
+_COUNTING = (type_handlers, array_metadata_store)
 
 
 @contextlib.contextmanager
@@ -42,15 +46,23 @@ def beginning(processes: Processes = ALONE) -> Iterator[contextlib.ExitStack]:
     # Orbax has its processes find each other's messages under the number of an operation, which
     # each counts for itself. What one does alone must not be taken for what another does.
     number = str(processes.first(lambda: next(_numbers)))
-    if processes.count == 1:
-        number = f"{jax.process_index()}-alone-{number}"
+    is_alone = processes.count == 1
+    if is_alone:
+        processes, number = ALONE, f"{jax.process_index()}-alone-{number}"
     generator = synchronization.OperationIdGenerator
     counter, compare = generator._operation_id_counter, execution._check_directory_consistency
     generator._operation_id_counter = iter([number])
     execution._check_directory_consistency = lambda directory: None
     multihost.sync_global_processes = _meet
+    # Where it sees several processes, it refuses arrays of one.
+    jax_array_handlers.jax = _AsIfAlone(jax) if is_alone else jax
     _under_way[number] = processes
-    ending.callback(_under_way.pop, number)
+    ending.callback(_ended, number)
+    if is_alone:
+        # Orbax takes host arrays of process 0 only, and counts whose metadata there is. What is
+        # done together meanwhile has host arrays on process 0 only, and metadata of all.
+        for module in _COUNTING:
+            module.multihost = _AsIfAlone(_multihost)
     try:
         yield ending
     except BaseException:
@@ -59,6 +71,32 @@ def beginning(processes: Processes = ALONE) -> Iterator[contextlib.ExitStack]:
     finally:
         generator._operation_id_counter = counter
         execution._check_directory_consistency = compare
+        jax_array_handlers.jax = jax
+
+
+def _ended(number: str) -> None:
+    del _under_way[number]
+    if ALONE not in _under_way.values():
+        for module in _COUNTING:
+            module.multihost = _multihost
+
+
+class _AsIfAlone:
+    """A module, as it is in a program of one process."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def process_count(self) -> int:
+        """One."""
+        return 1
+
+    def process_index(self) -> int:
+        """The first."""
+        return 0
 
 
 async def _meet(key: str, *, operation_id: str, **settings: Any) -> None:
