@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy
 import torchax
 
 warnings.simplefilter("ignore")
@@ -126,40 +127,37 @@ def modes(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any
 
 
 def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """What digests cost: their part of each durable time; restores that compare, and that do not.
+    """What digests cost: saves with and without taking them, restores with and without comparing.
 
-    Restores with and without alternate in one process.
+    They alternate in one process.
     """
     from torchax_ckpt.storage import digests as room
 
-    take, taken = room.take, 0.0
+    of_blocks = room.of_blocks
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal taken
-        began = clock()
-        result = take(*args, **kwargs)
-        taken += clock() - began
-        return result
+    def none(host: Any, block: tuple[int, ...]) -> Any:
+        return numpy.zeros(room.grid_shape(host.shape, block), numpy.uint64)
 
-    room.take = timed
     module, optimizer = states.build(state)
-    result: dict[str, list[float]] = {"durable": [], "digests": [], "restore": [], "never": []}
+    result: dict[str, list[float]] = {"taken": [], "not taken": [], "compared": [], "trusted": []}
     with TorchaxCheckpointer(directory, preservation_policy=LatestN(1)) as ckpt:
         ckpt.attach(module, optimizer)
-        for step in range(repeats + 1):
-            taken, began = 0.0, clock()
+        for step in range(2 * repeats + 2):
+            name, room.of_blocks = [("not taken", none), ("taken", of_blocks)][step % 2]
+            began = clock()
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()
-            result["durable"].append(clock() - began)
-            result["digests"].append(taken)
+            result[name].append(clock() - began)
     for _ in range(repeats + 1):
-        for verify in ("never", "restore"):
-            options = CheckpointOptions(verify=verify, read_only=True)
+        for name, options in (
+            ("trusted", CheckpointOptions(verify="never", read_only=True)),
+            ("compared", CheckpointOptions(verify="restore", read_only=True)),
+        ):
             with TorchaxCheckpointer(directory, options=options) as ckpt:
                 began = clock()
                 ckpt.attach(module, optimizer)
                 jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
-                result[verify].append(clock() - began)
+                result[name].append(clock() - began)
     return {name: values[1:] for name, values in result.items()}
 
 
@@ -210,7 +208,7 @@ def loop(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
     is_saving = False
     intervals: list[int] = []
     count = 1
-    until = clock() + float(os.environ.get("LOOP_SECS", "60"))
+    until = clock() + float(os.environ.get("LOOP_SECS", "600"))
     while (len(intervals) < repeats and clock() < until) if saver else len(times) < repeats:
         began = clock()
         step()

@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-INDEX, COUNT, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+# A test may import this for its functions.
+is_started = len(sys.argv) > 3 and sys.argv[1].isdigit()
+INDEX, COUNT, PORT = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]) if is_started else (0, 1, "")
 if COUNT > 1:  # before anything starts the devices
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX, heartbeat_timeout_seconds=100)
@@ -73,7 +75,8 @@ class Loader:
 class Training:
     """A model of two layers with AdamW, its loader, and random state seeded by process."""
 
-    def __init__(self, seed: int = 0, width: int = 16) -> None:
+    def __init__(self, seed: int = 0, width: int = 256) -> None:
+        # Wide enough for shards that storage does not put into its index.
         with torch.device("meta"):
             self.model = torch.nn.Sequential(
                 torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 8)

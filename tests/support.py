@@ -110,6 +110,11 @@ def training_state(*parts: Any) -> list[Any]:
     return state
 
 
+def entries(directory: Path) -> set[str]:
+    """What is in a run's directory besides the record of its events."""
+    return {child.name for child in directory.iterdir()} - {"events"}
+
+
 def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
     """A one-axis mesh over the first devices, with the Auto axes that torchax needs."""
     return Mesh(np.array(jax.devices()[:num_devices]), (axis,))
@@ -205,7 +210,7 @@ class Running:
         *args: str,
         devices: int = 2,
         env: Mapping[str, str] = {},
-        timeout_secs: int = 120,
+        timeout_secs: int = 280,
     ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -274,7 +279,7 @@ def _environment(devices: int, env: Mapping[str, str]) -> dict[str, str]:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+            filter(None, [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH")])
         ),
         **env,
     }
@@ -288,7 +293,7 @@ def run_python(
     env: Mapping[str, str] = {},
     timeout_secs: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh process; ``tests`` is importable there."""
+    """Runs a program in a fresh process; ``tests`` is importable there, and this package."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source), *args],
         env=_environment(devices, env),

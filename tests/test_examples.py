@@ -22,6 +22,7 @@ from torchax_ckpt import TorchaxCheckpointer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DIGITS, GPT = EXAMPLES / "train_digits.py", EXAMPLES / "train_gpt.py"
+LIGHTNING = EXAMPLES / "train_lightning.py"
 ENDLESS = "1000000"
 
 
@@ -160,6 +161,19 @@ def test_gpt_goes_on_after_each_change_of_devices(tmp_path: Path, rng: random.Ra
     assert on_2.resumed == saved + 5
     assert on_2.digest != on_4.digest
     assert latest_step(directory) == saved + 8
+
+
+def test_lightning_killed_and_resumed_ends_on_the_same_bits(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    uninterrupted = train(LIGHTNING, tmp_path / "uninterrupted", "--epochs", 3).digest
+    directory = tmp_path / "killed"
+    killed = train(LIGHTNING, directory, "--epochs", 3, "--crash-at", rng.randrange(20, 60))
+    assert killed.returncode == -signal.SIGKILL, killed.output
+    saved = latest_step(directory)
+    resumed = train(LIGHTNING, directory, "--epochs", 3, "--seed", 1)
+    assert re.search(f"^resumed: step {saved} ", resumed.output, re.MULTILINE), resumed.output
+    assert resumed.digest == uninterrupted
 
 
 # Runs an example twice; the second time, each training step gets the same random key.

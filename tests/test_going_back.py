@@ -35,7 +35,8 @@ def trained(directory: Path, steps: int) -> tuple[torch.nn.Module, torch.optim.O
 
 
 def entries(directory: Path) -> set[str]:
-    return {child.name for child in directory.iterdir() if child.is_dir()}  # not the lease
+    """Steps of any kind: neither the lease nor the events."""
+    return {child.name for child in directory.iterdir() if child.is_dir()} - {"events"}
 
 
 def test_newer_steps_stay_until_a_new_one_is_durable_and_are_then_set_aside(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import threading
@@ -101,7 +102,7 @@ def test_a_declined_save_costs_the_same_however_many_steps_are_kept(
     counts = []
     for kept in (3, 10_000):
         known_steps(monkeypatch, directory, kept)
-        ckpt = TorchaxCheckpointer(directory, save_decision_policy=POLICIES[policy])
+        ckpt = TorchaxCheckpointer(directory, save_decision_policy=copy.deepcopy(POLICIES[policy]))
         if is_saving:
             stuck.clear()
             assert ckpt.save(kept + 1, state=STATE, force=True)

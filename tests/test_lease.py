@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import run_python
+from support import entries, run_python
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
@@ -319,7 +319,7 @@ def test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_clos
     with TorchaxCheckpointer(directory) as third:
         third.delete(1)
     assert third.all_steps() == [2]
-    assert {child.name for child in directory.iterdir()} == {"2"}
+    assert entries(directory) == {"2"}
 
 
 def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: Path) -> None:
@@ -378,7 +378,7 @@ def test_nothing_is_committed_moved_or_removed_without_the_lease(
     moment: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def names() -> set[str]:
-        return {child.name for child in directory.iterdir()}
+        return entries(directory)
 
     with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
         for step in (1, 2):
@@ -475,19 +475,19 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
-        before = {p.name for p in directory.iterdir()}
+        before = entries(directory)
         with TorchaxCheckpointer(directory) as ckpt:
             assert ckpt.attach() == 1
             with pytest.raises(LeaseError, match=f"pid {process.pid}"):
                 ckpt.save(2, state=STATE, force=True)
-        assert {p.name for p in directory.iterdir()} == before
+        assert entries(directory) == before
         assert len(before) == 3  # step 1, the lease, and what is being written
         process.send_signal(signal.SIGKILL)
         process.wait(30)
         with TorchaxCheckpointer(directory) as ckpt:
             assert ckpt.save(2, state=STATE, force=True)
         assert "Waiting to see" not in caplog.text
-        assert {p.name for p in directory.iterdir()} == {"1", "2"}
+        assert entries(directory) == {"1", "2"}
     finally:
         process.kill()
         process.communicate()
@@ -542,7 +542,7 @@ ENDING = """
 
 def test_a_program_that_ends_without_close_gives_the_lease_back(directory: Path) -> None:
     run_python(ENDING, str(directory), devices=1)
-    assert {child.name for child in directory.iterdir()} == {"1"}
+    assert entries(directory) == {"1"}
 
 
 BUCKET = """

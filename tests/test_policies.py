@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from support import entries
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import MetricsError, PolicyError, SaveError
+from torchax_ckpt.storage.slowdown import StepTimes
 
 STATE = {"w": np.zeros(1)}
 
@@ -246,6 +248,109 @@ def test_policies_are_told_what_saves_cost_also_inside_any_of(directory: Path) -
         assert policy.interval_secs == policy._durable_secs[0]
 
 
+def train(policy: Any, *, num_steps: int, durable: float, slowdown: float) -> list[float]:
+    """A training whose steps take a second by an injected clock; when its saves began.
+
+    A save blocks for a quarter of a second, and steps are slower while it is in flight.
+    """
+    now, began_at = 1000.0, []
+    commits: list[Any] = []
+    in_flight: tuple[int, float] | None = None
+
+    def info(step: int, at: float) -> Any:
+        return policies.CheckpointInfo(
+            step, Path("/x"), metadata=None, commit_timestamp_nsecs=round(at * 1e9)
+        )
+
+    for step in range(1, num_steps + 1):
+        now += 1 + slowdown if in_flight else 1
+        if in_flight and now >= in_flight[1] + durable:
+            commits.append(info(in_flight[0], in_flight[1] + durable))
+            policy.observe_save(blocking_secs=0.25, durable_secs=durable)
+            in_flight = None
+        previous = [*commits[-3:], *([info(*in_flight)] if in_flight else [])]
+        context = ocp_context(is_saving_in_progress=in_flight is not None)
+        if policy.should_save(info(step, now), previous, context=context):
+            assert in_flight is None
+            in_flight = step, now
+            began_at.append(now)
+            now += 0.25
+    return began_at
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.125, 0.5])
+def test_slower_steps_are_measured_and_counted(slowdown: float) -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=20_000)
+    began = train(policy, num_steps=5000, durable=40, slowdown=slowdown)
+    assert policy._times.slowdown == pytest.approx(slowdown, abs=1e-9)
+    cost = 0.25 + 39.75 * slowdown / (1 + slowdown)
+    assert policy.cost_secs == pytest.approx(cost, rel=1e-9)
+    assert policy.interval_secs == pytest.approx((2 * cost * 20_000) ** 0.5, rel=1e-9)
+    # As often as that, but for the step in which it falls due.
+    intervals = np.diff(began)[3:]
+    assert np.all(intervals >= policy.interval_secs - 1e-6)
+    assert np.all(intervals < policy.interval_secs + 2)
+
+
+def test_saving_without_a_pause_makes_one_in_twenty_to_measure_steps() -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=10)  # as often as storage allows
+    began = train(policy, num_steps=5000, durable=10, slowdown=0.25)
+    assert policy._times.slowdown == pytest.approx(0.25, abs=1e-9)
+    assert policy.interval_secs == 10
+    pauses = np.diff(began) > 15
+    assert pauses[0]  # nothing is known yet
+    assert np.all(np.diff(np.flatnonzero(pauses)) == 20)
+    assert np.all(np.diff(began)[pauses] < 23)
+
+
+def test_a_slowdown_that_is_given_is_not_measured() -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=10, slowdown=0.5)
+    began = train(policy, num_steps=500, durable=10, slowdown=0.25)
+    assert np.all(np.diff(began) < 13)  # without a pause
+    assert policy.cost_secs == pytest.approx(0.25 + 9.75 / 3, rel=1e-12)
+
+
+def test_steps_longer_than_a_save_show_no_slowdown_and_cost_no_pause() -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=1e-9)
+    assert len(train(policy, num_steps=100, durable=0.5, slowdown=0.5)) == 100
+    assert policy._times.slowdown == 0
+
+
+def test_a_pause_of_the_program_does_not_count_as_slow_steps() -> None:
+    times = StepTimes()
+    for stretch in range(11):
+        for step in range(10):
+            at = 100.0 * stretch + step + (50 if stretch in (2, 3) and step > 4 else 0)
+            saved = stretch // 2
+            times.completed(10 * stretch + step, at, is_saving=stretch % 2 == 1, newest_step=saved)
+    assert times.slowdown == 0
+
+
+def test_going_back_ends_a_stretch() -> None:
+    times = StepTimes()
+    for step, at in ((5, 1.0), (6, 2.0), (2, 1000.0), (3, 1001.0)):
+        times.completed(step, at, is_saving=False, newest_step=None)
+    times.completed(4, 1002.0, is_saving=True, newest_step=4)
+    assert list(times._quiet) == [1.0, 1.0]
+
+
+def test_the_policy_measures_a_training_too(directory: Path) -> None:
+    policy = policies.OptimalIntervalPolicy(mtbf_secs=1e-9)
+    with TorchaxCheckpointer(directory, save_decision_policy=policy) as ckpt:
+        for step in range(1, 200):
+            time.sleep(0.005)
+            ckpt.save(step, state={"w": np.zeros(100_000)})
+        assert ckpt.stats().num_durable > 3
+    assert policy._times.has_quiet
+    assert policy.cost_secs > 0
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("inf"), float("nan")])
+def test_a_slowdown_that_makes_no_sense_is_refused(bad: float) -> None:
+    with pytest.raises(PolicyError, match="slowdown"):
+        policies.OptimalIntervalPolicy(mtbf_secs=1, slowdown=bad)
+
+
 @pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan")])
 def test_a_mean_time_between_failures_that_makes_no_sense_is_refused(bad: float) -> None:
     with pytest.raises(PolicyError, match="mtbf_secs"):
@@ -265,4 +370,4 @@ def test_delete_removes_a_step(directory: Path) -> None:
         assert ckpt.all_steps() == [1, 3]
         with pytest.raises(FileNotFoundError, match="no checkpoint at step 2; there are: 1, 3"):
             ckpt.delete(2)
-    assert {p.name for p in directory.iterdir()} == {"1", "3"}
+    assert entries(directory) == {"1", "3"}

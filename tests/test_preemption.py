@@ -226,6 +226,28 @@ def test_a_handler_that_the_user_sets_later_is_left_in_place(directory: Path) ->
     assert program.output.count("handled later") == 1
 
 
+PUT_BACK = """
+    ckpt = TorchaxCheckpointer(sys.argv[1], options=PATIENT)
+    ckpt.attach()
+    kept = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    ckpt.close()
+    signal.signal(signal.SIGTERM, kept)
+    with TorchaxCheckpointer(sys.argv[1], options=PATIENT) as ckpt:
+        ckpt.attach()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)  # the handler runs
+        say("noticed", ckpt.reached_preemption(1))
+    sys.exit(143)
+"""
+
+
+def test_our_handler_may_be_put_back_after_it_was_given_up(directory: Path) -> None:
+    with running(PUT_BACK, directory) as program:
+        assert program.until("noticed") == "True"
+        assert program.exit_code() == EXIT_CODE
+
+
 def test_two_signals_in_a_row_as_gnu_timeout_sends_are_one_notice(directory: Path) -> None:
     with running(OWN_LOOP, directory, "twice") as program:
         assert program.until("durable") == "True"

@@ -2,51 +2,260 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from processes_program import digest
 from support import run_processes
 
-RUN = """
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt import torchax_backend as backend
+
+TRAIN = """
     import sys
     from processes_program import Training, report
     from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-    directory, first, last, seed = sys.argv[4], *map(int, sys.argv[5:8])
+
+    directory, seed = sys.argv[4], int(sys.argv[5])
     training = Training(seed)
-    options = CheckpointOptions(process_timeout_secs=30)
-    policy = policies.FixedIntervalPolicy(2)
-    if directory == "-":
-        start = 0
-        from torchax_ckpt.state.attached import Attached
-        from processes_program import init, rule
-        fresh = Attached(training.model, training.optimizer, dataloader=training.loader,
-                         shardings=rule, init=init)
-        fresh.prepare_fresh().apply({})
-    else:
-        ckpt = TorchaxCheckpointer(directory, options=options, save_decision_policy=policy)
-        start = training.attach(ckpt)
-    assert start == first, start
-    for step in range(start + 1, last + 1):
-        loss = training.step()
-        if directory != "-":
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(process_timeout_secs=60),
+        save_decision_policy=policies.FixedIntervalPolicy(4),
+        preservation_policy=policies.PreserveAll(),
+    )
+
+    def train(first, last):
+        training.seen.clear()
+        for step in range(first, last + 1):
+            loss = training.step()
             ckpt.save(step, metrics={"loss": loss})
-    if directory != "-":
-        ckpt.close()
-        assert ckpt.latest_step() == last
-    report(own=training.own(), seen=training.seen, whole=training.whole())
+        report(seen=training.seen, whole=training.whole(), own=training.own())
 """
 
+STRAIGHT = (
+    TRAIN
+    + """
+    assert training.attach(ckpt) == 0
+    train(1, 8)
+    ckpt.close()
+    assert ckpt.all_steps() == [4, 8]
+"""
+)
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_run_is_resumed_bit_for_bit(directory: Path, count: int) -> None:
-    straight = run_processes(RUN, count, "-", "0", "8", "0")
-    run_processes(RUN, count, str(directory), "0", "4", "0")
-    # Other seeds: whatever is not restored differs.
-    resumed = run_processes(RUN, count, str(directory), "4", "8", "77")
-    for (whole,), (rest,) in zip(straight, resumed, strict=True):
-        assert rest["whole"] == whole["whole"]
-        assert rest["own"] == whole["own"]
-        assert rest["seen"] == whole["seen"][4:]
-    # Each process has a state of its own, which would otherwise show nothing.
-    own = [rest["own"]["torch"] for (rest,) in resumed]
-    assert len(set(own)) == count
+# In other processes, from another seed. Then what one process meets, all do.
+RESUMED = (
+    TRAIN
+    + """
+    import os, pathlib, re, warnings
+    import jax
+    import numpy as np
+    from etils import epath
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from processes_program import INDEX
+    from torchax_ckpt import errors
+    from torchax_ckpt.storage import digests, locating
+
+    def told(call, *args, **kwargs):
+        before = training.whole(), training.own()
+        try:
+            call(*args, **kwargs)
+        except errors.CheckpointError as error:
+            return [type(error).__name__, str(error), (training.whole(), training.own()) == before]
+
+    assert training.attach(ckpt) == 8
+    report(whole=training.whole(), own=training.own())
+    assert ckpt.restore(4).step == 4
+    train(5, 8)                                   # goes back: saves another step 8
+    ckpt.wait_until_finished()
+
+    # A disk is full, on process 1.
+    take = digests.take
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    digests.take = full if INDEX == 1 else take
+    training.step()
+    assert ckpt.save(9, force=True)
+    failure = told(ckpt.wait_until_finished)
+    digests.take = take
+    assert ckpt.save(9, force=True)               # tried again, on both
+    ckpt.wait_until_finished()
+    training.step()
+    assert ckpt.save(10, force=True)
+    ckpt.wait_until_finished()
+    files = sorted(os.listdir(directory))
+
+    # User code refuses, on process 1.
+    load = training.loader.load_state_dict
+    def refuse(state):
+        load(state)
+        if INDEX == 1 and state["position"] == 9:
+            raise ValueError("not mine")
+    training.loader.load_state_dict = refuse
+    refused = told(ckpt.restore, 9)
+    training.loader.load_state_dict = load
+
+    verified = ckpt.verify(9)
+    ckpt.delete(8)
+
+    # In the newest step a byte is damaged that only process 1 reads.
+    with ckpt._processes.round("damaging"):
+        if INDEX == 0:
+            state = epath.Path(directory) / "10" / "state"
+            place = locating.place_of_chunk(state, "model.0.weight", [3, 0])
+            path, first = re.fullmatch("(.*), bytes ([0-9]+) to [0-9]+", place).groups()
+            assert "ocdbt.process_1" in path
+            raw = bytearray(pathlib.Path(path).read_bytes())
+            raw[int(first) + 40] ^= 1
+            pathlib.Path(path).write_bytes(raw)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        restored = ckpt.restore()
+    report(
+        failure=failure, files=files, refused=refused, verified=verified,
+        restored=[restored.step, *restored.skipped_steps], is_verified=restored.is_verified,
+        warned=[str(w.message) for w in warned], steps=ckpt.all_steps(),
+        damaged=told(ckpt.verify, 10), missing=told(ckpt.restore, 77),
+    )
+    training.step()
+    ckpt.save(11, force=True)
+
+    # Data-parallel replicas over slices, saved to another directory at the same time.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("slice", "fsdp"))
+    def spread(shape, *spec):
+        host = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+        return jax.make_array_from_callback(
+            shape, NamedSharding(mesh, P(*spec)), lambda index: host[index])
+    signs = spread((4, 4), "fsdp")                # zeros of both signs, and NaNs, in every width
+    signs = jax.numpy.where(signs > 0, -0.0, jax.numpy.where(signs < -1, jax.numpy.nan, signs))
+    state = {
+        "w": spread((512, 512), "fsdp"), "odd": spread((3,)), "here": jax.numpy.arange(5.0),
+        **{t: signs.astype(t) for t in ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool")},
+    }
+    slices = TorchaxCheckpointer(
+        directory + "-slices", options=CheckpointOptions(read_back=True, process_timeout_secs=60))
+    slices.save(1, state=state, force=True)
+    ckpt.close()
+    slices.close()
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    from torchax_ckpt.storage import reading
+    read = []
+    arrival = reading._Arrival
+    reading._Arrival = lambda committed, target, piece, store: (
+        read.append(piece.nbytes), arrival(committed, target, piece, store))[1]
+    for single in (False, True):
+        read.clear()
+        options = CheckpointOptions(single_replica_restore=single, process_timeout_secs=60)
+        found = TorchaxCheckpointer(directory + "-slices", options=options).load(1, abstract)
+        for name, array in state.items():
+            assert found[name].sharding == array.sharding
+            for a, b in zip(found[name].addressable_shards, array.addressable_shards, strict=True):
+                assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes(), name
+        report(single=single, read=sum(read))
+    written = [
+        sum(f.stat().st_size for f in pathlib.Path(
+            directory + "-slices", "1", "state", f"ocdbt.process_{i}", "d").iterdir())
+        for i in (0, 1)]
+    report(steps=ckpt.all_steps(), written=written, nbytes=state["w"].nbytes)
+"""
+)
+
+WIDER = (
+    TRAIN
+    + """
+    import warnings
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert training.attach(ckpt) == 8
+    report(
+        whole=training.whole(), own=training.own(), warned=[str(w.message) for w in warned])
+    train(9, 12)
+    assert ckpt.restore(8).step == 8
+    train(9, 12)
+    ckpt.close()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run of 8 steps on 2 processes x 2 devices, with steps 4 and 8, and what each reported."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    return run, [report for (report,) in run_processes(STRAIGHT, 2, str(run), "0")]
+
+
+def test_two_processes_resume_bit_for_bit_and_fail_alike(
+    straight: tuple[Path, list[Any]], directory: Path
+) -> None:
+    run, expected = straight
+    shutil.copytree(run, directory)
+    resumed = run_processes(RESUMED, 2, str(directory), "77")
+    for (attached, again, outcome, _, _, end), whole in zip(resumed, expected, strict=True):
+        assert (attached["whole"], attached["own"]) == (whole["whole"], whole["own"])
+        assert (again["whole"], again["own"]) == (whole["whole"], whole["own"])
+        assert again["seen"] == whole["seen"][4:]
+        kind, message, _ = outcome["failure"]
+        assert kind == "SaveError"
+        assert "No space left on device" in message
+        assert outcome["files"] == ["10", "4", "8", "9", "abandoned-8", "events", "lease"]
+        kind, message, is_unchanged = outcome["refused"]
+        assert (kind, is_unchanged) == ("MismatchError", True)
+        assert "not mine" in message
+        assert outcome["verified"] == 9
+        assert outcome["restored"] == [9, 10]
+        assert outcome["is_verified"]
+        assert "skipping an unreadable checkpoint" in outcome["warned"][0]
+        assert outcome["steps"] == [4, 9, 10]
+        assert outcome["damaged"][0] == "CorruptCheckpointError"
+        assert outcome["missing"][0] == "StepNotFoundError"
+        assert end["steps"] == [4, 9, 11]
+        # Both slices have all of it; each has written half, from its own devices.
+        for nbytes in end["written"]:
+            assert end["nbytes"] / 2 <= nbytes < end["nbytes"] * 0.6
+    # Slice by slice, or one for both: what the second does not read came over the devices' network.
+    (*_, each_0, one_0, end), (*_, each_1, one_1, _) = resumed
+    assert each_0["read"] >= end["nbytes"] <= each_1["read"]
+    assert one_0["read"] == each_0["read"]
+    assert one_1["read"] < end["nbytes"] / 100
+    # Each process has a state of its own; else little was shown.
+    assert expected[0]["own"] != expected[1]["own"]
+    assert expected[0]["seen"] != expected[1]["seen"]
+
+
+def test_other_numbers_of_processes_restore_it(
+    straight: tuple[Path, list[Any]], directory: Path
+) -> None:
+    run, expected = straight
+    shutil.copytree(run, directory)
+    wider = run_processes(WIDER, 4, str(directory), "5")
+    for index, (attached, first, again) in enumerate(wider):
+        assert attached["whole"] == expected[0]["whole"]
+        assert attached["own"] == expected[index % 2]["own"]
+        assert first == again
+        if index == 0:
+            (warned,) = attached["warned"]
+            assert "was saved by 2 processes and is restored by 4" in warned
+            assert "dataloader, rng" in warned
+            assert "processes 2 to 3 go on as others do" in warned
+    # This process alone, with eight devices, reads what four have written.
+    with (
+        TorchaxCheckpointer(directory) as ckpt,
+        pytest.warns(UserWarning, match="processes 1 to 3 are left out"),
+    ):
+        loaded = ckpt.load(12)
+    for name, value in loaded["model"].items():
+        assert digest(np.asarray(backend.buffer(value))) == wider[0][2]["whole"][name]
+    assert loaded["dataloader"]["position"] == 12
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="give one of the two"):
+        CheckpointOptions(single_replica_restore=True, restore_in_budget=True)
+    for secs in (None, 0, -1.0, float("inf"), True, "1"):
+        with pytest.raises(ValueError, match="process_timeout_secs: expected a positive number"):
+            CheckpointOptions(process_timeout_secs=secs)  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ import torchax
 from support import assert_trees_identical, bits, mlp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import RandomState, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
 
 KEYS = {
     "typed": lambda seed: jax.random.key(seed),
@@ -160,3 +160,25 @@ def test_every_save_holds_the_kind_of_key_there_was_then(directory: Path) -> Non
         for step, key in enumerate(wants):
             ckpt.restore(step)
             assert_trees_identical(backend.prng_key(), key)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_random_state_can_be_put_back_at_any_time(key: str) -> None:
+    seed_all(3, key)
+    draws()
+    before = RandomState().state_dict()
+    first = draws()
+    assert draws() != first
+    RandomState().load_state_dict(before)
+    assert draws() == first
+    RandomState().load_state_dict(before)  # what was drawn has not changed it
+    assert draws() == first
+
+
+def test_random_state_that_a_generator_refuses_changes_nothing() -> None:
+    before = RandomState().state_dict()
+    seed_all(4)
+    now = RandomState().state_dict()
+    with pytest.raises(CorruptCheckpointError, match="rng/python"):
+        RandomState().load_state_dict({**before, "python": (3, (1, 2), None)})
+    assert_trees_identical(RandomState().state_dict(), now)

@@ -19,6 +19,8 @@ def test_every_block_runs_and_runs_again(tmp_path: Path) -> None:
         assert "[18, 19, 20] 20" in result.stdout or " 20 {'loss'" in result.stdout
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [
         "functional",
+        "lightning",
         "own-loop",
         "readme",
+        "seen",
     ]

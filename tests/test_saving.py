@@ -19,7 +19,7 @@ import pytest
 import tensorstore as ts
 import torch
 from orbax.checkpoint._src.serialization import tensorstore_utils
-from support import assert_trees_identical, mlp, run_python, train_step
+from support import assert_trees_identical, entries, mlp, run_python, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
@@ -414,7 +414,7 @@ def test_leftovers_of_killed_processes_go_with_the_next_save(directory: Path) ->
     (directory / "abandoned-3").mkdir()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
-    assert {p.name for p in directory.iterdir()} == {"1", "notes", "abandoned-3"}
+    assert entries(directory) == {"1", "notes", "abandoned-3"}
 
 
 def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
@@ -455,7 +455,7 @@ def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
         writers[0][1].join()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(2, state=STATE, force=True)
-    assert {p.name for p in directory.iterdir()} <= {"1", "2"}
+    assert entries(directory) <= {"1", "2"}
 
 
 UNCLOSED = """

@@ -16,7 +16,7 @@ import torchax_ckpt
 
 def test_the_promised_extras_are_there() -> None:
     extras = importlib.metadata.metadata("torchax-ckpt").get_all("Provides-Extra")
-    assert {"tests", "examples"} <= set(extras or ())
+    assert {"examples", "lightning", "tests"} <= set(extras or ())
 
 
 def test_type_information_is_shipped() -> None:
@@ -69,7 +69,7 @@ def test_importing_the_package_alone_is_light() -> None:
         import sys
         import torchax_ckpt
 
-        print(sorted({"jax", "orbax", "torch", "torchax"} & sys.modules.keys()))
+        print(sorted({"jax", "lightning", "orbax", "torch", "torchax"} & sys.modules.keys()))
         """
     )
     assert result.stdout.strip() == "[]"

@@ -85,7 +85,8 @@ def damage(step: Path) -> None:
 
 
 def entries(directory: Path) -> set[str]:
-    return {child.name for child in directory.iterdir() if child.is_dir()}
+    there = {child.name for child in directory.iterdir() if child.is_dir()}
+    return there - {"events"}
 
 
 # --- where steps go, and where they come from ----------------------------------------------------

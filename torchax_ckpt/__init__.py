@@ -12,26 +12,38 @@ if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
+    from torchax_ckpt.pretrained import warm_start
     from torchax_ckpt.restoring import RestoreReport
+    from torchax_ckpt.state.random_state import RandomState
+    from torchax_ckpt.telemetry.events import Event
+    from torchax_ckpt.telemetry.stats import Stats
 
 __all__ = [
     "CheckpointOptions",
+    "Event",
     "LocalTier",
+    "RandomState",
     "RestoreReport",
+    "Stats",
     "TorchaxCheckpointer",
     "errors",
     "load_torch_state_dict",
     "planning",
     "policies",
+    "warm_start",
 ]
 
 # Loaded when first used: all but planning import JAX and Orbax, and most torchax.
 _LAZY = {
+    "Event": "torchax_ckpt.telemetry.events",
+    "RandomState": "torchax_ckpt.state.random_state",
     "RestoreReport": "torchax_ckpt.restoring",
+    "Stats": "torchax_ckpt.telemetry.stats",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "planning": "torchax_ckpt.planning",
     "policies": "torchax_ckpt.policies",
+    "warm_start": "torchax_ckpt.pretrained",
 }
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 import os
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt import torchax_backend
+from torchax_ckpt import progress, torchax_backend
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
     ClosedError,
     PolicyError,
     StepError,
-    StepTypeError,
 )
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.preemption import Preemption
@@ -35,9 +34,12 @@ from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
+from torchax_ckpt.steps import as_step
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.stats import Stats
 from torchax_ckpt.tiers import Tier, Tiers
 from torchax_ckpt.writing import Capture
 
@@ -69,7 +71,8 @@ class TorchaxCheckpointer:
     work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
     ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
     waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
-    program writes to a directory at a time; any number may read it.
+    program writes to a directory at a time; any number may read it. Of a program on several
+    processes, every process makes the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
@@ -78,6 +81,8 @@ class TorchaxCheckpointer:
       local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has policies
         of its own; those above are the directory's.
       options: how steps are written and read.
+      on_event: called with each ``Event``, for loggers: in order, on one thread of its own, which
+        ``close`` waits for. What it raises is logged; training and saving go on.
 
     Raises:
       DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
@@ -93,6 +98,7 @@ class TorchaxCheckpointer:
         preservation_policy: policies.PreservationPolicy | None = None,
         local: LocalTier | None = None,
         options: CheckpointOptions | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
@@ -104,6 +110,7 @@ class TorchaxCheckpointer:
             self._keep_policy,
             local,
             self._options,
+            on_event,
             on_donated=self._snapshotter.donated,
         )
         self._processes = self._tiers.processes
@@ -111,6 +118,7 @@ class TorchaxCheckpointer:
         self._directory = self._durable.directory
         self._history = self._durable.history
         self._saver = self._durable.saver
+        self._telemetry = self._durable.telemetry
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._calls = Calls()
         self._attached: Attached | None = None
@@ -205,7 +213,14 @@ class TorchaxCheckpointer:
 
     @guarded(trains=True)
     def restore(
-        self, step: int | None = None, *, strict: bool = True, tier: TierName | None = None
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        tier: TierName | None = None,
     ) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
@@ -213,9 +228,14 @@ class TorchaxCheckpointer:
         steps become an abandoned branch: they stay until a new step is durable, are then set
         aside as ``abandoned-N``, and nothing resumes from them.
 
+        The run goes on from the step, with another head or other names, after
+        ``attach(..., resume=False)``; for a new run from another's weights see ``warm_start``.
+
         Args:
           step: completed steps of the checkpoint; None for the newest that can be read.
           strict: raise on any difference; if not, restore what matches and report the rest.
+          include, exclude, rename: which of the model's tensors, and under which names: patterns
+            as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
           tier: "durable" or "local"; None for whichever has it, the local one first.
 
         Returns:
@@ -225,24 +245,38 @@ class TorchaxCheckpointer:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
           AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
-          UninitializedLeafError: as for ``attach``.
+          UninitializedLeafError: as for ``attach``; SelectionError: as for ``warm_start``.
         """
         self._require_open()
         attached = self._require_attached("restore")
         self._tiers.wait()
-        candidates = self._tiers.candidates(None if step is None else _as_step(step), tier)
-        report, skipped = newest_readable(candidates, lambda s: self._restore(s, attached, strict))
+        selection = functools.partial(Selection, include, exclude, rename)
+        candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
+        report, skipped = newest_readable(
+            candidates, lambda s: self._restore(s, attached, strict, selection())
+        )
         self._position = report.step
         self._restores += 1
         self._recorded = {}
         self._tiers.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
-    def _restore(self, committed: CommittedStep, attached: Attached, strict: bool) -> RestoreReport:
+    def _restore(
+        self,
+        committed: CommittedStep,
+        attached: Attached,
+        strict: bool,
+        selection: Selection | None = None,
+    ) -> RestoreReport:
+        began = time.perf_counter()
         tier = self._tiers.holding(committed)
         with reading(committed, tier.directory, self._processes):
             source = self._tiers.opened(committed)
-            report = restore_attached(source, attached, strict, self._options, self._processes)
+            report = restore_attached(
+                source, attached, strict, self._options, self._processes, selection
+            )
+        secs = time.perf_counter() - began
+        self._telemetry.emit("restored", report.step, secs=secs, is_verified=report.is_verified)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
         return dataclasses.replace(report, tier=tier.name)
@@ -275,7 +309,7 @@ class TorchaxCheckpointer:
           MismatchError: the step does not have what is asked for.
           CorruptCheckpointError: it cannot be read.
         """
-        candidates = self._tiers.candidates(None if step is None else _as_step(step), tier)
+        candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
         state, _ = newest_readable(candidates, lambda s: self._load(s, abstract_state))
         return state
 
@@ -308,12 +342,15 @@ class TorchaxCheckpointer:
         """
         if step is None:
             step = self._tiers.candidates(None, tier)[-1].step
-        for committed in self._tiers.candidates(_as_step(step), tier):
+        for committed in self._tiers.candidates(as_step(step), tier):
             place = self._tiers.holding(committed)
             try:
                 with reading(committed, place.directory, self._processes):
                     if committed.path.exists():  # else another host has it
-                        StoredStep(committed).verify(self._options, place.processes)
+                        stored = StoredStep(committed)
+                        name = f"step {committed.step}"
+                        with progress.bar(name, functools.partial(_size, stored)) as done:
+                            stored.verify(self._options, place.processes, on_bytes=done)
                 place.directory.verified.note(committed, is_sound=True)
             finally:
                 if place.processes.is_first and not self._options.read_only:
@@ -333,7 +370,7 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._require_attached("steps")
-        return self._iterate(_as_step(total))
+        return self._iterate(as_step(total))
 
     def _iterate(self, total: int) -> Iterator[int]:
         step = self._position or 0
@@ -362,7 +399,7 @@ class TorchaxCheckpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether ``save(step)`` would begin a save: at a preemption, or as a policy says."""
-        return bool(self._due(_as_step(step), force=self._preemption.reached(_as_step(step))))
+        return bool(self._due(as_step(step), force=self._preemption.reached(as_step(step))))
 
     def _due(self, step: int, *, force: bool) -> list[Tier]:
         """Where a step is to be saved. What is forced, or saved before the end, must be durable."""
@@ -408,10 +445,11 @@ class TorchaxCheckpointer:
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
-        step = _as_step(step)
+        step = as_step(step)
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
-        if self._options.on_save_error == "raise":
+        raises = self._options.on_save_error == "raise"
+        if raises and self._processes.count == 1:  # several notice at different steps
             self.check_for_errors()
         if self._position is not None and step < self._position:
             raise StepError(
@@ -433,6 +471,7 @@ class TorchaxCheckpointer:
             self._saver.wait()  # the step may be on its way, and may fail there
         due = self._due(step, force=force or is_preempted)
         if not due:
+            self._telemetry.skipped(step)
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
@@ -441,6 +480,8 @@ class TorchaxCheckpointer:
         self._tiers.claim()
         for tier in due:
             tier.saver.wait()
+        if raises:
+            self.check_for_errors()
         captured = (attached or self._unattached).capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
@@ -472,7 +513,7 @@ class TorchaxCheckpointer:
         a step this gives the latest answer, also after ``close``: exit with 143, or anything but
         0, to have the scheduler start the program again.
         """
-        return self._preemption.reached(None if step is None else _as_step(step))
+        return self._preemption.reached(None if step is None else as_step(step))
 
     # --- the steps there are -------------------------------------------------------------------
 
@@ -509,7 +550,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        committed = self._tiers.find(_as_step(step))
+        committed = self._tiers.find(as_step(step))
         return self._tiers.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True)
@@ -527,7 +568,11 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._tiers.wait()
-        self._tiers.delete(_as_step(step), tier)
+        self._tiers.delete(as_step(step), tier)
+
+    def stats(self) -> Stats:
+        """What this checkpointer did so far, and what that cost; see ``Stats``. From any thread."""
+        return self._telemetry.stats()
 
     # --- ending --------------------------------------------------------------------------------
 
@@ -596,14 +641,5 @@ class TorchaxCheckpointer:
         return self._attached
 
 
-def _as_step(step: Any) -> int:
-    """The step as an int, numpy's integers too; bools are none."""
-    if type(step).__name__ in ("bool", "bool_"):
-        raise StepTypeError(f"step: expected an int, found {step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
-    if number < 0:
-        raise StepError(f"step: expected 0 or more, found {number}", step=number)
-    return number
+def _size(stored: StoredStep) -> int:
+    return stored.stored_bytes

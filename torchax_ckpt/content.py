@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,14 @@ def read_manifest(committed: CommittedStep) -> Manifest:
       CorruptCheckpointError: it is not one that this package has written.
     """
     manifest = parse_manifest(committed)
+    require_made(committed, manifest)
+    return manifest
+
+
+def require_made(committed: CommittedStep, manifest: Manifest) -> None:
+    """Raises CorruptCheckpointError unless every leaf of the step can be made again."""
     with about(committed):
         checks.check_document(manifest.document)
-    return manifest
 
 
 class StoredLeaves:
@@ -45,8 +50,14 @@ class StoredLeaves:
       ForeignCheckpointError, CorruptCheckpointError: as ``read_manifest``.
     """
 
-    def __init__(self, committed: CommittedStep, options: CheckpointOptions) -> None:
+    def __init__(
+        self,
+        committed: CommittedStep,
+        options: CheckpointOptions,
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
         self.committed = committed
+        self._agree = agree
         self._manifest = read_manifest(committed)
         self._options = options
         self.document = self._manifest.document
@@ -57,7 +68,7 @@ class StoredLeaves:
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """See ``read_leaves``."""
-        return read_leaves(self.committed, self._manifest, reads, self._options)
+        return read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
         """See the function of this name."""
@@ -112,8 +123,9 @@ def read_leaves(
     manifest: Manifest,
     reads: Mapping[str, Read],
     options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads leaves and puts each on its placement.
+    """Reads leaves and puts each on its placement; ``agree`` raises if another process has failed.
 
     Raises:
       CorruptCheckpointError: one is not stored as the manifest says.
@@ -139,5 +151,5 @@ def read_leaves(
                     (len(members), *shape), dtype, stacks[stored], known, members
                 )
             stacks[stored][name] = read.placement
-    leaves = reading.read_arrays(committed, wanted, options)
+    leaves = reading.read_arrays(committed, wanted, options, agree)
     return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}

@@ -18,6 +18,7 @@
     │   └── ProcessTimeoutError     another process has not come in time
     ├── SaveError                   a save failed in the background
     ├── SaveTimeoutError            a save took longer than the caller wanted to wait
+    ├── SelectionError              patterns that match nothing, or names that meet
     ├── StepError                   a step number that cannot be used
     │   ├── StepNotFoundError       no checkpoint at that step
     │   └── StepTypeError           a step that is not an int
@@ -126,6 +127,13 @@ class SaveError(CheckpointError, RuntimeError):
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
     """A save was still in flight when the time to wait for it was over."""
+
+
+class SelectionError(CheckpointError, ValueError):
+    """Patterns that match nothing or give two tensors one name; a step or place of what has none.
+
+    Nothing was changed.
+    """
 
 
 class StepError(CheckpointError, ValueError):

@@ -27,6 +27,7 @@ class History:
       durable: the history of the durable tier, if this is that of the local tier before it.
 
     Attributes:
+      path: of the directory.
       committed: the steps this run builds on, oldest first.
       abandoned: newer steps of a branch this run left; set aside once a new step is committed here.
     """
@@ -36,6 +37,7 @@ class History:
     ) -> None:
         self._directory = directory
         self._processes = processes
+        self.path = directory.path
         self._other = durable
         if durable is not None:
             durable._other = self

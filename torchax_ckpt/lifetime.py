@@ -24,8 +24,18 @@ R = TypeVar("R")
 
 with jax.ensure_compile_time_eval():
     _NOT_TRACING = get_opaque_trace_state()
-# The process in which the first checkpointer was made, and with it JAX's threads.
+# The process in which the first checkpointer was made, and with it JAX's threads; and whether this
+# one was forked from it. The kernel is not asked at every call: in some containers that takes long.
 _home: int | None = None
+_is_fork = False
+
+
+def _note_fork() -> None:
+    global _is_fork
+    _is_fork = _home is not None
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class Calls:
@@ -43,7 +53,7 @@ class Calls:
         Raises:
           CallError: it cannot work from here.
         """
-        if os.getpid() != _home:
+        if _is_fork:
             raise CallError(
                 f"{call.name} was called in process {os.getpid()}, which was forked from process "
                 f"{_home}: the threads of JAX and its storage do not come along in a fork. Call "

@@ -50,6 +50,9 @@ class CheckpointOptions:
         the first ``save`` on until ``close``; then it ends at once. State what the scheduler
         gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None
         leaves SIGTERM alone. Without effect under ``jax.distributed``, where JAX has SIGTERM.
+      single_replica_restore: with data-parallel replicas over slices, have the devices of the first
+        replica read, and the others receive what it read over the device network, in place of each
+        reading it from storage. For states and numbers of slices that storage is slow for.
       process_timeout_secs: how long one process of a run waits for another that is behind: at least
         what the slowest takes longer than the fastest to read or write its part. Then the call, or
         the save, fails on all of them, and names those that have not come.
@@ -68,15 +71,26 @@ class CheckpointOptions:
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
+    single_replica_restore: bool = False
     process_timeout_secs: float = 600.0
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
         if self.compression is not None and not isinstance(self.compression, bool):
             raise TypeError(f"compression: expected a bool or None, found {self.compression!r}")
-        for name in ("restore_in_budget", "read_back", "read_only"):
+        for name in (
+            "restore_in_budget",
+            "read_back",
+            "read_only",
+            "single_replica_restore",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, found {getattr(self, name)!r}")
+        if self.single_replica_restore and self.restore_in_budget:
+            raise ValueError(
+                "single_replica_restore receives all leaves together, and restore_in_budget takes "
+                "them in parts that differ between processes: give one of the two"
+            )
         for name, choices in (
             ("layout", get_args(Layout)),
             ("snapshot", get_args(SnapshotMode)),

@@ -54,11 +54,11 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
     return document
 
 
-def of_reads(reads: Mapping[str, Read]) -> dict[str, Read]:
-    """What this host reads of its own step, of leaves that go to several hosts."""
-    found = {}
+def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
+    """What this host reads of its own step, where that holds a part of a leaf."""
+    found, parts_held = {}, held(document)
     for name, read in reads.items():
-        if spans_hosts(read.placement):
+        if spans_hosts(read.placement) and parts_held.get(name) is not None:
             part = host_part(read.placement, read.spec.shape)  # type: ignore[arg-type]
             spec = dataclasses.replace(read.spec, shape=part.shape)
             found[name] = Read(read.name, spec, part.sharding)
@@ -77,7 +77,7 @@ def needed(reads: Mapping[str, Read]) -> dict[str, Any]:
 
 
 def held(document: Mapping[str, Node]) -> dict[str, Any]:
-    """What ``needed`` is compared with: which part of each leaf a host's step holds."""
+    """Which part of each leaf a host's step holds, as ``needed`` says it; None for the whole."""
     return {name: node.get("starts") for name, node in _nodes(document).items()}
 
 

@@ -135,6 +135,10 @@ class _Watch:
 
     def _install(self) -> bool:
         previous = signal.getsignal(signal.SIGTERM)
+        if previous == self._handle:
+            # Whoever kept it when it was in force has put it back since, as Lightning does when an
+            # exception ends a training.
+            previous = self._previous
         if threading.current_thread() is not threading.main_thread():
             self.say_once(
                 f"SIGTERM is not noticed: Python lets only the main thread handle signals, and "

@@ -28,12 +28,13 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
 from torchax_ckpt.state import functional, own, random_state
 from torchax_ckpt.state.attached import STATE, Attached
-from torchax_ckpt.state.component import Read, Restoration, Write
+from torchax_ckpt.state.component import Read, Restoration, Values, Write
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.tree import key_part
@@ -54,19 +55,21 @@ class RestoreReport:
     """What a restore did.
 
     Attributes:
-      step: the step restored.
+      step: the step restored; None of weights that came from files.
       missing: names attached but not in the checkpoint; they keep what they held.
       unexpected: names in the checkpoint that nothing attached takes.
       mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
+      left_out: names of the model's tensors, on either side, that the patterns do not select.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
       tier: which tier it was read from, "durable" or "local".
     """
 
-    step: int
+    step: int | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     skipped_steps: tuple[int, ...] = ()
     is_verified: bool = False
     tier: TierName = "durable"
@@ -160,54 +163,94 @@ def restore_attached(
     strict: bool,
     options: CheckpointOptions,
     processes: Processes,
+    selection: Selection | None = None,
 ) -> RestoreReport:
-    """Restores one step into what is attached: everything, or nothing and an error, on all alike.
+    """Restores a step into what is attached: all that is selected, or nothing, on all alike.
 
     Raises:
       MismatchError: something differs and ``strict``.
+      SelectionError: patterns that match nothing, or names that meet.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
     committed = source.committed
-    findings = Findings()
+    findings, selection = Findings(), selection or Selection()
     brings_rng = "rng" in attached.components and "rng" in source.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
         document = own.document_of(source.document, processes, f"step {committed.step}")
-        restoration = attached.prepare(document, findings)
+        restoration = attached.prepare(document, findings, selection)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
         source.require_plausible(restoration.reads)
-        if options.restore_in_budget:
-            _apply_in_budget(source, restoration, processes)
-        else:
-            restoration.apply(source.read(restoration.reads), processes.meet)
+        path = str(committed.path)
+        apply(restoration, source.read, options, processes, committed.step, path)
     logger.info("restored step %d from %s", committed.step, committed.path)
+    is_whole = options.verify != "never" and source.is_whole(restoration.reads, processes.count)
+    return report_of(committed.step, findings, selection, is_verified=is_whole)
+
+
+def report_of(
+    step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
+) -> RestoreReport:
+    """What a restore has done that found and left out these."""
     return RestoreReport(
-        committed.step,
+        step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
-        is_verified=options.verify != "never"
-        and source.is_whole(restoration.reads, processes.count),
+        left_out=tuple(f"model/{name}" for name in selection.left_out),
+        is_verified=is_verified,
     )
 
 
-def _apply_in_budget(source: Source, restoration: Restoration, processes: Processes) -> None:
+def apply(
+    restoration: Restoration,
+    reader: Callable[[Mapping[str, Read]], Values],
+    options: CheckpointOptions,
+    processes: Processes,
+    step: int | None,
+    path: str,
+) -> None:
+    """Reads what a restoration asks for and makes its changes: all of them, or none.
+
+    Args:
+      restoration: what to do.
+      reader: reads leaves, each onto its placement.
+      options: ``restore_in_budget``.
+      processes: those that do it together, in a round.
+      step, path: where the leaves come from, for messages.
+
+    Raises:
+      UnusableStateError: it failed on the way, under ``restore_in_budget``.
+    """
+    if options.restore_in_budget:
+        _apply_in_budget(restoration, reader, processes, step, path)
+    else:
+        restoration.apply(reader(restoration.reads), processes.meet)
+
+
+def _apply_in_budget(
+    restoration: Restoration,
+    reader: Callable[[Mapping[str, Read]], Values],
+    processes: Processes,
+    step: int | None,
+    path: str,
+) -> None:
     """Applies a restoration part by part, deleting what each part replaces before it is read.
 
     Raises:
       UnusableStateError: it failed on the way; then every buffer concerned is deleted.
     """
-    committed, reads = source.committed, restoration.reads
+    reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
-    restoration.apply_calls(source.read({name: reads[name] for name in early}), processes.meet)
+    restoration.apply_calls(reader({name: reads[name] for name in early}), processes.meet)
     try:
         for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
             for write in part:
                 if write.release is not None:
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
-            restoration.apply_writes(part, source.read(needed))
+            restoration.apply_writes(part, reader(needed))
         processes.meet()
     except BaseException as error:
         for write in restoration.writes:
@@ -216,11 +259,11 @@ def _apply_in_budget(source: Source, restoration: Restoration, processes: Proces
         if isinstance(error, UnusableStateError):
             raise  # that of another process
         raise UnusableStateError(
-            f"restoring step {committed.step} from {committed.path} failed after buffers had been "
-            f"freed for it (restore_in_budget=True): {error}. What is attached holds no state any "
-            "more. Restore another step, or start the program again.",
-            step=committed.step,
-            path=committed.path,
+            f"restoring {'' if step is None else f'step {step} '}from {path} failed after buffers "
+            f"had been freed for it (restore_in_budget=True): {error}. What is attached holds no "
+            "state any more. Restore another step, or start the program again.",
+            step=step,
+            path=path,
         ) from error
 
 

@@ -12,7 +12,6 @@ once; a save succeeds on all of them or fails on all.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import sys
@@ -23,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import (
     DonatedBufferError,
     LeaseError,
@@ -31,55 +31,16 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
+from torchax_ckpt.in_flight import InFlight, SaveCost
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import medium
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
 from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.telemetry.recorder import Telemetry
 from torchax_ckpt.writing import Capture, Writer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveCost:
-    """What a save took, in seconds from when the training thread turned to it.
-
-    Attributes:
-      step: the step saved.
-      blocking_secs: until the training thread went on.
-      durable_secs: until the step was committed.
-    """
-
-    step: int
-    blocking_secs: float
-    durable_secs: float
-
-
-class _InFlight:
-    """A save that is being written."""
-
-    def __init__(self, step: int, began: float, write: Callable[[_InFlight], None]) -> None:
-        self.step = step
-        self._began = began
-        self.enter("starting its thread")
-        self.is_known_overdue = False
-        self.handed_over = threading.Event()
-        self.blocking_secs = 0.0
-        self.transferred = threading.Event()
-        self.thread = threading.Thread(target=write, args=(self,), name=f"save-{step}", daemon=True)
-
-    @property
-    def age_secs(self) -> float:
-        return time.perf_counter() - self._began
-
-    def enter(self, phase: str) -> None:
-        self._phase = phase, time.perf_counter()
-
-    def where(self) -> str:
-        """What it is at, and for how long."""
-        phase, since = self._phase
-        return f"{phase}, for {time.perf_counter() - since:.1f} s"
 
 
 class Saver:
@@ -90,6 +51,7 @@ class Saver:
       history: the steps of this run, which saves add to.
       preservation_policy: which steps are kept.
       options: how they are written.
+      telemetry: is told what happens.
       calls, saves: the processes of the run, as its training threads and the threads of its saves
         speak to them.
       on_donated: called when a save failed because a reference was donated.
@@ -101,6 +63,7 @@ class Saver:
         history: History,
         preservation_policy: Any,
         options: CheckpointOptions,
+        telemetry: Telemetry,
         calls: Processes,
         saves: Processes,
         on_donated: Callable[[], None] = lambda: None,
@@ -109,9 +72,10 @@ class Saver:
         self._history = history
         self._preservation_policy = preservation_policy
         self._options = options
+        self._telemetry = telemetry
         self._calls, self._saves = calls, saves
         self._on_donated = on_donated
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._was_claimed = self._is_claimed = False
         self._num_failures = 0
         self._failures = Failures()
@@ -133,6 +97,9 @@ class Saver:
             with self._calls.round("taking the directory"):
                 self._calls.first(self._directory.claim)
             self._was_claimed = True
+            self._history.open()
+            there = (*self._history.committed, *self._history.abandoned)
+            self._telemetry.open([s.step for s in there])
 
     def delete(self, step: int) -> None:
         """Deletes a step. Without a save in flight."""
@@ -140,6 +107,7 @@ class Saver:
         def delete() -> list[Any]:
             self._recover()
             self._directory.delete(self._directory.find(step))
+            self._telemetry.steps_gone("deleted", [step])
             return self._directory.described(self._directory.steps())
 
         with self._calls.round(f"deleting step {step}"):
@@ -158,14 +126,16 @@ class Saver:
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
-        save = _InFlight(capture.step, capture.began, functools.partial(self._run, capture))
+        save = InFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
         try:
             save.thread.start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
             self._in_flight = None
             self._history.end(None)
+            self._telemetry.saving(capture.step, capture.began)
+            self._telemetry.emit("failed", capture.step, error=str(error))
             raise
         try:
             if self._options.save_timeout_secs is not None:
@@ -196,8 +166,16 @@ class Saver:
 
     def close(self) -> None:
         """Finishes the save in flight, and lets others write to the directory."""
-        self.wait()
+        self._wait_and_say()
+        self._telemetry.close()
         self._directory.release()
+
+    def _wait_and_say(self) -> None:
+        """Waits as ``wait`` does, and lets a person at a terminal see what for."""
+        if (save := self._in_flight) is not None:
+            what = f"finishing the save of step {save.step}"
+            progress.join(save.thread, self._left(save), lambda: f"{what}: {save.where()}")
+        self.wait()
 
     def check_for_errors(self) -> None:
         """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
@@ -209,12 +187,12 @@ class Saver:
             save.is_known_overdue = True
             raise self._timeout_error(save)
 
-    def _left(self, save: _InFlight) -> float | None:
+    def _left(self, save: InFlight) -> float | None:
         """Seconds until the save has taken too long; None if nothing is too long."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
-    def _timeout_error(self, save: _InFlight) -> SaveTimeoutError:
+    def _timeout_error(self, save: InFlight) -> SaveTimeoutError:
         return SaveTimeoutError(
             f"the save of step {save.step} to {self._directory.path} is still in flight after "
             f"{save.age_secs:.2f} s. It stands at: {save.where()}. It goes on; earlier steps are "
@@ -223,7 +201,7 @@ class Saver:
             path=self._directory.path,
         )
 
-    def _watch(self, save: _InFlight) -> None:
+    def _watch(self, save: InFlight) -> None:
         """Says where a save stands that takes too long; at growing distances, until it ends."""
         limit = self._options.save_timeout_secs
         assert limit is not None
@@ -239,13 +217,17 @@ class Saver:
 
     # --- on the save's own thread ---
 
-    def _run(self, capture: Capture, save: _InFlight) -> None:
+    def _run(self, capture: Capture, save: InFlight) -> None:
+        if capture.snapshot.way != "transfer":
+            # Otherwise the training thread would wait for the interpreter lock to hand over.
+            save.handed_over.wait()
+        self._telemetry.saving(capture.step, capture.began)
         try:
             with self._saves.round(f"saving step {capture.step}"):
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
         except BaseException as error:  # whatever it is, it must reach the training thread
-            self._fail(capture, error)
+            self._fail(capture, save.age_secs, error)
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
@@ -256,9 +238,11 @@ class Saver:
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")
-            self._tidy(durable)
             save.handed_over.wait()
-            self.finished.append(SaveCost(capture.step, save.blocking_secs, durable_secs))
+            cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
+            self._telemetry.durable(cost, durable.path)
+            self._tidy(durable)
+            self.finished.append(cost)
         finally:
             save.transferred.set()
             del capture  # frames of an error that is kept lead here
@@ -269,13 +253,16 @@ class Saver:
         def tidy() -> list[Any]:
             history = self._history
             self._directory.set_aside(history.abandoned)
+            self._telemetry.steps_gone("set_aside", [s.step for s in history.abandoned])
             history.abandoned.clear()
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
             keep = preserved(self._preservation_policy, infos)
             self._directory.verified.mark(history.committed)
-            history.forget(self._directory.prune(keep, history.committed))
+            gone = self._directory.prune(keep, history.committed)
+            self._telemetry.steps_gone("deleted", gone)
+            history.forget(gone)
             return self._directory.described(history.committed)
 
         try:
@@ -295,7 +282,7 @@ class Saver:
         else:
             self._failures.over("tidying")
 
-    def _fail(self, capture: Capture, error: BaseException) -> None:
+    def _fail(self, capture: Capture, age_secs: float, error: BaseException) -> None:
         step, path = capture.step, self._directory.path
         if "has been deleted" in str(error):  # an array held by reference is gone: say which
             try:
@@ -318,7 +305,9 @@ class Saver:
         self._is_claimed = False  # what it left behind is removed before the next one
         self._history.end(None)
         self._failures.report(failure, "saving", medium.kind(error))
+        self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))
         if does_end:
+            self._telemetry.lost()
             self._was_claimed = False  # the next save finds out anew, and raises
             return
         try:
@@ -339,7 +328,7 @@ def _finish_at_exit() -> None:
                 saver._in_flight.step,
             )
             try:
-                saver.wait()
+                saver._wait_and_say()
             except SaveTimeoutError as error:
                 logger.error("giving up: %s", error)
                 continue

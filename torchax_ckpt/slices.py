@@ -13,6 +13,7 @@ zeros and the bits of NaNs, and those of narrow integers would be wide.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -67,14 +68,14 @@ class HostSteps:
         replica_axis: str,
     ) -> None:
         self.committed = committed
-        self._options = options
+        self._options = dataclasses.replace(options, single_replica_restore=False)
         self._index = index
         self._processes = processes
         self._axis = replica_axis
         self._mine: content.StoredLeaves | None = None
         if committed.path.exists():
             with _left_aside():
-                self._mine = content.StoredLeaves(committed, options)
+                self._mine = content.StoredLeaves(committed, self._options)
         document = None if self._mine is None else parts.whole(self._mine.document)
         self.document: Mapping[str, Node] = self._from_first(self._mine is not None, document)
 
@@ -84,14 +85,14 @@ class HostSteps:
         """
         if self._mine is None:
             return
-        held = parts.held(self._mine.document)
-        if any(held.get(name) != part for name, part in parts.needed(reads).items()):
-            logger.info("%s: holds other parts than this host needs now", self.committed.path)
-            self._mine = None
-            return
+        held, needed = parts.held(self._mine.document), parts.needed(reads)
         mine, self._mine = self._mine, None
+        if others := [n for n, part in needed.items() if held.get(n) not in (None, part)]:
+            text = "%s holds other parts of %d leaves than this host needs now: %s"
+            logger.warning(text, self.committed.path, len(others), ", ".join(others[:3]))
+            return
         with _left_aside():
-            mine.require_plausible(self._as_stored(reads))
+            mine.require_plausible({**reads, **parts.of_reads(reads, mine.document)})
             self._mine = mine
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
@@ -106,12 +107,10 @@ class HostSteps:
         values: dict[str, Any] | None = None
         if self._mine is not None:
             with _left_aside():
-                values = self._mine.read(self._as_stored(reads))
+                mine = parts.of_reads(reads, self._mine.document)
+                values = self._mine.read({**reads, **mine})
         here = {name: read for name, read in reads.items() if name not in spanning}
         return {**self._of_one(here, values), **self._of_parts(spanning, values)}
-
-    def _as_stored(self, reads: Mapping[str, Read]) -> dict[str, Read]:
-        return {**reads, **parts.of_reads(reads)}
 
     # --- what is the same on all hosts ---
 

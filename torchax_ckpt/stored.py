@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
 from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
@@ -166,14 +167,25 @@ class StoredStep:
                         # A 0-d row of numpy's would be a scalar.
                         yield members[row], piece.index[1:], np.asarray(content, host.dtype)
 
-    def read(self, names: Iterable[str], options: CheckpointOptions) -> dict[str, np.ndarray]:
-        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage."""
+    def read(
+        self,
+        names: Iterable[str],
+        options: CheckpointOptions,
+        allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage.
+
+        Args:
+          names: the leaves.
+          options: memory bounds of reading.
+          allocate: makes an array to read into; default: of this host's memory.
+        """
         names = list(names)
         total, memory = (
             sum(self.leaves[name].nbytes for name in names),
             inspection.host_memory_bytes(),
         )
-        if total > memory:
+        if allocate is None and total > memory:
             raise CorruptCheckpointError(
                 f"step {self.committed.step} in {self.committed.path}: expected leaves that this "
                 f"host can hold, {memory} bytes, found {total} bytes",
@@ -181,11 +193,13 @@ class StoredStep:
                 path=self.committed.path,
             )
         found = {
-            name: np.empty(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
+            name: (allocate or np.empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names
         }
-        for name, index, content in self.stream(found, options):
-            found[name][index] = content
+        with progress.bar(f"reading step {self.committed.step}", lambda: total) as on_bytes:
+            for name, index, content in self.stream(found, options):
+                found[name][index] = content
+                on_bytes(content.nbytes)
         return found
 
     def verify(

@@ -16,15 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchax_ckpt.content import StoredLeaves
+from torchax_ckpt.deciding import Decisions
 from torchax_ckpt.errors import PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.history import History
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.restoring import Source
 from torchax_ckpt.saving import Saver
 from torchax_ckpt.slices import HostSteps
-from torchax_ckpt.storage import policies
+from torchax_ckpt.storage import policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Apart, Processes
+from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.recorder import Telemetry
 from torchax_ckpt.writing import Capture
 
 
@@ -37,7 +40,8 @@ class Tier:
       directory: where the steps are.
       history: which of them are this run's.
       saver: writes them.
-      save_policy: when.
+      decisions: when.
+      telemetry: is told what happens.
       processes: those of the run, as they speak of this tier on their training threads.
     """
 
@@ -45,27 +49,9 @@ class Tier:
     directory: StepDirectory
     history: History
     saver: Saver
-    save_policy: Any
+    decisions: Decisions
+    telemetry: Telemetry
     processes: Processes
-
-    def is_due(self, step: int) -> bool:
-        """Whether the policy says to save this step, which is not there yet, now."""
-        while self.saver.finished:
-            cost = self.saver.finished.pop(0)
-            for observer in policies.observers(self.save_policy):
-                observer.observe_save(
-                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
-                )
-        info = policies.CheckpointInfo(
-            step, self.directory.path, metadata=None, commit_timestamp_nsecs=time.time_ns()
-        )
-        return self.save_policy.should_save(
-            info,
-            self.history.checkpoints(),
-            context=policies.decision_context(
-                is_saving_in_progress=self.saver.is_saving, reached_preemption=False
-            ),
-        )
 
 
 class Tiers:
@@ -76,6 +62,7 @@ class Tiers:
       save_decision_policy, preservation_policy: of the durable tier.
       local: the local tier, if there is one.
       options: how steps are written and read.
+      on_event: is told what happens in the durable tier.
       on_donated: called when a save failed because a reference was donated.
 
     Attributes:
@@ -84,6 +71,7 @@ class Tiers:
 
     Raises:
       PolicyError: a policy is none.
+      TierError: a local tier that cannot be restored as the options say.
       DirectoryError: a directory cannot be one.
     """
 
@@ -94,22 +82,30 @@ class Tiers:
         preservation_policy: Any,
         local: LocalTier | None,
         options: CheckpointOptions,
+        on_event: Callable[[Event], None] | None,
         on_donated: Callable[[], None],
     ) -> None:
         self._options = options
+        self._on_event = on_event
         self._on_donated = on_donated
         durable = StepDirectory(directory, read_only=options.read_only)
         self.processes, saves = (
             Processes(f"{kind} {durable.path}", options.process_timeout_secs)
             for kind in ("calls", "saves")
         )
+        self._tiers: list[Tier] = []
         self.durable = self._tier(
             "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
         )
-        self._tiers = [self.durable]
+        self._tiers.append(self.durable)
         self._local: Tier | None = None
         self._is_open = False
         if local is not None:
+            if options.restore_in_budget and self.processes.count > 1:
+                raise TierError(
+                    "on several processes a local tier is restored together, and restore_in_budget "
+                    "takes leaves in parts that differ between processes: give one of the two"
+                )
             self._replica_axis = local.replica_axis
             saves = Processes(f"local saves {durable.path}", options.process_timeout_secs)
             self._local = self._tier(
@@ -136,10 +132,22 @@ class Tiers:
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
         history = History(directory, calls, None if name == "durable" else self.durable.history)
+        on_event = self._on_event if name == "durable" else None
+        telemetry = Telemetry(directory, on_event, rules.described(keep_policy))
         saver = Saver(
-            directory, history, keep_policy, self._options, calls, saves, self._on_donated
+            directory,
+            history,
+            keep_policy,
+            self._options,
+            telemetry,
+            calls,
+            saves,
+            self._on_donated,
         )
-        return Tier(name, directory, history, saver, save_policy, calls)
+        place = self._tiers[0].directory if self._tiers else directory
+        agreed = Processes(f"{name} decisions {place.path}", self._options.process_timeout_secs)
+        decisions = Decisions(save_policy, history, saver, agreed)
+        return Tier(name, directory, history, saver, decisions, telemetry, calls)
 
     # --- the steps there are ---
 
@@ -216,7 +224,7 @@ class Tiers:
         if self.processes.count > 1 and isinstance(processes, Apart):
             index = self.processes.index
             return HostSteps(committed, self._options, index, processes, self._replica_axis)
-        return StoredLeaves(committed, self._options)
+        return StoredLeaves(committed, self._options, self.processes.meet)
 
     def numbers(self, name: TierName | None = None) -> list[int]:
         """The numbers of the steps that this process finds, in order; asks no other process."""
@@ -240,7 +248,11 @@ class Tiers:
     def due(self, step: int) -> list[Tier]:
         """The tiers that lack the step, and whose policies say to save it now."""
         self.open()
-        return [t for t in self._tiers if not t.history.has(step) and t.is_due(step)]
+        return [
+            tier
+            for tier in self._tiers
+            if not tier.history.has(step) and tier.decisions.should_save(step)
+        ]
 
     def claim(self) -> None:
         """Makes sure, before the first save, that all can be written, and takes them."""
@@ -251,6 +263,7 @@ class Tiers:
         """Starts to write a capture to some of the tiers, at the same time."""
         for tier in tiers:
             tier.saver.begin(capture)
+            tier.decisions.begun()
             # A problem with the metrics is one problem, however often they are written.
             alone = functools.partial(_without_problem, capture.fetch_metrics)
             capture = dataclasses.replace(capture, fetch_metrics=alone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when gcsfs is imported: it would ask a gRPC service that the emulator does not have.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -20,7 +21,7 @@ PROGRAM = """
     from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
     from torchax_ckpt.cli.app import app
 
-    run, target = sys.argv[1:]
+    run, target, page = sys.argv[1:]
 
     def command(*args, code=0):
         result = CliRunner().invoke(app, [*map(str, args), "--json"])
@@ -31,6 +32,16 @@ PROGRAM = """
         for step in (1, 2):
             state = {"p": {"w": np.full(4096, step, np.float32)}}
             ckpt.save(step, state=state, metrics={"loss": step}, force=True)
+
+    with TorchaxCheckpointer(run, preservation_policy=policies.LatestN(3)) as ckpt:
+        ckpt.save(3, state={"p": {"w": np.zeros(4096)}}, force=True)
+        ckpt.delete(3)
+    first, second = command("report", run, page)["runs"]
+    assert (first["num_durable"], first["closed"], first["last_step"]) == (2, True, 2), first
+    assert (second["num_durable"], second["closed"], second["last_step"]) == (1, True, 3), second
+    assert "durable saves" in open(page).read()
+    assert command("ls", run)["steps"][1]["kept_by"] == ["LatestN(3)", "newest"]
+    assert command("plan", "--measured", run)["checkpoint_bytes"] > 4096
 
     assert command("verify", run, 2)["steps"][0]["marked"]
     listed = command("ls", run)["steps"]
@@ -52,8 +63,10 @@ def gcs() -> Iterator[gcs_proxy.FaultProxy]:
     proxy.server.stop()
 
 
-def test_commands_work_on_a_bucket(gcs: gcs_proxy.FaultProxy) -> None:
-    run_python(PROGRAM, "gs://bucket/run", "gs://bucket/copy", env=gcs.environment())
+def test_commands_work_on_a_bucket(gcs: gcs_proxy.FaultProxy, tmp_path: Path) -> None:
+    page = str(tmp_path / "report.html")
+    run_python(PROGRAM, "gs://bucket/run", "gs://bucket/copy", page, env=gcs.environment())
+    assert len(gcs.server.names("run/events/")) == 2  # an object for each program
     assert not [name for name in gcs.server.names() if "lease" in name]
     assert not gcs.server.names("run/1/")
     assert "copy/1/commit_success.txt" in gcs.server.names()

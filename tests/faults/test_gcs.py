@@ -81,7 +81,10 @@ def state(step: int) -> dict[str, Any]:
 def names(gcs: gcs_proxy.FaultProxy, run: str) -> set[str]:
     """What is right under the run's prefix."""
     prefix = run.removeprefix("gs://bucket/") + "/"
-    return {n.removeprefix(prefix).split("/")[0] for n in gcs.server.names(prefix)} - {"lease"}
+    return {n.removeprefix(prefix).split("/")[0] for n in gcs.server.names(prefix)} - {
+        "lease",
+        "events",
+    }
 
 
 def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:

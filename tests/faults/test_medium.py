@@ -42,7 +42,7 @@ def check(ckpt, steps):
         loaded = ckpt.load(step)
         for name, value in state(step).items():
             np.testing.assert_array_equal(np.asarray(loaded[name]), np.asarray(value))
-    there = set(os.listdir(root / "run")) - {"lease"}
+    there = set(os.listdir(root / "run")) - {"lease", "events"}
     assert there == set(map(str, steps)), there
 
 def fails(ckpt, steps, advice, before):

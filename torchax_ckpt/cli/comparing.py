@@ -6,6 +6,7 @@ import fnmatch
 import math
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK
 from torchax_ckpt.cli.steps import named
@@ -26,7 +27,7 @@ def diff(a: str, b: str, pattern: str | None, *, max_bytes: int | None, as_json:
     """``torchax-ckpt diff``."""
     steps = [StoredStep(named(text)) for text in (a, b)]
     left, right = steps
-    with output.progress("comparing", left.stored_bytes) as on_bytes:
+    with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
             left,
             right,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing
-from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.errors import DirectoryError, MismatchError
+from torchax_ckpt.formats.scratch import room_for
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.stored import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -25,6 +28,7 @@ def export(
     *,
     format: str,
     max_shard_size: str | None,
+    with_optimizer: bool,
     at: str | None,
     max_bytes: int | None,
     as_json: bool,
@@ -32,25 +36,26 @@ def export(
     """``torchax-ckpt export``."""
     _require_local(out)
     max_shard_bytes = None if max_shard_size is None else parsed_size(max_shard_size)
-    is_file = out.suffix in (".safetensors", ".pt", ".pth", ".bin")
-    if max_shard_bytes is not None and (format == "pt" or is_file):
-        raise UsageError("export: --max-shard-size is for safetensors, in a directory")
-    if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):
-        raise UsageError(f"export: {out}: expected the name of a file for --format pt")
+    _require_consistent(out, format, is_cut=max_shard_bytes is not None, optimizer=with_optimizer)
     stored = StoredStep(existing(directory).find(step))
+    options = CheckpointOptions(max_host_bytes=max_bytes)
     try:
         weights = weights_at(stored, at)
     except MismatchError as error:
         raise UsageError(f"export: {error} with --at") from error
-    options = CheckpointOptions(max_host_bytes=max_bytes)
-    paths = _write(stored, weights, out, format, options, max_shard_bytes)
-    num_bytes = sum(leaf.nbytes for leaf in weights.leaves.values())
+    leaves = list(weights.leaves.values())
+    if format == "safetensors":
+        paths = _write_safetensors(stored, weights, out, options, max_shard_bytes)
+    else:
+        leaves += _write_for_torch(stored, weights, out, format, with_optimizer, options)
+        paths = [out]
+    num_bytes = sum(leaf.nbytes for leaf in leaves)
     if as_json:
         output.print_json(
             {
                 "step": step,
                 "files": [str(path) for path in paths],
-                "num_tensors": len(weights.leaves),
+                "num_tensors": len(leaves),
                 "num_bytes": num_bytes,
                 "ties": dict(weights.ties),
                 "left_out": list(weights.left_out),
@@ -61,15 +66,34 @@ def export(
         output.note(f"left out, being no weights: {', '.join(weights.left_out)}")
     tied = f", {len(weights.ties)} tied names" if weights.ties else ""
     output.print_line(
-        f"step {step}: {len(weights.leaves)} tensors{tied}, {output.size(num_bytes)}, in "
+        f"step {step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
         f"{', '.join(str(path) for path in paths)}"
     )
     return OK
 
 
-def import_(source: Path, directory: str, ties: Sequence[str], *, as_json: bool) -> int:
+def _require_consistent(out: Path, format: str, *, is_cut: bool, optimizer: bool) -> None:
+    is_file = out.suffix in (".safetensors", ".pt", ".pth", ".bin")
+    if is_cut and (format != "safetensors" or is_file):
+        raise UsageError("export: --max-shard-size is for safetensors, in a directory")
+    if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):
+        raise UsageError(f"export: {out}: expected the name of a file for --format pt")
+    if format == "dcp" and is_file:
+        raise UsageError(f"export: {out}: expected the name of a directory for --format dcp")
+    if optimizer and format == "safetensors":
+        raise UsageError(
+            "export: --optimizer is for --format pt or dcp; of safetensors, --at optimizer gives "
+            "the moments in a file of their own"
+        )
+
+
+def import_(
+    source: Path, directory: str, ties: Sequence[str], at: str | None, *, as_json: bool
+) -> int:
     """``torchax-ckpt import``."""
-    from torchax_ckpt.formats.importing import import_weights, open_safetensors, parsed_ties
+    from torchax_ckpt.formats.dcp_reading import is_dcp, open_dcp
+    from torchax_ckpt.formats.importing import import_weights, parsed_ties
+    from torchax_ckpt.formats.safetensors_reading import open_safetensors
 
     try:
         tied = parsed_ties(ties)
@@ -78,7 +102,12 @@ def import_(source: Path, directory: str, ties: Sequence[str], *, as_json: bool)
     _require_local(source)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
-    opened = open_safetensors(source)
+    if at is not None and not is_dcp(source):
+        raise UsageError(f"import: --at: {source} was not written by torch's DCP")
+    try:
+        opened = open_dcp(source, at) if is_dcp(source) else open_safetensors(source)
+    except MismatchError as error:
+        raise UsageError(f"import: {error}") from error
     committed = import_weights(opened, directory, ties=tied)
     num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
     if as_json:
@@ -100,26 +129,58 @@ def import_(source: Path, directory: str, ties: Sequence[str], *, as_json: bool)
     return OK
 
 
-def _write(
+def _write_safetensors(
+    stored: StoredStep,
+    weights: Weights,
+    out: Path,
+    options: CheckpointOptions,
+    max_shard_bytes: int | None,
+) -> list[Path]:
+    from torchax_ckpt.formats.safetensors_files import export_safetensors
+
+    total = sum(leaf.nbytes for leaf in weights.leaves.values())
+    with progress.bar("writing", lambda: total) as on_bytes:
+        return export_safetensors(
+            stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
+        )
+
+
+def _write_for_torch(
     stored: StoredStep,
     weights: Weights,
     out: Path,
     format: str,
+    with_optimizer: bool,
     options: CheckpointOptions,
-    max_shard_bytes: int | None,
-) -> list[Path]:
-    if format == "pt":
-        from torchax_ckpt.formats.state_dict import read_state_dict, save_torch_file
+) -> Sequence[StoredLeaf]:
+    """Writes what torch reads as a whole; the leaves of the optimizer, if that is wanted too."""
+    from torchax_ckpt.formats.dcp_writing import save_dcp
+    from torchax_ckpt.formats.state_dict import named_weights, read_tensors, save_torch_file
 
-        save_torch_file(read_state_dict(stored, weights, options), out)
-        return [out]
-    from torchax_ckpt.formats.safetensors_files import export_safetensors
+    if out.exists():  # before anything is read
+        raise DirectoryError(f"{out}: is there already; nothing was written", path=out)
+    optimizers = None
+    if with_optimizer:
+        from torchax_ckpt.formats.optimizer_state import optimizers_of
 
-    total = sum(leaf.nbytes for leaf in weights.leaves.values())
-    with output.progress("writing", total) as on_bytes:
-        return export_safetensors(
-            stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
-        )
+        try:
+            optimizers = optimizers_of(stored)
+        except MismatchError as error:
+            raise UsageError(f"export: --optimizer: {error}") from error
+    more = () if optimizers is None else optimizers.leaves
+    leaves = [*weights.leaves.values(), *more]
+    with about(stored.committed), room_for(leaves, out.parent, options) as allocate:
+        tensors = read_tensors(stored, leaves, options, allocate)
+        state: dict[str, Any] = {"model": named_weights(weights, tensors)}
+        if optimizers is not None:
+            state["optimizer"] = optimizers.state_dicts(
+                tensors.__getitem__, by_name=format == "dcp"
+            )
+        if format == "dcp":
+            save_dcp(state, out)
+        else:
+            save_torch_file(state if with_optimizer else state["model"], out)
+    return more
 
 
 def _require_local(path: Path) -> None:

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.steps import chosen, existing
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import inspection
+from torchax_ckpt.storage import inspection, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.telemetry.journal import latest_start
 
 
 def list_steps(directory: str, *, as_json: bool) -> int:
     """``torchax-ckpt ls``."""
     run = existing(directory)
-    found = run.steps()
-    steps: list[dict[str, Any]] = [
-        {
-            "step": committed.step,
-            "committed": output.moment(committed.commit_timestamp_nsecs),
-            "size_bytes": inspection.stored_bytes(committed.path),
-            "metrics": run.metrics(committed),
-            "verified": committed in run.verified,
-        }
-        for committed in found
-    ]
+    steps = steps_of(run)
     if as_json:
         output.print_json({"directory": str(run.path), "steps": steps})
     elif not steps:
@@ -38,17 +31,59 @@ def list_steps(directory: str, *, as_json: bool) -> int:
         rows = [
             (
                 step["step"],
-                output.age(committed.commit_timestamp_nsecs),
+                output.age(step["committed"]),
                 output.size(step["size_bytes"]),
                 "yes" if step["verified"] else "no",
+                "?" if step["kept_by"] is None else ", ".join(step["kept_by"]),
                 " ".join(f"{k}={output.number(v)}" for k, v in step["metrics"].items()),
             )
-            for step, committed in zip(steps, found, strict=True)
+            for step in steps
         ]
-        output.print_table(
-            ("step", "age", "size", "verified", "metrics"), rows, right=("step", "age", "size")
-        )
+        columns = ("step", "age", "size", "verified", "kept by", "metrics")
+        output.print_table(columns, rows, right=("step", "age", "size"))
     return OK
+
+
+def steps_of(run: StepDirectory) -> list[dict[str, Any]]:
+    """What there is to say of each step, oldest first, as JSON."""
+    found = run.steps()
+    kept_by = _kept_by(run, found)
+    return [
+        {
+            "step": committed.step,
+            "committed": output.moment(committed.commit_timestamp_nsecs),
+            "size_bytes": inspection.stored_bytes(committed.path),
+            "metrics": run.metrics(committed),
+            "verified": committed in run.verified,
+            "kept_by": None if kept_by is None else kept_by[index],
+        }
+        for index, committed in enumerate(found)
+    ]
+
+
+def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
+    """Why each step is there, by the rules that the last program noted; None where none has.
+
+    A step that has no reason goes with the next save.
+    """
+    started = latest_start(run.path)
+    if started is None or "keeps" not in started.values or not steps:
+        return None
+    infos = [run.info(committed) for committed in steps]
+    found: list[list[str]] = [[] for _ in steps]
+    for said, kept in rules.kept_by(started.values["keeps"], infos):
+        for reasons, is_kept in zip(found, kept or [], strict=False):
+            if is_kept:
+                reasons.append(said)
+        if kept is None:  # a rule of the program's own: nobody else can ask it
+            for reasons in found:
+                reasons.append(f"{said}?")
+    found[-1].append(rules.NEWEST)
+    for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
+        if committed in run.verified:
+            reasons.append(rules.VERIFIED)
+            break
+    return found
 
 
 def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool) -> int:
@@ -147,7 +182,7 @@ def _verify_one(
     result: dict[str, Any] = {"step": committed.step}
     try:
         stored = StoredStep(committed)
-        with output.progress(f"step {committed.step}", stored.stored_bytes) as on_bytes:
+        with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes=on_bytes)
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and not read_only:

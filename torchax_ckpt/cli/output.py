@@ -1,16 +1,15 @@
-"""Owns what is printed: tables for people, JSON for machines, progress for whoever watches."""
+"""Owns what is printed: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
-import contextlib
+import calendar
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -59,25 +58,6 @@ def plain(value: Any) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-@contextlib.contextmanager
-def progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr as long as a person watches; gives what to tell of each part that is done."""
-    if not sys.stderr.isatty():
-        yield lambda nbytes: None
-        return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(label, total=total_bytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
-
-
 def size(nbytes: int) -> str:
     """``1.5 GB``, in powers of ten."""
     amount = float(nbytes)
@@ -88,9 +68,27 @@ def size(nbytes: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" or amount >= 99.5 else f"{amount:.3g} {unit}"
 
 
-def age(commit_timestamp_nsecs: int) -> str:
-    """``5 min``, since then."""
-    secs = max(0.0, time.time() - commit_timestamp_nsecs / 1e9)
+def duration(secs: float) -> str:
+    """``12 ms``, ``1.5 s``, ``3 min``, ``2.5 h``."""
+    for limit, unit, unit_secs in (
+        (0.9995, "ms", 1e-3),
+        (119.5, "s", 1),
+        (7170, "min", 60),
+        (172_000, "h", 3600),
+    ):
+        if secs < limit:
+            return f"{_short(secs / unit_secs)} {unit}"
+    return f"{_short(secs / 86_400)} d"
+
+
+def _short(amount: float) -> str:
+    return f"{amount:.0f}" if amount >= 9.995 else f"{amount:.3g}"
+
+
+def age(moment: str) -> str:
+    """``5 min``, since a moment."""
+    then = calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ"))
+    secs = max(0.0, time.time() - then)
     for limit, unit, unit_secs in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
         if secs < limit:
             return f"{secs / unit_secs:.0f} {unit}"

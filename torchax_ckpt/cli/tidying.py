@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing, named_or_all
@@ -73,7 +74,7 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
     steps = named_or_all(source)
     run = StepDirectory(target)
     total = sum(inspection.stored_bytes(committed.path) for committed in steps)
-    with output.progress("copying", total) as on_bytes:
+    with progress.bar("copying", lambda: total) as on_bytes:
         copied = copy_steps(steps, run, CheckpointOptions(max_host_bytes=max_bytes), on_bytes)
     if as_json:
         output.print_json(

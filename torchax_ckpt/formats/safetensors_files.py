@@ -34,7 +34,7 @@ NAMES_OF_DTYPES: Mapping[str, str] = {
 
 METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _ALIGNMENT = 8
 _PARTIAL = ".partial"
 
@@ -153,7 +153,7 @@ def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_F
     if out.suffix == ".safetensors" and len(shards) == 1:
         return [_File(out, shards[0])]
     if len(shards) == 1:
-        return [_File(out / _SINGLE, shards[0])]
+        return [_File(out / SINGLE, shards[0])]
     return [
         _File(out / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard)
         for i, shard in enumerate(shards, 1)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLe
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.stored import StoredLeaf, StoredStep
 
 
 def load_torch_state_dict(
@@ -67,18 +68,34 @@ def read_state_dict(
     stored: StoredStep, weights: Weights, options: CheckpointOptions
 ) -> dict[str, torch.Tensor]:
     """The weights as plain CPU tensors; tied ones are one tensor."""
-    leaves = weights.leaves
-    dtypes = {name: _dtype(leaf.dtype, leaf.name) for name, leaf in leaves.items()}
-    arrays = stored.read((leaf.name for leaf in leaves.values()), options)
-    with _native_torch():
-        found = {
-            name: _tensor(arrays.pop(leaf.name), dtypes[name]) for name, leaf in leaves.items()
-        }
+    return named_weights(weights, read_tensors(stored, weights.leaves.values(), options))
+
+
+def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by leaf, under torch's names; tied ones are one tensor."""
+    found = {name: tensors[leaf.name] for name, leaf in weights.leaves.items()}
     return {**found, **{alias: found[name] for alias, name in weights.ties.items()}}
 
 
-def save_torch_file(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
-    """Writes a state dict that ``torch.load(weights_only=True)`` reads.
+def read_tensors(
+    stored: StoredStep,
+    leaves: Iterable[StoredLeaf],
+    options: CheckpointOptions,
+    allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Leaves as plain CPU tensors, by their own names; arguments as of ``StoredStep.read``.
+
+    Raises:
+      UnsupportedLeafError: torch lacks the dtype of one of them.
+    """
+    dtypes = {leaf.name: _dtype(leaf.dtype, leaf.name) for leaf in leaves}
+    arrays = stored.read(dtypes, options, allocate)
+    with native_torch():
+        return {name: _tensor(arrays.pop(name), dtype) for name, dtype in dtypes.items()}
+
+
+def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
+    """Writes a state dict, or a dict of several, that ``torch.load(weights_only=True)`` reads.
 
     Raises:
       DirectoryError: the file is there already, or cannot be written.
@@ -88,8 +105,8 @@ def save_torch_file(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "xb") as file, _native_torch():
-            torch.save(dict(tensors), file)
+        with open(partial, "xb") as file, native_torch():
+            torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
@@ -116,7 +133,7 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _native_torch() -> Iterator[None]:
+def native_torch() -> Iterator[None]:
     """In a program that has enabled torchax too, these are plain CPU tensors."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield

@@ -207,8 +207,9 @@ class OptimalInterval:
     """Saves every max(P, sqrt(2 b M)) seconds; M is that of the failures the tier is read after.
 
     Attributes:
-      counts_slowdown: b is all that a save costs; False leaves it at the blocking time, which is
-        all that ``torchax_ckpt.policies.OptimalIntervalPolicy`` can measure.
+      counts_slowdown: b is all that a save costs, as
+        ``torchax_ckpt.policies.OptimalIntervalPolicy`` measures it; False leaves it at the blocking
+        time.
     """
 
     counts_slowdown: bool = True

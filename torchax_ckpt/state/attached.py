@@ -12,6 +12,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import checks, functional
 from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
@@ -46,9 +47,8 @@ class Attached:
         init: Init | None = None,
         rng: bool = True,
     ) -> None:
-        rule = _rule(shardings)
-        if init is not None and not callable(init):
-            raise AttachError(f"init: expected a callable, found {init!r:.80}")
+        rule = as_rule(shardings)
+        require_init(init)
         self._modules: list[ModuleComponent] = []
         self.components: dict[str, Component] = {}
         self._rng = rng
@@ -57,8 +57,7 @@ class Attached:
         self._functional = functional.FunctionalState()
 
         def module(value: Any, path: tuple[str, ...]) -> Component:
-            if not issubclass(type(value), torch.nn.Module):
-                raise _wrong_type(path, "a torch.nn.Module", value)
+            require_module(value, path)
             self._modules.append(ModuleComponent(value, path, rule, init))
             return self._modules[-1]
 
@@ -103,13 +102,20 @@ class Attached:
                 captured[name] = component.capture()
         return captured
 
-    def prepare(self, document: Mapping[str, Node], findings: Findings) -> Restoration:
-        """Compares the document with what is attached and says what to do. Changes nothing."""
+    def prepare(
+        self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
+    ) -> Restoration:
+        """Compares the document with what is attached and says what to do. Changes nothing.
+
+        Raises:
+          SelectionError: patterns that match nothing, or names that meet.
+        """
+        selection = selection or Selection()
         restorations = []
         is_functional, is_imported = STATE in document, IMPORTED in document
         for name, component in self.components.items():
             if name in document:
-                restorations.append(component.prepare(document[name], findings))
+                restorations.append(component.prepare(document[name], findings, selection))
             elif not (is_imported or (is_functional and name in _TRAINED)):
                 findings.missing.append(name)
         for name, node in document.items():
@@ -118,6 +124,7 @@ class Attached:
             if name == "rng" and not self._rng:
                 continue
             findings.unexpected += [n["array"] for n in array_nodes(node)] or [name]
+        selection.require_used()
         result = Restoration()
         result.extend(restorations)
         return result
@@ -145,7 +152,7 @@ class _Group:
     def capture(self) -> Captured:
         return self._combined([member.capture() for member in self._members.values()])
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         restoration = Restoration()
         is_group = isinstance(node, dict) and node.get("group") is True
         stored = checks.fields(node, names.join(self._key_path)) if is_group else {}
@@ -153,7 +160,7 @@ class _Group:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
         for name, member in self._members.items():
             if name in stored:
-                restoration.extend([member.prepare(stored[name], findings)])
+                restoration.extend([member.prepare(stored[name], findings, selection)])
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
         for name in stored.keys() - self._members.keys():
@@ -181,7 +188,8 @@ def _as_mapping(value: Any) -> Any:
     return value
 
 
-def _rule(shardings: Any) -> Rule | None:
+def as_rule(shardings: Any) -> Rule | None:
+    """The user's ``shardings`` as a rule; raises AttachError if it is none."""
     if shardings is None:
         return None
     if found := backend.torchax_mesh(shardings):
@@ -193,6 +201,18 @@ def _rule(shardings: Any) -> Rule | None:
             f"PartitionSpec, or a torchax.mesh_util.Mesh, found {shardings!r:.80}"
         )
     return functools.partial(resolve_rule, shardings, None)
+
+
+def require_module(value: Any, path: tuple[str, ...]) -> None:
+    """Raises AttachError unless it is a module."""
+    if not issubclass(type(value), torch.nn.Module):
+        raise _wrong_type(path, "a torch.nn.Module", value)
+
+
+def require_init(init: Any) -> None:
+    """Raises AttachError unless it is callable, or None."""
+    if init is not None and not callable(init):
+        raise AttachError(f"init: expected a callable, found {init!r:.80}")
 
 
 def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:

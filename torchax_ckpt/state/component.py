@@ -19,6 +19,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
@@ -110,11 +111,19 @@ Values = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A leaf to read: its name and spec in the checkpoint, and where it is wanted."""
+    """A leaf to read.
+
+    Attributes:
+      name: its name in the checkpoint.
+      spec: what it is there.
+      placement: where it is wanted.
+      dtype: as which it is wanted, if not as it is: only where the caller has asked for that.
+    """
 
     name: str
     spec: Spec
     placement: Placement
+    dtype: str | None = None
 
 
 @dataclasses.dataclass
@@ -155,15 +164,17 @@ class Restoration:
     writes: list[Write] = dataclasses.field(default_factory=list)
     unfilled: list[str] = dataclasses.field(default_factory=list)
 
-    def read(self, node: Mapping[str, Any], placement: Placement) -> None:
-        """Asks for the leaf of an array node.
+    def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
+        """Asks for the leaf of an array node, as it is or as another dtype.
 
         Raises:
           UnsupportedLeafError: it goes to devices, and JAX would narrow its dtype there.
         """
+        spec = Spec.of_node(node)
         if placement is not Local.HOST:
-            require_jax_dtype(node["dtype"], node["array"])
-        self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
+            require_jax_dtype(dtype or spec.dtype, node["array"])
+        changed = None if dtype == spec.dtype else dtype
+        self.reads[node["array"]] = Read(node["array"], spec, placement, changed)
 
     def extend(self, others: Iterable[Restoration]) -> None:
         """Appends what others need, in order."""
@@ -228,8 +239,11 @@ class Component(Protocol):
         """The part as it is now. Runs on the training thread, so it must not wait."""
         ...
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
-        """Compares the node with what is live and says what to do. Changes nothing."""
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+        """Compares the node with what is live and says what to do. Changes nothing.
+
+        The selection is over the model's tensors; what does not go by their names ignores it.
+        """
         ...
 
 

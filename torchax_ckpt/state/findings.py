@@ -31,12 +31,10 @@ class Findings:
         """Records that the attached program has ``expected`` and the checkpoint ``found``."""
         self.mismatched[name] = f"expected {expected}, found {found}"
 
-    def error(self, step: int, path: str) -> MismatchError:
-        """All differences in one error, each with its name."""
-        lines = [
-            f"The checkpoint at step {step} in {path} does not fit what is attached; nothing was "
-            "changed."
-        ]
+    def error(self, step: int | None, path: str) -> MismatchError:
+        """All differences in one error, each with its name; without a step, of files."""
+        source = path if step is None else f"The checkpoint at step {step} in {path}"
+        lines = [f"{source} does not fit what is attached; nothing was changed."]
         lines += _section("missing from the checkpoint", self.missing)
         lines += _section("in the checkpoint, but not attached", self.unexpected)
         lines += _section(
@@ -44,8 +42,9 @@ class Findings:
             [f"{name}: {text}" for name, text in self.mismatched.items()],
         )
         lines.append(
-            "Attach the program that wrote it, restore(strict=False) to take what matches, or use "
-            "another directory; for load, give an abstract_state that fits."
+            "Attach the program that wrote it; or restore(strict=False) to take what matches, or "
+            "leave out or rename what differs (exclude=, rename=); or use another directory. For "
+            "load, give an abstract_state that fits."
         )
         return MismatchError(
             "\n".join(lines),

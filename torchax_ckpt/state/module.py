@@ -7,7 +7,7 @@ once, under the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError, UninitializedLeafError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, Placement, move, placement_of, put
 from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
@@ -35,13 +36,12 @@ from torchax_ckpt.state.component import (
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
 from torchax_ckpt.state.slots import Slot, extra_state_modules, registered, same_objects, slots
+from torchax_ckpt.state.stored_module import EXTRA_STATE, StoredModule, extra_state_key
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
 """From a tensor's name and abstract value to its sharding; None leaves it where it is."""
 Init = Callable[[str, jax.ShapeDtypeStruct], Any]
 """From a tensor's name and abstract value (with its sharding) to its first content."""
-
-_EXTRA_STATE = "_extra_state"
 
 
 class ModuleComponent:
@@ -92,10 +92,7 @@ class ModuleComponent:
                 key_path=names.join(self.key_path),
             )
         known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
-        known |= {
-            f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
-            for path, _ in root.named_modules(remove_duplicate=False)
-        }
+        known |= {extra_state_key(path) for path, _ in root.named_modules(remove_duplicate=False)}
         if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
             name = self.name(unknown[0])
             raise UnsupportedLeafError(
@@ -133,7 +130,7 @@ class ModuleComponent:
         tensors = self._capture_tensors()
         require_alive(tensors)
         extra = [
-            encoded(module.get_extra_state(), (*self.key_path, path, _EXTRA_STATE))
+            encoded(module.get_extra_state(), (*self.key_path, path, EXTRA_STATE))
             for path, module in self._extra_state_modules.items()
         ]
         return self._combined([tensors, *extra])
@@ -193,74 +190,82 @@ class ModuleComponent:
 
     # --- restoring ---
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
-        """Compares names, ties, shapes and dtypes."""
-        restoration = Restoration()
-        live = {s.fqn: s for s in slots(self.module).values() if s.persistent}
-        if not (isinstance(node, dict) and "ties" in node):
-            findings.missing += [self.name(fqn) for fqn in live]
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+        """Compares names, ties, shapes and dtypes of what is selected."""
+        if isinstance(node, dict) and "ties" in node:
+            stored = StoredModule.of_node(node, names.join(self.key_path))
+        else:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
-            return restoration
-        where = names.join(self.key_path)
-        stored = checks.leaves(node, where)
-        ties = checks.named_texts(node["ties"], where)
+            stored = StoredModule({}, {})
+        return self.prepare_from(stored, findings, selection)
+
+    def prepare_from(
+        self, stored: StoredModule, findings: Findings, selection: Selection
+    ) -> Restoration:
+        """``prepare``, from what is stored anywhere."""
+        restoration = Restoration()
+        stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
         with backend.native_torch():
-            for slot in live.values():
-                sources, same_ties = self._sources(slot, stored, ties, findings)
+            for slot in slots(self.module).values():
+                every_name = [n for n in (slot.fqn, *slot.aliases) if self._is_in(selection, n)]
+                if not (slot.persistent and every_name):
+                    continue
+                sources = stored.sources(every_name)
+                if not sources:
+                    findings.missing.append(self.name(slot.fqn))
+                    continue
+                differing = stored.differing_ties(every_name, sources, considered)
                 considered.update(sources)
                 # Which of several values a tied tensor should get is anyone's guess.
-                if same_ties and self._fits(slot, stored[sources[0]], findings):
+                if differing is not None:
+                    findings.mismatch(self.name(slot.fqn), *differing)
+                elif self._fits(slot, stored, sources[0], findings):
                     supplied.add(slot.fqn)
-                    restoration.read(stored[sources[0]], self._placement(slot))
-                    leaf = stored[sources[0]]["array"]
+                    node = stored.tensors[sources[0]]
+                    restoration.read(node, self._placement(slot), self._expected(slot).dtype)
+                    leaf = node["array"]
                     restoration.writes.append(
                         Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
                     )
-        findings.unexpected += [self.name(fqn) for fqn in stored if fqn not in considered]
-        self._prepare_extra_state(node, findings, restoration)
+        findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
+        self._prepare_extra_state(stored, findings, selection, restoration)
         self._fill_rest(restoration, supplied)
         self._reshard_rest(restoration, supplied)
         return restoration
 
-    def _sources(
-        self, slot: Slot, stored: Mapping[str, Node], ties: Mapping[str, str], findings: Findings
-    ) -> tuple[list[str], bool]:
-        """The stored tensors that the slot's names stand for, and whether it is one, tied alike."""
-        every_name = (slot.fqn, *slot.aliases)
-        owners = [ties.get(name, name) for name in every_name]
-        sources = list(dict.fromkeys(owner for owner in owners if owner in stored))
-        if not sources:
-            findings.missing.append(self.name(slot.fqn))
-            return [], False
-        groups = [{s, *(alias for alias, fqn in ties.items() if fqn == s)} for s in sources]
-        same_ties = groups == [set(every_name)]
-        if not same_ties:
-            findings.mismatch(
-                self.name(slot.fqn), _tied(every_name), ", ".join(_tied(group) for group in groups)
-            )
-        return sources, same_ties
+    def _is_in(self, selection: Selection, fqn: str) -> bool:
+        return selection.takes(names.join((*self.key_path[1:], fqn)))
 
-    def _fits(self, slot: Slot, node: Node, findings: Findings) -> bool:
-        spec, expected = Spec.of_node(node), self._expected(slot)
-        if (spec.dtype, spec.shape) == (expected.dtype, expected.shape):
+    def _fits(self, slot: Slot, stored: StoredModule, source: str, findings: Findings) -> bool:
+        spec, expected = Spec.of_node(stored.tensors[source]), self._expected(slot)
+        if spec.shape == expected.shape and stored.converts(spec.dtype, expected.dtype):
             return True
         findings.mismatch(self.name(slot.fqn), expected.content(), spec.content())
         return False
 
     def _prepare_extra_state(
-        self, node: Node, findings: Findings, restoration: Restoration
+        self,
+        stored: StoredModule,
+        findings: Findings,
+        selection: Selection,
+        restoration: Restoration,
     ) -> None:
-        modules = extra_state_modules(self.module)
-        stored = checks.named(node.get("extra_state"), names.join(self.key_path))
-        for path in dict.fromkeys((*modules, *stored)):
-            key_path = (*self.key_path, path, _EXTRA_STATE)
+        if stored.extra_state is None:
+            return
+        modules = {
+            path: module
+            for path, module in extra_state_modules(self.module).items()
+            if self._is_in(selection, extra_state_key(path))
+        }
+        for path in dict.fromkeys((*modules, *stored.extra_state)):
+            key_path = (*self.key_path, path, EXTRA_STATE)
             where = names.join(key_path)
-            if path not in stored:
+            if path not in stored.extra_state:
                 findings.missing.append(where)
                 continue
-            child = stored[path]
+            child = stored.extra_state[path]
             checks.check(child, where)
             if path not in modules:
                 findings.unexpected.append(where)
@@ -393,8 +398,3 @@ def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
     return not backend.is_device_tensor(tensor) and not tensor.is_meta
-
-
-def _tied(group: Iterable[str]) -> str:
-    first, *rest = sorted(group)
-    return f"{first} tied to {', '.join(rest)}" if rest else f"{first} on its own"

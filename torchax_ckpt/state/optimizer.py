@@ -7,7 +7,6 @@ the parameters do not matter when it is restored; their names do.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
@@ -32,6 +32,7 @@ from torchax_ckpt.state.component import (
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze_all
+from torchax_ckpt.state.stored_optimizer import BY_POSITION, StoredGroup, StoredOptimizer
 from torchax_ckpt.state.tree import Encoder, decode
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
@@ -42,18 +43,6 @@ until a name changes.
 """
 ParameterPlacements = Callable[[], Mapping[int, Placement]]
 """Gives id of a live parameter -> where it will be once its module is restored."""
-
-
-# Lists beside each other, in the group's own order; parameters are matched by name instead.
-_BY_POSITION = frozenset({"params", "param_names"})
-
-
-@dataclasses.dataclass(frozen=True)
-class _StoredGroup:
-    """Hyperparameters of one stored parameter group: name -> node, without ``params``."""
-
-    index: int
-    hyperparameters: Mapping[str, Node]
 
 
 class OptimizerComponent:
@@ -129,7 +118,7 @@ class OptimizerComponent:
         """The optimizer as it is now."""
         groups = self.optimizer.param_groups
         members = [list(map(id, group["params"])) for group in groups]
-        hyperparameters = [{k: v for k, v in g.items() if k not in _BY_POSITION} for g in groups]
+        hyperparameters = [{k: v for k, v in g.items() if k not in BY_POSITION} for g in groups]
         known = self._parameter_names()
         if members != self._members or known is not self._known:
             self._check()
@@ -204,8 +193,12 @@ class OptimizerComponent:
     # --- restoring ---
 
     @backend.native_torch()
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
-        """Compares class, parameters, hyperparameters and, where it exists, state."""
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+        """Compares class, parameters, hyperparameters and, where it exists, state.
+
+        A parameter that is not selected keeps its state; its group's hyperparameters are those of
+        the others.
+        """
         restoration = Restoration()
         where = names.join(self.key_path)
         if not (isinstance(node, dict) and "class" in node):
@@ -216,7 +209,8 @@ class OptimizerComponent:
         if stored_class != (kind := type(self.optimizer).__qualname__):
             findings.mismatch(where, kind, stored_class)
             return restoration
-        group_of, state = _parse(node, where)
+        stored = StoredOptimizer.of_node(node, where).selected(selection)
+        group_of, state = stored.group_of, stored.state
         # A tied parameter may have been saved under another of its names.
         name_of = {
             id(parameter): next((n for n in every if n in group_of), every[0])
@@ -225,7 +219,9 @@ class OptimizerComponent:
         }
         first_name = {id(p): names.join(("model", *paths[0])) for p, paths in self._parameters()}
         live = {name_of[id(parameter)]: parameter for parameter, _ in self._parameters()}
-        findings.missing += [f"{where}/{name}" for name in live if name not in group_of]
+        findings.missing += [
+            f"{where}/{name}" for name in live if name not in group_of and selection.takes(name)
+        ]
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         homes = self._placements()
         self._prepare_groups(group_of, name_of, homes, findings, restoration)
@@ -233,13 +229,13 @@ class OptimizerComponent:
             # The model component came first and has said which parameters do not fit.
             unfit = first_name[id(parameter)] in findings.mismatched
             if name in group_of and not (unfit and name in state):
-                home, stored = homes[id(parameter)], state.get(name)
-                self._prepare_state(name, parameter, home, stored, findings, restoration)
+                home = homes[id(parameter)]
+                self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
         return restoration
 
     def _prepare_groups(
         self,
-        group_of: Mapping[str, _StoredGroup],
+        group_of: Mapping[str, StoredGroup],
         name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
         findings: Findings,
@@ -339,23 +335,6 @@ class OptimizerComponent:
         if isinstance(live, torch.Tensor) and backend.is_device_tensor(live):
             return placement_of(backend.buffer(live))
         return replicated_like(home)
-
-
-def _parse(node: Node, where: str) -> tuple[dict[str, _StoredGroup], dict[str, Node]]:
-    """Parameter -> its stored group, and parameter -> the node of its state."""
-    content = checks.fields(node, where)
-    groups = content.get("param_groups")
-    if not isinstance(groups, list):
-        raise checks.corrupt(f"{where}/param_groups", "a list", f"a {type(groups).__name__}")
-    group_of: dict[str, _StoredGroup] = {}
-    for index, group in enumerate(groups):
-        found = checks.fields(group, f"{where}/param_groups/{index}")
-        stored = _StoredGroup(index, {k: v for k, v in found.items() if k not in _BY_POSITION})
-        for member in checks.texts(found.get("params"), f"{where}/param_groups/{index}/params"):
-            if member in group_of:
-                raise checks.corrupt(f"{where}/{member}", "one group with it", "two")
-            group_of[member] = stored
-    return group_of, checks.fields(content.get("state"), f"{where}/state")
 
 
 def _same(a: Node, b: Node) -> bool:

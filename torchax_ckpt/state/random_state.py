@@ -14,6 +14,7 @@ import torch
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.sharding import Local, placement_of
 from torchax_ckpt.state import checks
 from torchax_ckpt.state.component import (
@@ -48,7 +49,7 @@ class RandomStateComponent:
             )
         return encoded(_get(), self.key_path)
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Writes all four, last of all: loading other state may draw random numbers.
 
         What is to be written is first tried on generators that nobody uses.
@@ -69,6 +70,30 @@ class RandomStateComponent:
         restoration.checks.append(Write(lambda values: _check(decoded(values)), needs=needs))
         restoration.writes.append(Write(lambda values: _set(decoded(values)), needs=needs))
         return restoration
+
+
+class RandomState:
+    """The random state that ``attach`` saves, for programs that must put it back at another time.
+
+    Of the calling thread's torchax key, and of the generators of torch, numpy and Python::
+
+        before = RandomState().state_dict()
+        ...                                     # draws random numbers
+        RandomState().load_state_dict(before)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All four states; later draws do not change them."""
+        return _get()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Puts all four back.
+
+        Raises:
+          CorruptCheckpointError: one is not what its generator takes; nothing was changed.
+        """
+        _check(state_dict)
+        _set(state_dict)
 
 
 def _get() -> dict[str, Any]:

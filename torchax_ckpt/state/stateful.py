@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import Findings
 
@@ -52,7 +53,7 @@ class StatefulComponent:
         """The object's state dict."""
         return encoded(self.value.state_dict(), self.key_path)
 
-    def prepare(self, node: Node, findings: Findings) -> Restoration:
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """A call of ``load_state_dict``, undone with the present state if a later one fails."""
         restoration = Restoration()
 

@@ -19,7 +19,7 @@ import itertools
 import math
 import reprlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -108,7 +108,7 @@ class Encoder:
         if isinstance(value, (torch.Tensor, jax.Array, np.ndarray, np.generic)):
             return self._leaf(value, path)
         if kind is list:
-            return [self._encode(v, (*path, i)) for i, v in enumerate(value)]
+            return self._encode_items(value, path)
         if kind in _MAPPINGS:
             parts = _distinct([str(k) for k in value])
             return {
@@ -118,7 +118,7 @@ class Encoder:
                 ]
             }
         if kind in _SEQUENCES:
-            return {_SEQUENCES[kind]: [self._encode(v, (*path, i)) for i, v in enumerate(value)]}
+            return {_SEQUENCES[kind]: self._encode_items(value, path)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {
                 "namedtuple": [
@@ -148,6 +148,12 @@ class Encoder:
             "sets of them: keep the rest out of the state, or convert it.",
             key_path=names.join(path),
         )
+
+    def _encode_items(self, values: Collection[Any], path: tuple[object, ...]) -> list[Node]:
+        # The state of Python's generator is 625 numbers: they need not be looked at one by one.
+        if set(map(type, values)) == {int} and max(map(abs, values)) < _MAX_PLAIN_INT:
+            return list(values)
+        return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
 
     def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
         """The node of a key of a dict: numpy's numbers stand in it, and are no leaves."""

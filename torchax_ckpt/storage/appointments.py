@@ -1,159 +1,157 @@
 """Owns how processes agree on when to save, without asking each other at every step.
 
-Process 0 decides, one appointment ahead: at each it names the step of the next, and whether that
-one is saved. What it says goes through JAX's coordination service, in the background; the others
-look it up in the background too. Between appointments everybody knows that there is nothing to
-know. Who reaches the end of what it knows waits, so nobody ever guesses.
+Process 0 asks the policy for all, some steps ahead: while one window of steps goes by, it decides
+on the next one and says so through JAX's coordination service, and the others look it up in the
+background. So policies need not be the same everywhere, nor clocks, nor how far a save has come.
+Who reaches the end of what it knows waits, and nobody ever guesses.
 
-Every process must ask at the same steps, in the same order, as training does.
+Which steps a window will hold is foreseen from the last two. Every process must ask at the same
+steps, in the same order, as training does; where they come differently, at the start and after
+going back, all wait for process 0 to decide anew.
 """
 
 from __future__ import annotations
 
-import collections
-import itertools
+import dataclasses
 import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-
-import jax
-from orbax import checkpoint as v0
 
 from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.storage.processes import Processes
 
-# How far ahead in time an appointment lies: enough to hear of it before it comes, and little
-# beside the time that a save takes; and how far at most in steps, should they become slower.
-_AHEAD_SECS = 0.05
-_MAX_AHEAD = 100
-_PATIENCE_SECS = 600
-_POLL_SECS = 1
+# How long a window lasts: enough to hear of the next one before it comes, and little beside the
+# time that a save takes; and how many steps it holds at most, should they become slower.
+_WINDOW_SECS = 0.05
+_MAX_STEPS = 100
+# How often processes say what they have looked up, so that it can be deleted; in windows.
+_ACKNOWLEDGED_EVERY = 64
 
-_counter = itertools.count()
 _closing = threading.Event()
 # Ends the look-ups before the interpreter joins their threads: the newest hook is called first, and
 # that of concurrent.futures is registered by importing from it above.
 threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """Steps that were decided on: from the first to the last, and which of them are saved."""
+
+    first: int
+    last: int
+    stride: int
+    saved: Sequence[int]
+
+    def holds(self, step: int) -> bool:
+        return self.first <= step <= self.last and (step - self.first) % self.stride == 0
+
+
 class Appointments:
-    """The appointments of one policy.
+    """The appointments of one checkpointer.
 
     Args:
-      process_index: whose these are; process 0 decides.
-      client: of JAX's coordination service.
+      processes: of the run; one more conversation with them.
+      decide: whether to save a step, given the steps before it that are to be saved and are not
+        begun yet; called on process 0 alone.
     """
 
-    def __init__(self, process_index: int | None = None, client: Any = None) -> None:
-        self._decides = (jax.process_index() if process_index is None else process_index) == 0
-        self._client = client or v0.multihost.get_jax_distributed_client()
-        # Policies are asked in the same order everywhere.
-        self._name = f"torchax_ckpt/appointments/{next(_counter)}"
+    def __init__(self, processes: Processes, decide: Callable[[int, Sequence[int]], bool]) -> None:
+        self._processes = processes
+        self._decide = decide
         self._background = ThreadPoolExecutor(1, "appointments")
-        self._asked = -1
-        self._answer = False
-        self._times_back = 0
-        # The next appointment: its step, and whether that is saved.
-        self._at, self._saves = -1, False
-        self._count = 0  # of those named or looked up
-        self._coming: Future[list[Any]] | None = None
-        self._since = (0, 0.0)  # step and time of the appointment before
-        self._keys: collections.deque[str] = collections.deque()
-        self._awaited: tuple[int, str] | None = None
+        self._asked, self._answer = -1, False
+        self._stride: int | None = None
+        self._window = _Window(0, -1, 1, ())
+        self._next: Future[_Window] | None = None
+        self._count = self._num_deleted = 0  # of windows
+        self._since = (0, 0.0)  # step and time at which the window before was begun
 
-    def ask(self, step: int, decide: Callable[[], bool], newest: int | None) -> bool:
+    def ask(self, step: int) -> bool:
         """Whether to save this step; the same everywhere.
-
-        Args:
-          step: where this process is.
-          decide: whether a save should begin now; called on process 0 alone.
-          newest: the newest step that is durable here, or None.
 
         Raises:
           PolicyError: process 0 has not decided, long after this process came to this step.
         """
         if step == self._asked:
             return self._answer
-        if step < self._asked:
-            # What was agreed before the run went back is void.
-            self._times_back += 1
-            self._at = -1
-        self._asked = step
-        while self._at < step:  # the first time, after going back, and if steps were left out
-            if self._decides:
-                self._name_next(step, decide())
-            else:
-                self._look_up(step)
-        self._answer = self._saves and step == self._at
-        if step == self._at:
-            if self._decides:
-                self._forget(newest)
-                if self._answer:
-                    self._awaited = step, self._keys[-1]
-                self._name_next(step + self._ahead(step), not self._answer and decide())
-            elif self._coming is None:
-                self._coming = self._background.submit(self._get, self._key(self._count))
+        if step < self._asked or not self._window.holds(step):
+            self._go_on(step)
+        self._asked, self._answer = step, step in self._window.saved
         return self._answer
 
-    def _ahead(self, step: int) -> int:
-        """How many steps the next appointment lies ahead."""
-        now = time.monotonic()
-        last_step, last_time = self._since
-        self._since = step, now
-        secs_per_step = (now - last_time) / max(1, step - last_step)
-        return max(1, min(_MAX_AHEAD, math.ceil(_AHEAD_SECS / max(secs_per_step, 1e-6))))
+    def keep(self) -> None:
+        """The appointment at the step that was asked for last is kept, and over."""
+        self._answer = False
 
-    def _name_next(self, at: int, saves: bool) -> None:
-        if self._coming is not None and self._coming.done():
-            self._coming.result()
-        key = self._key(self._count)
+    def _go_on(self, step: int) -> None:
+        """Turns to the window of a step, and sees to the next one."""
+        following, self._next = self._next, None
+        if following is not None:
+            self._window = self._result(following, step)
+        if following is None or step < self._asked or not self._window.holds(step):
+            # Not foreseen: whatever was decided is void.
+            self._stride = step - self._asked if 0 <= self._asked < step else None
+            self._window = self._result(self._begin(step, step, []), step)
+        if self._stride is not None:
+            (last_step, last_time), self._since = self._since, (step, time.monotonic())
+            num_steps = max(1, (step - last_step) // self._stride)
+            secs_per_step = max((self._since[1] - last_time) / num_steps, 1e-6)
+            ahead = max(1, min(_MAX_STEPS, math.ceil(_WINDOW_SECS / secs_per_step)))
+            first = self._window.last + self._stride
+            last = first + (ahead - 1) * self._stride
+            self._next = self._begin(first, last, [s for s in self._window.saved if s >= step])
+
+    def _begin(self, first: int, last: int, saved: list[int]) -> Future[_Window]:
+        """Decides on a window and tells the others, or begins to look it up.
+
+        Args:
+          first, last: its steps; of no meaning where they are looked up.
+          saved: steps before it that are to be saved and are not begun yet.
+        """
+        number = self._count
         self._count += 1
-        self._at, self._saves = at, saves
-        self._keys.append(key)
-        value = json.dumps([self._times_back, at, saves])
-        self._coming = self._background.submit(self._set, key, value)
+        if number % _ACKNOWLEDGED_EVERY == 0:
+            self._background.submit(self._acknowledge, number)
+        if not self._processes.is_first:
+            return self._background.submit(self._look_up, number)
+        decided: list[int] = []
+        stride = self._stride or 1
+        for step in range(first, last + 1, stride):
+            if self._decide(step, [*saved, *decided]):
+                decided.append(step)
+        window = _Window(first, last, stride, decided)
+        message = json.dumps(dataclasses.astuple(window)).encode()
+        self._background.submit(self._processes.put, str(number), message)
+        known: Future[_Window] = Future()
+        known.set_result(window)
+        return known
 
-    def _look_up(self, step: int) -> None:
-        coming = self._coming or self._background.submit(self._get, self._key(self._count))
-        self._coming = None
+    def _look_up(self, number: int) -> _Window:
+        while not _closing.is_set():
+            if (message := self._processes.look(str(number))) is not None:
+                return _Window(*json.loads(message))
+        raise PolicyError("the program is ending")
+
+    def _result(self, window: Future[_Window], step: int) -> _Window:
+        secs = self._processes.timeout_secs
         try:
-            times_back, at, saves = coming.result(_PATIENCE_SECS)
+            return window.result(secs)
         except TimeoutError:
             raise PolicyError(
-                f"process 0 has not decided whether to save step {step}, {_PATIENCE_SECS} s after "
-                "this process came to it; every process must call save at the same steps"
+                f"process 0 has not decided whether to save step {step}, {secs:g} s after this "
+                "process came to it; every process must call save at the same steps"
             ) from None
-        self._count += 1
-        if times_back == self._times_back:
-            self._at, self._saves = at, saves
 
-    def _forget(self, newest: int | None) -> None:
-        """Deletes what every process has looked up: all up to an appointment whose step is durable.
-
-        For then all processes have saved it, each after it had looked the appointment up.
-        """
-        if self._awaited is not None and self._awaited[0] == newest:
-            key = ""
-            while key != self._awaited[1]:
-                key = self._keys.popleft()
-                self._background.submit(self._client.key_value_delete, key)
-            self._awaited = None
-
-    def _key(self, number: int) -> str:
-        return f"{self._name}/{number}"
-
-    def _set(self, key: str, value: str) -> list[Any]:
-        self._client.key_value_set(key, value)
-        return []
-
-    def _get(self, key: str) -> list[Any]:
-        while not _closing.is_set():
-            try:
-                return json.loads(self._client.blocking_key_value_get(key, _POLL_SECS * 1000))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-        raise PolicyError("the program is ending")
+    def _acknowledge(self, number: int) -> None:
+        """Says that everything before a window is known here; process 0 deletes what all know."""
+        if not self._processes.is_first:
+            self._processes.put(f"known/{self._processes.index}", str(number).encode())
+            return
+        known = [int(message) for message in self._processes.there("known")]
+        if len(known) == self._processes.count - 1:
+            for old in range(self._num_deleted, min(known)):
+                self._processes.remove(str(old))
+            self._num_deleted = min(known)

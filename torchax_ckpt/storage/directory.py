@@ -8,6 +8,7 @@
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
     DIRECTORY/120/verified     whose bytes were read back whole and are what was saved
     DIRECTORY/lease            who is writing, see ``lease.py``; not there when nobody is
+    DIRECTORY/events/          what happened, for people; nothing that is restored depends on it
     DIRECTORY/run              which run this is, where it has a local tier; see ``identity.py``
 
 After going back to an older step, the newer ones are abandoned once a new step is durable. The

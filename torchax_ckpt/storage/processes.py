@@ -39,6 +39,11 @@ _made: collections.Counter[str] = collections.Counter()
 class Processes:
     """The processes of a run, as one thread of one checkpointer speaks to them.
 
+    Attributes:
+      index: of this process.
+      count: how many there are.
+      timeout_secs: how long to wait for one that is behind.
+
     Args:
       name: what the conversation is about; those of one name are told apart by the order in which
         they are made, which is the same everywhere.
@@ -58,7 +63,7 @@ class Processes:
     ) -> None:
         self.index = jax.process_index() if index is None else index
         self.count = jax.process_count() if count is None else count
-        self._timeout_secs = timeout_secs
+        self.timeout_secs = timeout_secs
         if self.count == 1:
             return
         self._client = client or v0.multihost.get_jax_distributed_client()
@@ -105,7 +110,7 @@ class Processes:
             agreed = self._agreed(error)
             if agreed is error:
                 raise
-            raise agreed from error
+            raise agreed from agreed.__cause__
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
         """Sends a value to process 0, where the answer is those of all processes; elsewhere [].
@@ -121,7 +126,7 @@ class Processes:
         if not self.is_first:
             self._set(f"{place}/{self.index}", value)
             return []
-        deadline = time.monotonic() + self._timeout_secs
+        deadline = time.monotonic() + self.timeout_secs
         values = [value]
         for index in range(1, self.count):
             values.append(self._get(f"{place}/{index}", deadline, place))
@@ -158,6 +163,26 @@ class Processes:
         self.share(json.dumps(value).encode())
         return value
 
+    # --- outside of rounds: notes that anybody may leave and look at ---
+
+    def put(self, key: str, message: bytes) -> None:
+        """Leaves a note, or replaces it."""
+        self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
+
+    def look(self, key: str) -> bytes | None:
+        """A note; waits for it a while, and gives None if it has not come."""
+        return self._wait(f"{self._place}/{key}", _POLL_SECS)
+
+    def there(self, folder: str) -> list[bytes]:
+        """All notes whose keys are in a folder."""
+        return [m for _, m in self._client.key_value_dir_get_bytes(f"{self._place}/{folder}/")]
+
+    def remove(self, key: str) -> None:
+        """Removes a note."""
+        self._client.key_value_delete(f"{self._place}/{key}")
+
+    # --- messages ---
+
     @property
     def _here(self) -> str:
         return f"{self._place}/{self._rounds}"
@@ -170,7 +195,7 @@ class Processes:
 
     def _patience(self) -> float:
         """Until when to wait for process 0, which may be behind and then wait for another."""
-        return time.monotonic() + 2 * self._timeout_secs
+        return time.monotonic() + 2 * self.timeout_secs
 
     def _get(self, key: str, deadline: float, place: str) -> bytes:
         """The message under a key; raises the error of a process that has failed meanwhile.
@@ -181,17 +206,22 @@ class Processes:
           place: where it can be seen who is behind.
         """
         while True:
-            left = max(0.001, min(deadline - time.monotonic(), _POLL_SECS))
-            try:
-                return self._client.blocking_key_value_get_bytes(key, int(left * 1000))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise self._unheard(error) from error
+            message = self._wait(key, min(deadline - time.monotonic(), _POLL_SECS))
+            if message is not None:
+                return message
             if self._is_decided():
                 assert self._verdict is not None
                 raise _rebuilt(self._verdict)
             if time.monotonic() >= deadline:
                 raise self._late(self._missing(place))
+
+    def _wait(self, key: str, secs: float) -> bytes | None:
+        try:
+            return self._client.blocking_key_value_get_bytes(key, max(1, int(secs * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise self._unheard(error) from error
+            return None
 
     def _is_decided(self) -> bool:
         """Whether the round has failed: on process 0, whether any other has."""
@@ -224,7 +254,7 @@ class Processes:
         named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         return ProcessTimeoutError(
             f"{self._what}: process {named} of {self.count} has not come to it within "
-            f"{self._timeout_secs:g} s of process {self.index}. It has died or hangs, is much "
+            f"{self.timeout_secs:g} s of process {self.index}. It has died or hangs, is much "
             "slower, or did not make the same calls: every process must call attach, save, "
             "restore, load, delete and verify alike. CheckpointOptions(process_timeout_secs=...) "
             "says how long to wait."
@@ -242,7 +272,7 @@ class Processes:
                     self._set(f"{self._here}/failed/{self.index}", mine)
                     # Unless process 0 is not heard of at all.
                     deadline = time.monotonic() + (
-                        0 if isinstance(error, ProcessTimeoutError) else 2 * self._timeout_secs
+                        0 if isinstance(error, ProcessTimeoutError) else 2 * self.timeout_secs
                     )
                     while not self._is_decided() and time.monotonic() < deadline:
                         time.sleep(_POLL_SECS / 10)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
 
+from torchax_ckpt import progress
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import digests, locating, location
+from torchax_ckpt.storage import digests, locating, location, replicas
 from torchax_ckpt.storage.arrays import as_corrupt
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE, stored_key
@@ -28,18 +29,22 @@ from torchax_ckpt.storage.placing import Alone, Checked, Piece, Stack, Target, W
 # there, unless the options say otherwise: enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
 # For programs that stand beside a training and should not take its memory.
-_STREAMED_BYTES = 256 << 20
+STREAMED_BYTES = 256 << 20
 
 
 def read_arrays(
-    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+    committed: CommittedStep,
+    wanted: Mapping[str, Wanted],
+    options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Reads some arrays of a step, and puts each leaf onto its placement.
 
     Args:
       committed: the step.
       wanted: stored name -> what is expected of it.
-      options: memory bounds.
+      options: memory bounds, and whether one replica reads for all.
+      agree: raises if another process has failed; called before devices speak to each other.
 
     Returns:
       Leaf -> array.
@@ -49,8 +54,14 @@ def read_arrays(
         names the leaf.
     """
     leaves: dict[str, Any] = {}
+    spread: dict[str, replicas.Spread] = {}
+    if options.single_replica_restore:
+        wanted, spread = replicas.split(wanted)
     targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
     _read(committed, targets, options)
+    if spread:
+        agree()
+        replicas.broadcast(leaves, spread)
     return leaves
 
 
@@ -67,7 +78,7 @@ def stream_arrays(
     """
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     stores = _prepared(committed, wanted)
-    max_bytes, on_its_way = options.max_host_bytes or _STREAMED_BYTES, 0
+    max_bytes, on_its_way = options.max_host_bytes or STREAMED_BYTES, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
         store = stores[target.name]
@@ -86,14 +97,19 @@ def stream_arrays(
 def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
     stores = _prepared(committed, {target.name: target.wanted for target in targets})
     largest = max((target.nbytes for target in targets), default=0)
-    window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES)
-    for target in targets:
-        store = stores[target.name]
-        for piece in target.pieces(_chunk(store)):
+    pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
+
+    def total_bytes() -> int:
+        return sum(p.nbytes for t in targets for p in t.pieces(_chunk(stores[t.name])))
+
+    with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
+        window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
+        for target, piece in pieces:
             alone, together = target.awaits(piece)
             window.make_room(alone + together)
-            window.add(alone, together, _Arrival(committed, target, piece, store))
-    window.drain()
+            arrival = _Arrival(committed, target, piece, stores[target.name])
+            window.add(alone, together, arrival)
+        window.drain()
 
 
 def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
@@ -192,6 +208,7 @@ class _Arrival:
         store: ts.TensorStore,
     ) -> None:
         self._committed, self._target, self._piece = committed, target, piece
+        self.nbytes = piece.nbytes
         self._chunk = _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
@@ -253,8 +270,9 @@ class _Window:
     piece until it is on its devices.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
         self._max_bytes = max_bytes
+        self._on_bytes = on_bytes
         self._bytes = 0
         self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
         self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
@@ -281,4 +299,5 @@ class _Window:
         else:
             nbytes, arrival = self._reading.popleft()
             self._moving.append(arrival.finish())
+            self._on_bytes(arrival.nbytes)
         self._bytes -= nbytes

@@ -1,0 +1,158 @@
+"""How saves and restores grow with the number of processes, of leaves and of bytes.
+
+    python benchmarks/processes.py [--counts 1,2,4] [--repeats 5]
+
+Starts 1, 2 and 4 processes with two forced CPU devices each, on this machine, which save and
+restore float32 leaves that are sharded over all devices, or replicated over slices. Prints tables.
+All processes share the cores and the disk: what grows is what agreeing costs, and nothing is seen
+of what more hosts bring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# leaves, MiB in all
+STATES = [(16, 16), (256, 16), (2048, 16), (16, 256)]
+SLICES = (16, 64)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--counts", default="1,2,4")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    counts = [int(count) for count in args.counts.split(",")]
+    found = {count: measured(count, args.repeats) for count in counts}
+    print("| leaves | MiB | processes | blocking | durable | restore | declined |")
+    print("|---|---|---|---|---|---|---|")
+    for i, (leaves, mib) in enumerate(STATES):
+        for count in counts:
+            # The slowest process counts: the others wait for it.
+            row = {
+                key: max(process["states"][i][key] for process in found[count])
+                for key in ("blocking", "durable", "restore")
+            }
+            declined = max(process["declined"] for process in found[count])
+            print(
+                f"| {leaves:,} | {mib} | {count} | {row['blocking'] * 1e3:.1f} ms | "
+                f"{row['durable']:.2f} s | {row['restore']:.2f} s | {declined * 1e6:.1f} us |"
+            )
+    print("\nOver two slices, each with all of", SLICES[1], "MiB, what each process wrote:\n")
+    for count in counts:
+        written = ", ".join(f"{n / 2**20:.1f} MiB" for n in found[count][0]["written"])
+        print(f"- {count} processes: {written}")
+
+
+def measured(count: int, repeats: int) -> list[Any]:
+    """What each of so many processes has measured."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with tempfile.TemporaryDirectory() as root:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "child", str(i), str(count), str(port), root,
+                 str(repeats)],
+                env={
+                    **os.environ,
+                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                    "JAX_PLATFORMS": "cpu",
+                    "TF_CPP_MIN_LOG_LEVEL": "3",
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        try:
+            outputs = [process.communicate(timeout=500)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def child(index: int, count: int, port: str, root: Path, repeats: int) -> None:
+    """One process: measures, and prints JSON."""
+    import jax
+
+    if count > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+    import numpy as np
+    import torchax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+
+    torchax.enable_globally()
+
+    def spread(leaves: int, mib: int, mesh: Mesh) -> dict[str, jax.Array]:
+        rows = (mib << 20) // leaves // 1024
+        sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+        host = np.random.default_rng(0).standard_normal((rows, 256)).astype(np.float32)
+        return {
+            f"layers.{i}.w": jax.make_array_from_callback(host.shape, sharding, lambda x: host[x])
+            for i in range(leaves)
+        }
+
+    def one(leaves: int, mib: int, mesh: Mesh, name: str) -> tuple[dict[str, float], float]:
+        state = spread(leaves, mib, mesh)
+        blocking, durable, restore, declined = [], [], [], []
+        never = policies.SpecificStepsPolicy(set())
+        options = CheckpointOptions(snapshot="reference")
+        with TorchaxCheckpointer(root / name, options=options, save_decision_policy=never) as ckpt:
+            for step in range(0, 10_000 * (repeats + 1), 10_000):
+                began = time.perf_counter()
+                ckpt.save(step, state=state, force=True)
+                blocking.append(time.perf_counter() - began)
+                ckpt.wait_until_finished()
+                durable.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                jax.block_until_ready(ckpt.load(step, state))
+                restore.append(time.perf_counter() - began)
+                for declining in range(step + 1, step + 400):
+                    began = time.perf_counter()
+                    ckpt.save(declining, state=state)
+                    declined.append(time.perf_counter() - began)
+        return {
+            "blocking": statistics.median(blocking[1:]),
+            "durable": statistics.median(durable[1:]),
+            "restore": statistics.median(restore[1:]),
+        }, statistics.median(declined)
+
+    devices = np.array(jax.devices())
+    rows = [one(*state, Mesh(devices, ("fsdp",)), f"{state}") for state in STATES]
+    one(*SLICES, Mesh(devices.reshape(2, -1), ("slice", "fsdp")), "slices")
+    written = [
+        sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        for folder in sorted((root / "slices").glob("*/state/ocdbt.process_*"))[-count:]
+    ]
+    print(
+        json.dumps(
+            {
+                "states": [row for row, _ in rows],
+                "declined": statistics.median(declined for _, declined in rows),
+                "written": written,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        child(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]), int(sys.argv[6]))
+    else:
+        main()

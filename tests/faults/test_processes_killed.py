@@ -1,0 +1,91 @@
+"""Of two processes one is killed while it saves; a clean start goes on from what is durable.
+
+Real processes, real SIGKILLs. Whoever survives is told, by this package or by JAX, and never waits
+for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from support import Running
+
+PROGRAM = """
+    import os, signal, sys, time
+    from processes_program import INDEX, Training, report
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors
+    from torchax_ckpt.storage import digests
+
+    directory, victim, fatal = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
+    training = Training()
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(process_timeout_secs=3))
+    start = training.attach(ckpt)
+    report(start=start, whole=training.whole(), own=training.own())
+    take = digests.take
+
+    def killed(*args, **kwargs):
+        report(killed=INDEX)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(start + 1, fatal + 1):
+        training.step()
+        if step == fatal and INDEX == victim:
+            digests.take = killed                # while arrays are being written
+        if step < fatal:
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+            report(saved=step, whole=training.whole(), own=training.own())
+    began = time.monotonic()
+    ckpt.save(fatal, force=True)
+    try:
+        ckpt.wait_until_finished()
+        report(durable=fatal, files=sorted(os.listdir(directory)))
+        ckpt.close()
+    except errors.CheckpointError as error:
+        report(failed=str(error), cause=type(error.__cause__).__name__,
+               secs=time.monotonic() - began, files=sorted(os.listdir(directory)))
+        os._exit(3)                               # JAX would wait for the dead one
+"""
+
+
+def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(directory: Path) -> None:
+    # Process 1 dies. Process 0 waits, names it, and removes what was half written.
+    with Running(PROGRAM, 2, str(directory), "1", "3") as running:
+        assert running.wait() == [3, -signal.SIGKILL]
+        *_, saved, end = running.reports(0)
+        own = [next(r["own"] for r in running.reports(i)[::-1] if "own" in r) for i in (0, 1)]
+    assert saved["saved"] == 2
+    assert end["cause"] == "ProcessTimeoutError"
+    assert (
+        "saving step 3: process 1 of 2 has not come to it within 3 s of process 0" in end["failed"]
+    )
+    assert 3 <= end["secs"] < 60
+    assert end["files"] == ["1", "2", "lease"]
+
+    # Both start again, and go on from the last durable step. Then process 0 dies, and JAX ends the
+    # other, which had nobody left to speak to.
+    with Running(PROGRAM, 2, str(directory), "0", "4") as running:
+        running.processes[0].wait(100)
+        died = time.monotonic()
+        codes = running.wait()
+        assert time.monotonic() - died < 30
+        assert codes[0] == -signal.SIGKILL
+        assert codes[1] not in (0, None)
+        for index in (0, 1):
+            first, second, *_ = running.reports(index)
+            assert first["start"] == 2
+            assert first["whole"] == saved["whole"]
+            assert first["own"] == own[index]
+            assert second["saved"] == 3
+    assert {"1", "2", "3"} < {path.name for path in directory.iterdir()}
+    assert any(path.name.startswith("writing-4-") for path in directory.iterdir())
+
+    # And once more. What the killed one left is gone once the next save is durable.
+    with Running(PROGRAM, 2, str(directory), "-1", "4") as running:
+        assert running.wait() == [0, 0]
+        for index in (0, 1):
+            first, last = running.reports(index)
+            assert first["start"] == 3
+            assert last == {"durable": 4, "files": ["2", "3", "4", "lease"]}

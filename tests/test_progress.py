@@ -1,0 +1,159 @@
+"""Progress: a bar where a person watches, and nothing where nobody does."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import mlp
+
+from torchax_ckpt import TorchaxCheckpointer, progress
+from torchax_ckpt.storage import arrays as storage
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Somebody watches from now on, and sees even what takes no time.
+
+    No fixture: pytest puts its own stderr in place once fixtures are there.
+    """
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "_DELAY_SECS", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH_SECS", 0.001)
+    return terminal
+
+
+def test_nobody_watches_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with progress.bar("reading", lambda: 1 // 0) as on_bytes:  # nobody asks how much it is
+        on_bytes(10)
+    thread = threading.Thread(target=time.sleep, args=(0.01,))
+    thread.start()
+    progress.join(thread, None, lambda: str(1 // 0))
+    assert not thread.is_alive()
+    assert log.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", None)  # as in a program without a console
+    assert not progress.is_watched()
+
+
+def test_a_bar_shows_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    before = threading.active_count()
+    with progress.bar("reading step 5", lambda: 4000) as on_bytes:
+        for _ in range(4):
+            time.sleep(0.11)  # it is drawn ten times a second
+            on_bytes(1000)
+    text = terminal.getvalue()
+    assert "reading step 5" in text
+    assert "2.00k/4.00k" in text
+    assert text.endswith("\r")  # nothing is left on the screen
+    assert threading.active_count() == before
+
+
+def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.bar("reading", lambda: 10) as on_bytes:
+        on_bytes(10)
+    assert terminal.getvalue().strip() == ""
+
+
+def test_restores_and_verifying_show_a_bar(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = watched(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(3, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        assert "reading step 3" in terminal.getvalue()
+        ckpt.verify(3)
+        assert re.search(r"\rstep 3: ", terminal.getvalue())
+
+
+def test_waiting_at_the_end_says_what_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    write = storage.write_step
+
+    def slow(*args: object, **kwargs: object) -> None:
+        time.sleep(0.3)
+        write(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(storage, "write_step", slow)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(7, state={"w": np.arange(3)})
+    assert "finishing the save of step 7: " in terminal.getvalue()
+    assert ckpt.all_steps() == [7]
+
+
+SLOW = """
+    import sys, time
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    from torchax_ckpt.storage import arrays
+    write = arrays.write_step
+    def slow(*args, **kwargs):
+        time.sleep(1.5)
+        write(*args, **kwargs)
+    arrays.write_step = slow
+    ckpt = TorchaxCheckpointer(sys.argv[1])
+    ckpt.save(7, state={"w": np.arange(3)})
+"""  # and it ends without close
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
+    is_terminal: bool, directory: Path
+) -> None:
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        termios.tcsetwinsize(ours, (24, 100))
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SLOW), str(directory)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while True:
+            assert select.select([ours], [], [], 120)[0], said
+            try:
+                more = os.read(ours, 4096)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not more:
+                break
+            said += more
+        assert program.wait(60) == 0, said
+    finally:
+        program.kill()
+        program.wait()
+        os.close(ours)
+    assert b"the program is ending without close()" in said
+    assert (b"\rfinishing the save of step 7: " in said) == is_terminal
+    assert (b"\r\x1b" in said or b"\r " in said) == is_terminal
+    assert b"step 7 is saved" in said
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.all_steps() == [7]

@@ -1,0 +1,251 @@
+"""Processes speak to each other in rounds, which end alike on all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from torchax_ckpt import errors
+from torchax_ckpt.errors import (
+    CorruptCheckpointError,
+    MismatchError,
+    ProcessError,
+    ProcessTimeoutError,
+    StepNotFoundError,
+    UnusableStateError,
+)
+from torchax_ckpt.storage.processes import ALONE, Processes
+
+
+class Service:
+    """JAX's coordination service, as threads of one process see it."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        with self._changed:
+            assert allow_overwrite or key not in self.known, f"{key} was set before"
+            self.known[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.known, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self.known[key]
+
+    def key_value_dir_get_bytes(self, folder: str) -> list[tuple[str, bytes]]:
+        assert folder.endswith("/")
+        with self._changed:
+            return [(k, v) for k, v in self.known.items() if k.startswith(folder)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            for known in [k for k in self.known if k == key or k.startswith(f"{key}/")]:
+                del self.known[known]
+
+
+class Group:
+    """Three processes, each a thread."""
+
+    def __init__(self, timeout_secs: float = 30) -> None:
+        self.service = Service()
+        self.members = [
+            Processes(f"test {id(self)} {i}", timeout_secs, index=i, count=3, client=self.service)
+            for i in range(3)
+        ]
+        for member in self.members:
+            member._place = "test"
+
+    def __call__(self, act: Callable[[Processes], Any]) -> list[Any]:
+        """What each process gets, or the error that it gets."""
+
+        def run(member: Processes) -> Any:
+            try:
+                return act(member)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(run, self.members))
+
+
+def test_process_0_gathers_and_shares() -> None:
+    def act(member: Processes) -> tuple[Any, ...]:
+        with member.round("testing"):
+            gathered = member.gather(b"from %d" % member.index)
+            shared = member.share(b"of %d" % member.index)
+            return gathered, shared, member.first(lambda: {"index": member.index})
+
+    first, *others = Group()(act)
+    assert first == ([b"from 0", b"from 1", b"from 2"], b"of 0", {"index": 0})
+    assert others == [([], b"of 0", {"index": 0})] * 2
+
+
+def test_one_process_speaks_to_nobody() -> None:
+    with ALONE.round("testing"):
+        ALONE.meet()
+        assert ALONE.gather(b"x") == [b"x"]
+        assert ALONE.share(b"x") == b"x"
+        assert ALONE.first(lambda: 3) == 3
+    with pytest.raises(ValueError, match="as it is"), ALONE.round("testing"):
+        raise ValueError("as it is")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("after_meeting", [False, True])
+def test_an_error_of_one_is_raised_by_all(failing: int, after_meeting: bool) -> None:
+    found = CorruptCheckpointError("the bytes differ", step=3, path="/run/3")
+
+    def act(member: Processes) -> None:
+        with member.round("reading"):
+            if after_meeting:
+                member.meet()
+            if member.index == failing:
+                raise found
+            if not after_meeting:
+                member.meet()
+
+    told = Group()(act)
+    assert told[failing] is found
+    for error in told[:failing] + told[failing + 1 :]:
+        assert type(error) is CorruptCheckpointError
+        assert str(error) == f"process {failing}: the bytes differ"
+        assert (error.step, error.path) == (3, "/run/3")
+
+
+def test_of_several_errors_all_raise_one() -> None:
+    def act(member: Processes) -> None:
+        with member.round("reading"):
+            kinds = [None, CorruptCheckpointError, StepNotFoundError]
+            if (kind := kinds[member.index]) is not None:
+                raise kind("mine")
+            member.meet()
+
+    told = Group()(act)
+    assert {type(error) for error in told} == {CorruptCheckpointError}
+    assert [str(error) for error in told] == ["process 1: mine", "mine", "process 1: mine"]
+
+
+def test_an_error_of_no_kind_of_ours_is_named() -> None:
+    def act(member: Processes) -> None:
+        with member.round("writing"):
+            if member.index == 2:
+                raise OSError(28, "No space left on device")
+
+    told = Group()(act)
+    assert type(told[0]) is type(told[1]) is ProcessError
+    assert "process 2: OSError: [Errno 28] No space left on device" in str(told[0])
+
+
+def test_an_error_keeps_what_it_speaks_of() -> None:
+    def act(member: Processes) -> None:
+        with member.round("reading"):
+            if member.index == 1:
+                raise UnusableStateError("gone") from CorruptCheckpointError("damaged")
+
+    told = Group()(act)
+    assert isinstance(told[0].__cause__, CorruptCheckpointError)
+    assert isinstance(told[2].__cause__, CorruptCheckpointError)
+
+
+def test_every_error_of_the_package_can_be_told() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.CheckpointError):
+
+            def act(member: Processes, kind: Any = kind) -> None:
+                with member.round("testing"):
+                    if member.index == 0:
+                        raise kind("told")
+
+            assert type(Group()(act)[1]) is kind, name
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_who_does_not_come_is_named(missing: int) -> None:
+    def act(member: Processes) -> None:
+        if member.index != missing:
+            with member.round("saving step 7"):
+                member.meet()
+
+    began = time.monotonic()
+    told = Group(timeout_secs=0.3)(act)
+    assert time.monotonic() - began < 10
+    assert told[missing] is None
+    for error in told[:missing] + told[missing + 1 :]:
+        assert isinstance(error, ProcessTimeoutError)
+        assert f"saving step 7: process {missing} of 3 has not come" in str(error)
+
+
+def test_who_comes_too_late_hears_how_it_ended_and_the_next_round_is_whole() -> None:
+    group = Group(timeout_secs=0.3)
+
+    def act(member: Processes) -> list[Any]:
+        seen: list[Any] = []
+        if member.index == 1:
+            time.sleep(1.5)
+        try:
+            with member.round("first"):
+                member.meet()
+        except ProcessTimeoutError as error:
+            seen.append(str(error))
+        if member.index != 1:
+            time.sleep(1.5)
+        member.timeout_secs = 30
+        with member.round("second"):
+            seen.append(member.gather(b"%d" % member.index))
+        return seen
+
+    told = group(act)
+    for seen in told:
+        assert "first: process 1 of 3 has not come" in seen[0]
+    assert told[0][1] == [b"0", b"1", b"2"]
+
+
+def test_messages_are_deleted_once_all_have_come_to_the_next_round() -> None:
+    group = Group()
+
+    def act(member: Processes) -> None:
+        for number in range(20):
+            with member.round(f"round {number}"):
+                member.gather(b"x" * 1000)
+                member.share(b"y")
+
+    assert group(act) == [None] * 3
+    assert {key.split("/")[1] for key in group.service.known} <= {"19", "20"}
+
+
+def test_two_threads_of_a_process_may_speak_in_one_round() -> None:
+    def act(member: Processes) -> list[bytes]:
+        with member.round("writing"):
+            # In another order on each process.
+            beside = threading.Thread(target=member.meet, args=("a barrier of Orbax's",))
+            if member.index == 0:
+                beside.start()
+            time.sleep(0.05 * member.index)
+            gathered = member.gather(b"digests")
+            if member.index != 0:
+                beside.start()
+            beside.join(30)
+            return gathered
+
+    assert Group()(act)[0] == [b"digests"] * 3
+
+
+def test_a_mismatch_is_told_as_one() -> None:
+    def act(member: Processes) -> None:
+        with member.round("restoring"):
+            if member.index == 1:
+                raise MismatchError("differs", missing=["model/w"], step=4)
+
+    told = Group()(act)
+    assert isinstance(told[0], MismatchError)
+    assert told[0].step == 4

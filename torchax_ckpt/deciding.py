@@ -1,0 +1,69 @@
+"""Owns whether a step is saved: what the policy says, and on several processes that they agree."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+from torchax_ckpt.history import History
+from torchax_ckpt.saving import Saver
+from torchax_ckpt.storage import policies
+from torchax_ckpt.storage.appointments import Appointments
+from torchax_ckpt.storage.processes import Processes
+
+
+class Decisions:
+    """The save decisions of one run.
+
+    Args:
+      policy: whom to ask.
+      history: the steps of the run, as the policy sees them.
+      saver: what saves have cost, and whether one is in flight.
+      processes: of the run, for a conversation about nothing else.
+    """
+
+    def __init__(
+        self,
+        policy: policies.SaveDecisionPolicy,
+        history: History,
+        saver: Saver,
+        processes: Processes,
+    ) -> None:
+        self._policy = policy
+        self._observers = policies.observers(policy)
+        self._history = history
+        self._saver = saver
+        self._appointments = Appointments(processes, self._ask) if processes.count > 1 else None
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save a step now; the same on every process, if each asks at the same steps."""
+        return self._ask(step) if self._appointments is None else self._appointments.ask(step)
+
+    def begun(self) -> None:
+        """The step that was asked for last is being saved; asked for again, it is not."""
+        if self._appointments is not None:
+            self._appointments.keep()
+
+    def _ask(self, step: int, coming: Sequence[int] = ()) -> bool:
+        """What the policy says of a step, before which those coming are to be saved."""
+        while self._saver.finished:
+            cost = self._saver.finished.pop(0)
+            for observer in self._observers:
+                observer.observe_save(
+                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
+                )
+        info = functools.partial(
+            policies.CheckpointInfo,
+            path=self._history.path,
+            metadata=None,
+            commit_timestamp_nsecs=time.time_ns(),
+        )
+        return self._policy.should_save(
+            info(step),
+            (*self._history.checkpoints(), *map(info, coming)),
+            context=policies.decision_context(
+                is_saving_in_progress=bool(coming) or self._saver.is_saving,
+                reached_preemption=False,
+            ),
+        )

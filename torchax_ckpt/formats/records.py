@@ -1,0 +1,148 @@
+"""Owns reading what torch pickles as metadata, without unpickling it.
+
+A pickle is a program; run by Python, it can do anything. Here its instructions only build plain
+records: what would be a class or a function is its name, and what would be an object is the name
+with its arguments. Instructions that torch's metadata does not need are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickletools
+from typing import Any
+
+from torchax_ckpt.errors import CorruptCheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A global, ``torch.bfloat16``; nothing is imported."""
+
+    name: str
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """What would be an object: what would make it, of what, and the state it would be given."""
+
+    name: str
+    args: Any
+    state: Any = None
+
+
+class Pairs(list[tuple[Any, Any]]):
+    """What would be a dict; its keys need not be hashable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Persistent:
+    """A reference to what is kept outside of the pickle."""
+
+    reference: Any
+
+
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_VALUES = frozenset(
+    {
+        "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE",
+        "BINUNICODE8",
+    }
+)  # fmt: skip
+_CONTAINERS = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": Pairs}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def read_records(pickled: bytes, path: str) -> Any:
+    """What a pickle describes, as records, names, pairs, tuples, lists and plain values.
+
+    Args:
+      pickled: its bytes.
+      path: of its file, for messages.
+
+    Raises:
+      CorruptCheckpointError: it is none, or needs more than metadata does.
+    """
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(pickled):
+            if opcode.name == "STOP":
+                (result,) = machine.stack
+                return result
+            machine.step(opcode.name, argument)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected metadata as torch writes it: {error!s:.200}", path=path
+        ) from error
+    raise CorruptCheckpointError(f"{path}: ends in the middle of its metadata", path=path)
+
+
+class _Machine:
+    """The stack and the memo that the instructions work on."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def step(self, name: str, argument: Any) -> None:
+        """Carries out one instruction."""
+        stack = self.stack
+        if name in ("PROTO", "FRAME"):
+            return
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _VALUES:
+            stack.append(argument)
+        elif name in _CONTAINERS:
+            stack.append(_CONTAINERS[name]())
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in _TUPLES:
+            members = [stack.pop() for _ in range(_TUPLES[name])]
+            stack.append(tuple(reversed(members)))
+        elif name == "TUPLE":
+            stack.append(tuple(self._since_mark()))
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        else:
+            self._build(name, argument)
+
+    def _build(self, name: str, argument: Any) -> None:
+        stack = self.stack
+        match name:
+            case "APPEND":
+                last = stack.pop()
+                stack[-1].append(last)
+            case "APPENDS":
+                members = self._since_mark()
+                stack[-1].extend(members)
+            case "SETITEM" | "SETITEMS":
+                flat = self._since_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                if not isinstance(stack[-1], Pairs):
+                    raise ValueError("items of what is no dict")
+                stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
+            case "GLOBAL":
+                stack.append(Name(argument.replace(" ", ".")))
+            case "STACK_GLOBAL":
+                last = stack.pop()
+                stack.append(Name(f"{stack.pop()}.{last}"))
+            case "REDUCE" | "NEWOBJ":
+                args = stack.pop()
+                stack.append(Record(stack.pop().name, args))
+            case "BUILD":
+                state = stack.pop()
+                if not isinstance(stack[-1], Record):
+                    raise ValueError("a state for what is no object")
+                stack[-1].state = state
+            case "BINPERSID":
+                stack.append(Persistent(stack.pop()))
+            case _:
+                raise ValueError(f"instruction {name} is not expected there")
+
+    def _since_mark(self) -> list[Any]:
+        members: list[Any] = []
+        while (last := self.stack.pop()) is not _MARK:
+            members.append(last)
+        return members[::-1]

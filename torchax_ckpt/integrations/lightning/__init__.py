@@ -1,0 +1,15 @@
+"""Lightning on torchax: ``TorchaxStrategy`` trains, ``TorchaxCheckpoint`` saves and resumes."""
+
+from __future__ import annotations
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        'torchax_ckpt.integrations.lightning needs its extra: pip install "torchax-ckpt[lightning]"'
+    ) from error
+
+from torchax_ckpt.integrations.lightning.checkpoint import BareLoop, TorchaxCheckpoint
+from torchax_ckpt.integrations.lightning.strategy import TorchaxStrategy
+
+__all__ = ["BareLoop", "TorchaxCheckpoint", "TorchaxStrategy"]

@@ -1,0 +1,333 @@
+"""Owns ``TorchaxCheckpoint``: a Trainer's hooks, told to a ``TorchaxCheckpointer``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from torchax_ckpt import CheckpointOptions, RandomState, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CheckpointError, SaveError
+from torchax_ckpt.integrations.lightning.position import Moment, Position
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class BareLoop:
+    """What the hooks are given in place of a Trainer, in a loop of one's own.
+
+    Attributes:
+      optimizers: one or several, in an order that stays.
+      lr_schedulers: the same.
+      train_dataloader: a ``StatefulDataLoader``, or None where position in the data is not saved.
+      global_step: completed optimizer steps. Set by ``on_fit_start``, then counted by the loop.
+      callback_metrics: saved with the step, and ranked by ``monitor``.
+    """
+
+    optimizers: list[torch.optim.Optimizer]
+    lr_schedulers: list[Any] = dataclasses.field(default_factory=list)
+    train_dataloader: Any = None
+    global_step: int = 0
+    callback_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class TorchaxCheckpoint(Checkpoint):
+    """Saves what a Trainer trains, continuously, and resumes it to the bit::
+
+        trainer = Trainer(strategy=TorchaxStrategy(), callbacks=[TorchaxCheckpoint("runs/a")])
+        trainer.fit(module, loader)
+
+    ``fit`` restores the newest step of the directory: modules, optimizers, schedulers, the loops,
+    stateful loaders, random state, and the state of other callbacks, the datamodule and the
+    module's ``on_save_checkpoint``. A step is ``trainer.global_step``. It is looked at once all
+    that belongs to its batch is done, hooks and validation included, or its epoch, where the
+    batch is the last; a batch in which no optimizer steps has no step of its own. The policy says
+    which steps are saved; saved in any case are the last one, one at whose end validation or an
+    epoch gave the monitored metric, and what SIGTERM or an exception finds.
+
+    In a loop without a Trainer, call ``on_fit_start``, ``on_train_batch_end`` after each step,
+    ``on_train_end``, ``on_exception`` and at last ``teardown`` with a ``BareLoop``.
+
+    Args:
+      directory: a local path or ``gs://bucket/prefix``, one per run.
+      monitor: the metric, by the name it is logged under, whose best steps are kept.
+      mode: whether small ("min") or large ("max") is good.
+      num_best: how many of the best to keep.
+      save_decision_policy, preservation_policy, options: as of ``TorchaxCheckpointer``. The best
+        steps are kept beside those that ``preservation_policy`` keeps.
+      shardings, init: as of ``TorchaxCheckpointer.attach``.
+
+    Attributes:
+      checkpointer: that of the present fit, or the last one; None before. Of a fit that has
+        ended it still reads: ``checkpointer.best_step()``, ``checkpointer.load(step)``.
+
+    Raises:
+      PolicyError: ``mode`` or ``num_best`` make no rule.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        num_best: int = 1,
+        save_decision_policy: policies.SaveDecisionPolicy | None = None,
+        preservation_policy: policies.PreservationPolicy | None = None,
+        options: CheckpointOptions | None = None,
+        shardings: Any = None,
+        init: Callable[..., Any] | None = None,
+    ) -> None:
+        self.monitor = monitor
+        self.checkpointer: TorchaxCheckpointer | None = None
+        if monitor is not None:
+            best = policies.BestN(metric=monitor, mode=mode, n=num_best)
+            others = preservation_policy or policies.LatestN(3)
+            preservation_policy = policies.AnyPreservationPolicy([others, best])
+        self._make = lambda: TorchaxCheckpointer(
+            directory,
+            save_decision_policy=save_decision_policy,
+            preservation_policy=preservation_policy,
+            options=options,
+        )
+        self._placing = {"shardings": shardings, "init": init}
+        self._trainer: Any = None
+        self._position: Position | None = None
+        self._seen: dict[str, Any] = {}
+        self._is_validated = self._was_validated = False
+        self._said: set[str] = set()
+
+    # --- hooks ---------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
+        """Restores the newest step, if there is one.
+
+        Raises:
+          MisconfigurationException: ``fit`` was given a checkpoint of Lightning's.
+          MismatchError, CorruptCheckpointError, ...: as of ``TorchaxCheckpointer.attach``.
+        """
+        self._seen, self._said = {}, set()
+        self._is_validated = self._was_validated = False
+        ckpt = self.checkpointer = self._make()
+        if isinstance(trainer, BareLoop):
+            trainer.global_step = ckpt.attach(
+                pl_module,
+                _one_or_several(trainer.optimizers),
+                lr_scheduler=trainer.lr_schedulers or None,
+                dataloader=trainer.train_dataloader,
+                **self._placing,
+            )
+            return
+        if trainer.ckpt_path is not None:
+            raise MisconfigurationException(
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) is for Lightning's own checkpoints; "
+                f"TorchaxCheckpoint goes on from what is in {ckpt.directory}"
+            )
+        self._trainer = trainer
+        self._position = Position(trainer)
+        step = ckpt.attach(
+            pl_module,
+            _one_or_several(trainer.optimizers),
+            lr_scheduler=[c.scheduler for c in trainer.lr_scheduler_configs] or None,
+            stateful={"lightning": self._position},
+            resume=not getattr(trainer, "fast_dev_run", False),
+            **self._placing,
+        )
+        if step:
+            self._position.go_on()
+            self._seen = dict(trainer.callback_metrics)
+            rank_zero_info(f"resumed: step {step} in {ckpt.directory}")
+        self._position.watch(self._reached)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer | BareLoop,
+        pl_module: torch.nn.Module,
+        outputs: Any = None,
+        batch: Any = None,
+        batch_idx: int = 0,
+    ) -> None:
+        """Saves the step of a ``BareLoop``, if the policy says so. A Trainer is not done yet."""
+        if isinstance(trainer, BareLoop):
+            self._open.save(trainer.global_step, metrics=self._rankable(trainer.callback_metrics))
+
+    def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
+        """Saves the last step, and waits for it."""
+        if isinstance(trainer, BareLoop):
+            metrics = self._rankable(trainer.callback_metrics)
+            self._open.save(trainer.global_step, metrics=metrics, force=True)
+        elif trainer.global_step == 0:
+            self._warn(
+                "nothing was saved: no optimizer step was counted. training_step must step the "
+                "optimizers that self.optimizers() gives"
+            )
+        else:
+            self._save_held()
+        with contextlib.suppress(SaveError):  # logged; teardown raises that of the newest save
+            self._open.wait_until_finished()
+
+    def on_exception(
+        self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, exception: BaseException
+    ) -> None:
+        """Saves the last completed step, if it is still there to be saved, and closes.
+
+        It is until an optimizer steps again: an exception that leaves a step half done leaves the
+        steps that were saved before. Whatever goes wrong here is logged; what ended the training
+        is what is raised.
+        """
+        if self._position is None and not isinstance(trainer, BareLoop):
+            return  # it does not fit
+        ckpt = self._open
+        try:
+            if not isinstance(exception, CheckpointError):
+                self._save_held()
+        except Exception:
+            logger.exception("no step was saved for the %s", type(exception).__name__)
+        with contextlib.suppress(CheckpointError):  # logged when it happened
+            self.teardown(trainer, pl_module, "fit")
+        logger.warning(
+            "%s: a restart goes on from step %s in %s",
+            type(exception).__name__,
+            ckpt.latest_step(),
+            ckpt.directory,
+        )
+        if isinstance(exception, SIGTERMException):
+            # To most schedulers Lightning's own, 0, says that all is done.
+            exception.code = 128 + signal.SIGTERM
+
+    def teardown(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, stage: str) -> None:
+        """Closes the checkpointer of this fit.
+
+        Raises:
+          SaveError: the newest save failed.
+        """
+        if self._position is not None:
+            self._position.unwatch()
+        self._trainer = self._position = None
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    # --- saving --------------------------------------------------------------------------------
+
+    @property
+    def _open(self) -> TorchaxCheckpointer:
+        assert self.checkpointer is not None, "on_fit_start was not called"
+        return self.checkpointer
+
+    def _reached(self, moment: Moment) -> None:
+        """The Trainer is at a moment at which it could be saved."""
+        trainer, position = self._trainer, self._position
+        assert position is not None
+        if moment is Moment.START:
+            self._warn_of_loaders(trainer)
+        elif moment is Moment.BEFORE_VALIDATION:
+            self._is_validated = self._was_validated = True
+            if position.is_due:
+                position.hold(moment)  # and asks no policy: soon it is known how good the step is
+        elif not trainer.fast_dev_run:
+            was_measured = moment is Moment.AFTER_EPOCH or self._is_validated
+            self._is_validated = False
+            self._look_at_step(trainer, position, moment, was_measured)
+
+    def _look_at_step(
+        self, trainer: Trainer, position: Position, moment: Moment, was_measured: bool
+    ) -> None:
+        ckpt, is_due = self._open, position.is_due
+        if is_due:
+            position.hold(moment)
+        metrics: dict[str, Any] = {}
+        if was_measured or (is_due and ckpt.should_save(position.step)):
+            metrics = self._fresh(trainer)
+        is_ranked = was_measured and self.monitor in metrics
+        is_saved = is_due and ckpt.save(
+            position.step, metrics=metrics, force=is_ranked or position.is_over
+        )
+        if is_ranked and not is_saved:
+            self._warn(
+                f"step {position.step} is not ranked: it was saved, or was over, before "
+                f"{self.monitor} was known. A batch in which no optimizer steps has no step"
+            )
+        if moment is Moment.AFTER_EPOCH:
+            self._require_monitored(trainer)
+        if ckpt.reached_preemption():
+            raise SIGTERMException
+
+    def _save_held(self) -> None:
+        """Saves the last completed step, if nothing has changed since but what is held."""
+        position = self._position
+        if position is None or not position.is_current or self._trainer.fast_dev_run:
+            return
+        with _random_state(position.random_state):
+            self._open.save(position.step, force=True)
+
+    # --- metrics -------------------------------------------------------------------------------
+
+    def _fresh(self, trainer: Trainer) -> dict[str, Any]:
+        """What was logged since it was asked last; what is older belongs to an older step."""
+        logged = dict(trainer.callback_metrics)
+        fresh = {n: v for n, v in logged.items() if self._seen.get(n) is not v}
+        self._seen = logged
+        return self._rankable(fresh)
+
+    def _rankable(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics without a monitored one that is NaN."""
+        monitored = metrics.get(self.monitor or "")
+        if monitored is None or not math.isnan(float(monitored)):
+            return metrics
+        self._warn(f"{self.monitor} is NaN, and such a step is not ranked")
+        return {name: value for name, value in metrics.items() if name != self.monitor}
+
+    def _require_monitored(self, trainer: Trainer) -> None:
+        if self.monitor is None or self.monitor in self._seen:
+            return
+        if self._was_validated or not trainer.enable_validation:
+            raise MisconfigurationException(
+                f"TorchaxCheckpoint(monitor={self.monitor!r}): after an epoch, nothing was logged "
+                f"under that name. Logged was {', '.join(sorted(self._seen)) or 'nothing'}"
+            )
+
+    # --- warnings ------------------------------------------------------------------------------
+
+    def _warn_of_loaders(self, trainer: Any) -> None:
+        loaders = trainer.fit_loop._data_fetcher.combined_loader.flattened
+        if not all(callable(getattr(loader, "state_dict", None)) for loader in loaders):
+            self._warn(
+                "a loader without state_dict starts its epoch anew when a run is resumed within "
+                "one: only at the ends of epochs is that exact. Use torchdata's StatefulDataLoader"
+            )
+
+    def _warn(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("%s", message)
+
+
+def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
+    """As ``attach`` takes them: one by itself, several by their positions."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
+
+
+@contextlib.contextmanager
+def _random_state(state: dict[str, Any]) -> Iterator[None]:
+    """Makes this the random state for a while."""
+    rng = RandomState()
+    before = rng.state_dict()
+    rng.load_state_dict(state)
+    try:
+        yield
+    finally:
+        rng.load_state_dict(before)

@@ -1,0 +1,25 @@
+"""Owns step numbers: which values are one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torchax_ckpt.errors import StepError, StepTypeError
+
+
+def as_step(step: Any) -> int:
+    """The step as an int, numpy's integers too; bools are none.
+
+    Raises:
+      StepTypeError: it is none; StepError: it is negative.
+    """
+    if type(step).__name__ in ("bool", "bool_"):
+        raise StepTypeError(f"step: expected an int, found {step!r}")
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
+    if number < 0:
+        raise StepError(f"step: expected 0 or more, found {number}", step=number)
+    return number

@@ -1,0 +1,86 @@
+"""Owns how much slower steps are while a save is in flight, by the times at which they are done.
+
+A stretch is a row of steps between which nothing changed: a save was in flight at each, or none
+was. Steps within it are averaged, since a program that runs ahead of its devices completes many at
+once; of several stretches the median counts, since a program also pauses, to evaluate or compile.
+The step in which a save begins, and blocks, is in none.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+
+_OBSERVED = 5
+
+
+@dataclasses.dataclass
+class _Stretch:
+    kind: tuple[bool, int | None]
+    first: tuple[float, int]
+    last: tuple[float, int]
+
+    @property
+    def secs_per_step(self) -> float | None:
+        """None as long as it has no whole step."""
+        num_steps = self.last[1] - self.first[1]
+        return (self.last[0] - self.first[0]) / num_steps if num_steps > 0 else None
+
+
+class StepTimes:
+    """The times of a run's steps, in stretches with and without a save in flight."""
+
+    def __init__(self) -> None:
+        self._stretch: _Stretch | None = None
+        self._saving: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self._quiet: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self.last_secs = 0.0
+        """What the latest step took."""
+        self.num_unmatched = 0
+        """Stretches with a save since the latest one without."""
+
+    def completed(
+        self, step: int, now_secs: float, *, is_saving: bool, newest_step: int | None
+    ) -> None:
+        """A step is done.
+
+        Args:
+          step: its number; one that is not above the last one ends the stretch.
+          now_secs: when, on any clock.
+          is_saving: whether a save is in flight.
+          newest_step: the newest step that was saved, or is being: a new one ends the stretch.
+        """
+        kind, at, stretch = (is_saving, newest_step), (now_secs, step), self._stretch
+        if stretch is not None and step == stretch.last[1] and kind == stretch.kind:
+            return  # asked twice
+        if stretch is not None and step > stretch.last[1]:
+            self.last_secs = (now_secs - stretch.last[0]) / (step - stretch.last[1])
+            if kind == stretch.kind:
+                stretch.last = at
+                return
+        self._end()
+        self._stretch = _Stretch(kind, at, at)
+
+    def _end(self) -> None:
+        secs = self._stretch.secs_per_step if self._stretch is not None else None
+        if self._stretch is None or secs is None or secs <= 0:
+            return
+        if self._stretch.kind[0]:
+            self._saving.append(secs)
+            self.num_unmatched += 1
+        else:
+            self._quiet.append(secs)
+            self.num_unmatched = 0
+
+    @property
+    def has_quiet(self) -> bool:
+        """Whether there is anything to compare steps during a save with."""
+        return bool(self._quiet)
+
+    @property
+    def slowdown(self) -> float:
+        """The fraction by which steps take longer; 0 as long as it is not known."""
+        if not self._saving or not self._quiet:
+            return 0.0
+        return max(0.0, statistics.median(self._saving) / statistics.median(self._quiet) - 1)

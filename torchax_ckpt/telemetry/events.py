@@ -1,0 +1,130 @@
+"""Owns events: what can happen to a run, and how it is written as a line of JSON.
+
+Lines come from a directory that anybody may have written to: what is not of a known form is left
+out when they are read, and never an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_MAX_TEXT = 1000
+MAX_STEPS = 1000
+_MAX_RULES = 50
+_MAX_NUMBER = 2**63
+_MAX_TIME = 253_402_300_800  # the year 10,000, where dates end
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and 0 <= value < _MAX_NUMBER and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NUMBER
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
+
+
+def _is_steps(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_STEPS and all(map(_is_count, value))
+
+
+def _is_rules(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_RULES
+        and all(isinstance(rule, dict) for rule in value)
+    )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# Event -> its values; any of them may be absent.
+_FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "started": {
+        "host": _is_text,
+        "pid": _is_count,
+        "version": _is_text,
+        "keeps": _is_rules,
+        "steps": _is_steps,
+    },
+    "restored": {"secs": _is_number, "is_verified": _is_flag},
+    "reached": {"num_skipped": _is_count},
+    "saving": {"num_skipped": _is_count, "num_steps": _is_count, "interval_secs": _is_number},
+    "durable": {"blocking_secs": _is_number, "durable_secs": _is_number, "num_bytes": _is_count},
+    "failed": {"secs": _is_number, "error": _is_text},
+    "deleted": {"steps": _is_steps},
+    "set_aside": {"steps": _is_steps},
+    "closed": {"num_skipped": _is_count},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened to a run.
+
+    Attributes:
+      name: ``started`` (the first save took the directory's lease), ``restored``, ``reached`` (a
+        step of the training, told once a minute), ``saving``, ``durable``, ``failed`` (a save),
+        ``deleted`` and ``set_aside`` (steps), ``closed``.
+      time_secs: when, in seconds since the epoch.
+      step: completed optimizer steps; None where it is about none.
+      values: what there is to say of it: numbers (``..._secs``, ``num_...``), text, lists.
+    """
+
+    name: str
+    time_secs: float
+    step: int | None = None
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Those of its values that a logger can draw."""
+        return {key: value for key, value in self.values.items() if _is_number(value)}
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        said: dict[str, Any] = {"at": round(self.time_secs, 6), "event": self.name}
+        if self.step is not None:
+            said["step"] = self.step
+        return json.dumps({**said, **self.values}, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Event | None:
+        """What a line says; None if it is no event. Values of another form are left out."""
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(said, dict) or not isinstance(said.get("event"), str):
+            return None
+        form, at, step = _FORMS.get(said["event"]), said.get("at", -1), said.get("step")
+        if form is None or not (_is_number(at) and at < _MAX_TIME):
+            return None
+        if step is not None and not _is_count(step):
+            return None
+        values = {k: said[k] for k, is_well in form.items() if k in said and is_well(said[k])}
+        return cls(said["event"], float(at), step, values)
+
+
+def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as they may be written: without what is not known, and cut to what readers take."""
+    cut = {}
+    for key, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, str) and len(value) > _MAX_TEXT:
+            value = value[: _MAX_TEXT - 3] + "..."
+        elif key == "steps":
+            value = [int(step) for step in value][-MAX_STEPS:]
+        cut[key] = value
+    return cut

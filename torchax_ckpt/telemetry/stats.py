@@ -1,0 +1,102 @@
+"""Owns the numbers of a run so far: how many saves, and what they cost."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection
+
+import numpy as np
+
+from torchax_ckpt.telemetry.events import Event
+
+# The latest of which quantiles are taken.
+_COUNTED = 1000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantiles:
+    """Of the latest 1,000 values.
+
+    Attributes:
+      p50: the median.
+      p90: what nine of ten do not exceed; between two values it is interpolated.
+    """
+
+    p50: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Collection[float]) -> Quantiles | None:
+        """Those of some values; None if there are none."""
+        if not values:
+            return None
+        p50, p90 = np.quantile(list(values), (0.5, 0.9)).tolist()
+        return cls(p50=p50, p90=p90)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a checkpointer has done so far, in this process. Quantiles are None without a value.
+
+    Attributes:
+      num_saves: saves that began.
+      num_durable: saves that were committed.
+      num_failed: saves that failed.
+      num_skipped: calls of ``save`` that the policy declined.
+      num_restores: steps that were restored.
+      blocking_secs: what ``save`` cost the training thread, for those that began a save and are
+        durable.
+      durable_secs: from the call of ``save`` to the commit.
+      interval_secs: from one snapshot to the next.
+      interval_steps: the same in training steps.
+      num_bytes: what a step takes on storage.
+      restore_secs: what restores took.
+    """
+
+    num_saves: int
+    num_durable: int
+    num_failed: int
+    num_skipped: int
+    num_restores: int
+    blocking_secs: Quantiles | None
+    durable_secs: Quantiles | None
+    interval_secs: Quantiles | None
+    interval_steps: Quantiles | None
+    num_bytes: Quantiles | None
+    restore_secs: Quantiles | None
+
+
+class Tally:
+    """Counts events. Not safe on several threads at once."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._values: dict[tuple[str, str], collections.deque[float]] = {}
+
+    def take(self, event: Event) -> None:
+        """Counts one event, and its numbers."""
+        self._counts[event.name] += 1
+        for key, value in event.numbers.items():
+            name = event.name, key
+            self._values.setdefault(name, collections.deque(maxlen=_COUNTED)).append(value)
+
+    def stats(self, num_skipped: int) -> Stats:
+        """The numbers so far."""
+
+        def quantiles(name: str, key: str) -> Quantiles | None:
+            return Quantiles.of(self._values.get((name, key), ()))
+
+        return Stats(
+            num_saves=self._counts["saving"],
+            num_durable=self._counts["durable"],
+            num_failed=self._counts["failed"],
+            num_skipped=num_skipped,
+            num_restores=self._counts["restored"],
+            blocking_secs=quantiles("durable", "blocking_secs"),
+            durable_secs=quantiles("durable", "durable_secs"),
+            interval_secs=quantiles("saving", "interval_secs"),
+            interval_steps=quantiles("saving", "num_steps"),
+            num_bytes=quantiles("durable", "num_bytes"),
+            restore_secs=quantiles("restored", "secs"),
+        )

@@ -1,0 +1,192 @@
+"""Owns the events of a directory as runs and saves, and as curves over time; draws nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torchax_ckpt.telemetry.events import Event
+
+Outcome = Literal["durable", "failed", "cut off", "in flight"]
+_ENDS: Mapping[str, Outcome] = {"durable": "durable", "failed": "failed"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save, as far as it is recorded.
+
+    Attributes:
+      step: completed optimizer steps.
+      began_secs: of the snapshot, in seconds since the epoch.
+      ended_secs: of the commit or the failure; of a save that was cut off, when its run was last
+        heard of.
+      outcome: how it ended; ``cut off`` with its program.
+      blocking_secs, durable_secs, num_bytes: what a durable one cost; None where it is not known.
+      interval_secs: since the snapshot before, in the same run; None for the first.
+      interval_steps: the same in steps.
+      error: of one that failed.
+    """
+
+    step: int
+    began_secs: float
+    ended_secs: float
+    outcome: Outcome
+    blocking_secs: float | None = None
+    durable_secs: float | None = None
+    num_bytes: int | None = None
+    interval_secs: float | None = None
+    interval_steps: int | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One program that wrote to the directory, from its first event to its last.
+
+    Attributes:
+      name: eight hexadecimal digits.
+      events: all of them, as they were told.
+      saves: oldest first.
+      ended: whether it closed its checkpointer; one that did not was killed, or still runs.
+      is_running: whether it holds the lease.
+      lost_steps: steps, at least, that the next run did again, since no checkpoint had them.
+    """
+
+    name: str
+    events: Sequence[Event]
+    saves: Sequence[Save]
+    ended: bool
+    is_running: bool
+    lost_steps: int | None = None
+
+    @property
+    def began_secs(self) -> float:
+        """Of its first event."""
+        return self.events[0].time_secs
+
+    @property
+    def ended_secs(self) -> float:
+        """Of its last event."""
+        return max(self.began_secs, self.events[-1].time_secs)
+
+    @property
+    def host(self) -> str:
+        """Where it ran; "" where that is not recorded."""
+        return next((str(e.values["host"]) for e in self.events if "host" in e.values), "")
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step that is recorded: the one restored, or the first saved."""
+        return next((e.step for e in self.events if e.step is not None), None)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is recorded."""
+        return next((e.step for e in reversed(self.events) if e.step is not None), None)
+
+    def named(self, *names: str) -> list[Event]:
+        """Its events of these names."""
+        return [event for event in self.events if event.name in names]
+
+
+def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[Run]:
+    """The runs of a directory, as they began.
+
+    Args:
+      events: run -> its events, as they were told.
+      is_running: whether the newest one still runs, if it has not closed.
+    """
+    in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
+    runs: list[Run] = []
+    for index, (name, of_run) in enumerate(in_order):
+        ended = of_run[-1].name == "closed"
+        runs_still = is_running and not ended and index == len(in_order) - 1
+        runs.append(
+            Run(
+                name=name,
+                events=of_run,
+                saves=_saves(of_run, "in flight" if runs_still else "cut off"),
+                ended=ended,
+                is_running=runs_still,
+            )
+        )
+    return [
+        dataclasses.replace(run, lost_steps=_lost(run, later))
+        for run, later in itertools.zip_longest(runs, runs[1:])
+    ]
+
+
+def _lost(run: Run, later: Run | None) -> int | None:
+    """How many steps of a run the next one did again; None where that is not known."""
+    if later is None or run.last_step is None:
+        return None
+    restored = later.named("restored")
+    resumed_at = restored[-1].step if restored else None
+    if resumed_at is None or resumed_at > run.last_step:
+        return None
+    return run.last_step - resumed_at
+
+
+def _saves(events: Sequence[Event], unended: Outcome) -> list[Save]:
+    saves: list[Save] = []
+    begun: Event | None = None
+    for event in events:
+        if event.name == "saving":
+            begun = event  # the one before has ended, but its end was not recorded
+        elif begun is not None and event.step == begun.step and event.name in _ENDS:
+            saves.append(_save(begun, event, _ENDS[event.name]))
+            begun = None
+    if begun is not None:
+        saves.append(_save(begun, events[-1], unended))
+    return saves
+
+
+def _save(begun: Event, ended: Event, outcome: Outcome) -> Save:
+    cost = ended.values if outcome == "durable" else {}
+    return Save(
+        step=begun.step or 0,
+        began_secs=begun.time_secs,
+        ended_secs=ended.time_secs,
+        outcome=outcome,
+        blocking_secs=cost.get("blocking_secs"),
+        durable_secs=cost.get("durable_secs"),
+        num_bytes=cost.get("num_bytes"),
+        interval_secs=begun.values.get("interval_secs"),
+        interval_steps=begun.values.get("num_steps"),
+        error=str(ended.values.get("error", "")) if outcome == "failed" else "",
+    )
+
+
+def steps_over_time(run: Run) -> list[tuple[float, int]]:
+    """Where the training was: time in seconds since the epoch, and step."""
+    told = run.named("restored", "reached", "saving", "closed")
+    return [(event.time_secs, event.step) for event in told if event.step is not None]
+
+
+def bytes_over_time(runs: Sequence[Run]) -> list[tuple[float, int]]:
+    """What all steps together take on storage, as far as it is recorded, after each change.
+
+    Steps that were set aside still count; those that something else removed do, too.
+    """
+    events = sorted((e for run in runs for e in run.events), key=lambda event: event.time_secs)
+    sizes: dict[int, int] = {}
+    set_aside, total = 0, 0
+    curve: list[tuple[float, int]] = []
+    for event in events:
+        if event.name == "durable" and event.step is not None:
+            total -= sizes.get(event.step, 0)
+            sizes[event.step] = event.values.get("num_bytes", 0)
+            total += sizes[event.step]
+        elif event.name == "started" and "steps" in event.values:
+            there = set(event.values["steps"])  # a killed program does not say what it did last
+            total -= sum(sizes.pop(step) for step in sizes.keys() - there)
+        elif event.name in ("deleted", "set_aside"):
+            gone = sum(sizes.pop(step, 0) for step in event.values.get("steps", ()))
+            total -= gone
+            set_aside += gone if event.name == "set_aside" else 0
+        else:
+            continue
+        curve.append((event.time_secs, total + set_aside))
+    return curve
