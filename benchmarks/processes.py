@@ -50,9 +50,13 @@ def main() -> None:
                 f"{row['durable']:.2f} s | {row['restore']:.2f} s | {declined * 1e6:.1f} us |"
             )
     print("\nOver two slices, each with all of", SLICES[1], "MiB, what each process wrote:\n")
-    for count in counts:
+    for count in [count for count in counts if count > 1]:
         written = ", ".join(f"{n / 2**20:.1f} MiB" for n in found[count][0]["written"])
-        print(f"- {count} processes: {written}")
+        each, one = (max(p["slices"][key] for p in found[count]) for key in ("False", "True"))
+        print(
+            f"- {count} processes: {written}; restored by each in {each:.2f} s, by one replica for "
+            f"all in {one:.2f} s"
+        )
 
 
 def measured(count: int, repeats: int) -> list[Any]:
@@ -136,6 +140,17 @@ def child(index: int, count: int, port: str, root: Path, repeats: int) -> None:
     devices = np.array(jax.devices())
     rows = [one(*state, Mesh(devices, ("fsdp",)), f"{state}") for state in STATES]
     one(*SLICES, Mesh(devices.reshape(2, -1), ("slice", "fsdp")), "slices")
+    slices = spread(*SLICES, Mesh(devices.reshape(2, -1), ("slice", "fsdp")))
+    received = {}
+    for single in (False, True):
+        options = CheckpointOptions(single_replica_restore=single)
+        with TorchaxCheckpointer(root / "slices", options=options) as ckpt:
+            took = []
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                jax.block_until_ready(ckpt.load(None, slices))
+                took.append(time.perf_counter() - began)
+            received[str(single)] = statistics.median(took[1:])
     written = [
         sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         for folder in sorted((root / "slices").glob("*/state/ocdbt.process_*"))[-count:]
@@ -146,6 +161,7 @@ def child(index: int, count: int, port: str, root: Path, repeats: int) -> None:
                 "states": [row for row, _ in rows],
                 "declined": statistics.median(declined for _, declined in rows),
                 "written": written,
+                "slices": received,
             }
         )
     )

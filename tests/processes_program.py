@@ -121,7 +121,7 @@ class Training:
         noise = np.random.random() + random.random() + float(torch.rand(()))
         mine = next(self.loader) + np.float32(noise)
         self.seen.append(float(mine.sum()))
-        sharding = NamedSharding(MESH, P("fsdp"))
+        sharding = NamedSharding(MESH, P(MESH.axis_names))
         batch = jax.make_array_from_process_local_data(sharding, mine, (16, 8))
         loss, grads = self._gradients(
             dict(self.model.named_parameters()), interop.torch_view(batch)

@@ -349,10 +349,15 @@ def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Even
 
         ckpt._directory.recover = held  # type: ignore[method-assign]
         ckpt.save(1, state={"w": jnp.arange(3)}, metrics={"loss": jnp.ones(())})
-        assert ckpt._saver._in_flight is not None
-        assert ckpt._saver._in_flight.where().startswith("cleaning up the directory, for 0.")
+        save = ckpt._saver._in_flight
+        assert save is not None
+        deadline = time.monotonic() + 30  # until its thread has had its turn
+        while save.where().startswith("starting its thread") and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert save.where().startswith("cleaning up the directory, for 0.")
         fetched.set()
-    assert seen == [
+    # Its thread may have begun before it was listened to.
+    assert [phase for phase in seen if phase != "cleaning up the directory"] == [
         "fetching metrics from the devices",
         "stacking the arrays",
         "transferring the arrays from the devices",

@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from torchax_ckpt import errors
@@ -20,6 +23,10 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     UnusableStateError,
 )
+from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.state import own
+from torchax_ckpt.state.component import Captured, Form
+from torchax_ckpt.storage import digests
 from torchax_ckpt.storage.processes import ALONE, Processes
 
 
@@ -249,3 +256,75 @@ def test_a_mismatch_is_told_as_one() -> None:
     told = Group()(act)
     assert isinstance(told[0], MismatchError)
     assert told[0].step == 4
+
+
+def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
+    arrays: dict[str, Any] = {
+        "model/w": jnp.zeros((6, 4)),
+        "model/b": jnp.zeros(3),
+        "rng/torch": np.zeros(2),
+    }
+    blocks = {"model/w": (1, 4), "model/b": (3,), "rng/torch": (2,)}
+
+    def taken(index: int) -> dict[str, Digests]:
+        values = {"model/w": np.zeros(6, "<u8"), "model/b": np.zeros(1, "<u8")}
+        values["model/w"][2 * index : 2 * index + 2] = 10 + index
+        if index == 1:
+            values["model/b"][0] = 7
+        if index == 0:  # which stores host arrays
+            values["rng/torch"] = np.full(1, 5, "<u8")
+        return {name: Digests(blocks[name], v.tobytes()) for name, v in values.items()}
+
+    def act(member: Processes) -> Any:
+        mine = taken(member.index)
+        with member.round("saving"):
+            return digests.gathered(mine, {name: arrays[name] for name in mine}, member)
+
+    found = Group()(act)[0]
+    assert {name: np.frombuffer(known.values, "<u8").tolist() for name, known in found.items()} == {
+        "model/w": [10, 10, 11, 11, 12, 12],
+        "model/b": [7],
+        "rng/torch": [5],
+    }
+
+    def differ(member: Processes) -> Any:
+        mine = taken(member.index)
+        if member.index == 2:
+            del mine["model/b"]
+        with member.round("saving"):
+            return digests.gathered(mine, {name: arrays[name] for name in mine}, member)
+
+    told = Group()(differ)
+    assert {type(error) for error in told} == {ProcessError}
+    assert all("process 2 saves other device arrays than process 0" in str(e) for e in told)
+
+
+def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
+    def captured(seed: int) -> dict[str, Captured]:
+        node = {"dict": [["state", {"array": "rng/torch", "kind": "torch"}], ["n", seed]]}
+        return {
+            "model": Captured(Form({}, ("model/w",)), [np.zeros(3)]),
+            "rng": Captured(Form(node, ("rng/torch",)), [np.full(2, seed, np.uint8)]),
+        }
+
+    shared, _, _ = own.split(captured(0))
+    assert shared == ["model/w"]
+    sent = [own.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
+    document, leaves = own.joined(sent)
+    assert {name: leaf.tolist() for name, leaf in leaves.items()} == {
+        "rng/torch": [4, 4],
+        "processes/1/rng/torch": [5, 5],
+    }
+    others = dict(document["processes"]["dict"])
+    assert others["2"] is None  # as process 0
+    place = [SimpleNamespace(index=i, count=3) for i in range(3)]
+    nodes = [own.document_of(document, p, "step 1")["rng"]["dict"] for p in place]
+    assert [dict(node)["state"]["array"] for node in nodes] == [
+        "rng/torch",
+        "processes/1/rng/torch",
+        "rng/torch",
+    ]
+    # If they are all alike, nothing is said of processes, and any number of them may restore it.
+    assert own.joined(sent[::2])[0].keys() == {"rng"}
+    with pytest.warns(UserWarning, match="restored by 2.*those of processes 2 to 2 are left out"):
+        own.document_of(document, SimpleNamespace(index=0, count=2), "step 1")

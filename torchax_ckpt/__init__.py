@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchax_ckpt import errors
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, LocalTier
 
 if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointOptions",
     "Event",
+    "LocalTier",
     "RandomState",
     "RestoreReport",
     "Stats",

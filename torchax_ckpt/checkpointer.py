@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import progress, torchax_backend
-from torchax_ckpt.deciding import Decisions
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
     ClosedError,
     PolicyError,
     StepError,
-    StepNotFoundError,
 )
-from torchax_ckpt.history import History
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.lifetime import Calls, guarded
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.preemption import Preemption
 from torchax_ckpt.restoring import (
     RestoreReport,
@@ -33,19 +30,17 @@ from torchax_ckpt.restoring import (
     reading,
     restore_attached,
 )
-from torchax_ckpt.saving import Saver
 from torchax_ckpt.snapshot import Snapshotter
 from torchax_ckpt.state import metrics as metrics_room
 from torchax_ckpt.state import own
 from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.steps import as_step
-from torchax_ckpt.storage import policies, rules
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.storage import policies
+from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.stored import StoredStep
 from torchax_ckpt.telemetry.events import Event
-from torchax_ckpt.telemetry.recorder import Telemetry
 from torchax_ckpt.telemetry.stats import Stats
+from torchax_ckpt.tiers import Tier, Tiers
 from torchax_ckpt.writing import Capture
 
 logger = logging.getLogger(__name__)
@@ -83,6 +78,8 @@ class TorchaxCheckpointer:
       directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
       save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
       preservation_policy: which steps are kept; default: the latest three.
+      local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has policies
+        of its own; those above are the directory's.
       options: how steps are written and read.
       on_event: called with each ``Event``, for loggers: in order, on one thread of its own, which
         ``close`` waits for. What it raises is logged; training and saving go on.
@@ -99,38 +96,29 @@ class TorchaxCheckpointer:
         *,
         save_decision_policy: policies.SaveDecisionPolicy | None = None,
         preservation_policy: policies.PreservationPolicy | None = None,
+        local: LocalTier | None = None,
         options: CheckpointOptions | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
-        self._save_policy = save_decision_policy or policies.default_save_decision_policy()
         self._keep_policy = preservation_policy or policies.default_preservation_policy()
-        for policy, method in (
-            (self._save_policy, "should_save"),
-            (self._keep_policy, "should_preserve"),
-        ):
-            if not callable(getattr(policy, method, None)):
-                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
-        self._directory = StepDirectory(directory, read_only=self._options.read_only)
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        self._processes, saves, decisions = (
-            Processes(f"{kind} {self._directory.path}", self._options.process_timeout_secs)
-            for kind in ("calls", "saves", "decisions")
-        )
-        self._history = History(self._directory, self._processes)
-        self._telemetry = Telemetry(self._directory, on_event, rules.described(self._keep_policy))
-        self._saver = Saver(
-            self._directory,
-            self._history,
+        self._tiers = Tiers(
+            directory,
+            save_decision_policy,
             self._keep_policy,
+            local,
             self._options,
-            self._telemetry,
-            self._processes,
-            saves,
+            on_event,
             on_donated=self._snapshotter.donated,
         )
-        self._decisions = Decisions(self._save_policy, self._history, self._saver, decisions)
+        self._processes = self._tiers.processes
+        self._durable = self._tiers.durable
+        self._directory = self._durable.directory
+        self._history = self._durable.history
+        self._saver = self._durable.saver
+        self._telemetry = self._durable.telemetry
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._calls = Calls()
         self._attached: Attached | None = None
@@ -142,7 +130,7 @@ class TorchaxCheckpointer:
 
     @property
     def directory(self) -> str:
-        """Where the steps are."""
+        """Where the durable steps are."""
         return str(self._directory.path)
 
     # --- attaching and restoring ---------------------------------------------------------------
@@ -205,20 +193,19 @@ class TorchaxCheckpointer:
                 "attach was called before on this checkpointer; attach everything in one call, or "
                 "use a second checkpointer with another directory"
             )
-        self._saver.wait()
+        self._tiers.wait()
         attached = Attached(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
-        steps = self._history.found(self._directory.steps) if resume else []
-        if steps:
-            report, _ = newest_readable(steps, lambda s: self._restore(s, attached, strict=True))
+        if candidates := self._tiers.steps() if resume else []:
+            report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
             self._position = report.step
         else:
             fresh = attached.prepare_fresh()
             fresh.require_filled()
             fresh.apply({})
             self._position = None
-        self._history.go_on_from(self._position)
+        self._tiers.go_on_from(self._position)
         self._attached = attached
         if not self._options.read_only:
             self._preemption.listen()
@@ -233,6 +220,7 @@ class TorchaxCheckpointer:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
+        tier: TierName | None = None,
     ) -> RestoreReport:
         """Restores a step into what is attached, in place.
 
@@ -248,12 +236,14 @@ class TorchaxCheckpointer:
           strict: raise on any difference; if not, restore what matches and report the rest.
           include, exclude, rename: which of the model's tensors, and under which names: patterns
             as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
+          tier: "durable" or "local"; None for whichever has it, the local one first.
 
         Returns:
           What was done.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
+          TierError: there is no such tier.
           MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
           SelectionError: as for ``warm_start``.
           CorruptCheckpointError: it cannot be read; of None, none can.
@@ -261,19 +251,16 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         attached = self._require_attached("restore")
-        self._saver.wait()
+        self._tiers.wait()
         selection = functools.partial(Selection, include, exclude, rename)
-        if step is None:
-            report, skipped = newest_readable(
-                self._require_steps(), lambda s: self._restore(s, attached, strict, selection())
-            )
-        else:
-            committed = self._find(step)
-            report, skipped = self._restore(committed, attached, strict, selection()), ()
+        candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
+        report, skipped = newest_readable(
+            candidates, lambda s: self._restore(s, attached, strict, selection())
+        )
         self._position = report.step
         self._restores += 1
         self._recorded = {}
-        self._history.go_on_from(report.step)
+        self._tiers.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
     def _restore(
@@ -284,18 +271,26 @@ class TorchaxCheckpointer:
         selection: Selection | None = None,
     ) -> RestoreReport:
         began = time.perf_counter()
-        with reading(committed, self._directory, self._processes):
+        tier = self._tiers.holding(committed)
+        with reading(committed, tier.directory, self._processes):
+            source = self._tiers.opened(committed)
             report = restore_attached(
-                committed, attached, strict, self._options, self._processes, selection
+                source, attached, strict, self._options, self._processes, selection
             )
         secs = time.perf_counter() - began
         self._telemetry.emit("restored", report.step, secs=secs, is_verified=report.is_verified)
         if report.is_verified:
-            self._directory.verified.note(committed, is_sound=True)
-        return report
+            tier.directory.verified.note(committed, is_sound=True)
+        return dataclasses.replace(report, tier=tier.name)
 
     @guarded(trains=False)
-    def load(self, step: int | None = None, abstract_state: Any = None) -> Any:
+    def load(
+        self,
+        step: int | None = None,
+        abstract_state: Any = None,
+        *,
+        tier: TierName | None = None,
+    ) -> Any:
         """Reads a step and returns its functional state. Changes nothing, here or on disk.
 
         Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
@@ -308,23 +303,25 @@ class TorchaxCheckpointer:
             its kinds, on its shardings; donated arrays do too. None for everything as it was
             saved, with device arrays on the default device and other nodes than dicts, lists and
             tuples as dicts.
+          tier: "durable" or "local"; None for whichever has it, the local one first.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
+          TierError: there is no such tier.
           MismatchError: the step does not have what is asked for.
           CorruptCheckpointError: it cannot be read.
         """
-        if step is not None:
-            return self._load(self._find(step), abstract_state)
-        state, _ = newest_readable(self._require_steps(), lambda s: self._load(s, abstract_state))
+        candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
+        state, _ = newest_readable(candidates, lambda s: self._load(s, abstract_state))
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with reading(committed, self._directory, self._processes):
-            return load_state(committed, abstract_state, self._options, self._processes)
+        with reading(committed, self._tiers.holding(committed).directory, self._processes):
+            opened = self._tiers.opened
+            return load_state(committed, opened, abstract_state, self._options, self._processes)
 
     @guarded(trains=False)
-    def verify(self, step: int | None = None) -> int:
+    def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a step back whole and compares every byte with what was saved.
 
         The step then counts as verified, also for later programs unless this one only reads
@@ -332,27 +329,34 @@ class TorchaxCheckpointer:
 
         Args:
           step: completed steps of the checkpoint; None for the newest, damaged or not.
+          tier: "durable" or "local"; None for both, as far as they have it.
 
         Returns:
           The step.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
+          TierError: there is no such tier.
           CorruptCheckpointError: it is damaged; names the leaf and, where it can be known, the
             file.
           ForeignCheckpointError: bare Orbax wrote it, without digests.
           DirectoryError: it cannot be read now.
         """
-        committed = self._require_steps()[-1] if step is None else self._find(step)
-        try:
-            with reading(committed, self._directory, self._processes):
-                stored = StoredStep(committed)
-                with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as done:
-                    stored.verify(self._options, self._processes, on_bytes=done)
-            self._directory.verified.note(committed, is_sound=True)
-        finally:
-            if self._processes.is_first and not self._options.read_only:
-                self._directory.verified.mark([committed])
+        if step is None:
+            step = self._tiers.candidates(None, tier)[-1].step
+        for committed in self._tiers.candidates(as_step(step), tier):
+            place = self._tiers.holding(committed)
+            try:
+                with reading(committed, place.directory, self._processes):
+                    if committed.path.exists():  # else another host has it
+                        stored = StoredStep(committed)
+                        name = f"step {committed.step}"
+                        with progress.bar(name, functools.partial(_size, stored)) as done:
+                            stored.verify(self._options, place.processes, on_bytes=done)
+                place.directory.verified.note(committed, is_sound=True)
+            finally:
+                if place.processes.is_first and not self._options.read_only:
+                    place.directory.verified.mark([committed])
         return committed.step
 
     # --- saving --------------------------------------------------------------------------------
@@ -396,16 +400,15 @@ class TorchaxCheckpointer:
         self._recorded.update(metrics_room.check_metrics(metrics))
 
     def should_save(self, step: int) -> bool:
-        """Whether ``save(step)`` would begin a save: at a preemption, or as the policy says."""
-        return self._should_save(as_step(step))
+        """Whether ``save(step)`` would begin a save: at a preemption, or as a policy says."""
+        return bool(self._due(as_step(step), force=self._preemption.reached(as_step(step))))
 
-    def _should_save(self, step: int) -> bool:
-        self._history.open()
-        if self._history.has(step):
-            return False
-        if self._preemption.reached(step):
-            return True
-        return self._decisions.should_save(step)
+    def _due(self, step: int, *, force: bool) -> list[Tier]:
+        """Where a step is to be saved. What is forced, or saved before the end, must be durable."""
+        self._tiers.open()
+        if force:
+            return [] if self._history.has(step) else [self._durable]
+        return self._tiers.due(step)
 
     @guarded(trains=True)
     def save(
@@ -428,7 +431,7 @@ class TorchaxCheckpointer:
             numbers and strings, for functional training. It is saved in place of attached
             modules and optimizers; random state, loaders and stateful objects are saved too.
           metrics: numbers (device scalars too) and JSON by name; joins what ``record`` noted.
-          force: save whatever the policy says.
+          force: save whatever the policy says, to the durable tier.
 
         Returns:
           Whether a save began; False for a step that is there already. Once the run was told to
@@ -466,18 +469,19 @@ class TorchaxCheckpointer:
             )
         pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
         self._recorded = {}
-        self._history.open()
         if force or is_preempted:
             self._saver.wait()  # the step may be on its way, and may fail there
-        if self._history.has(step) or not (force or self._should_save(step)):
+        due = self._due(step, force=force or is_preempted)
+        if not due:
             self._telemetry.skipped(step)
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)
         began = time.perf_counter()
         pending = metrics_room.hold(pending)
-        self._saver.claim()
-        self._saver.wait()
+        self._tiers.claim()
+        for tier in due:
+            tier.saver.wait()
         if raises:
             self.check_for_errors()
         captured = (attached or self._unattached).capture(state)
@@ -495,8 +499,7 @@ class TorchaxCheckpointer:
             began,
         )
         self._position = step  # also if what follows is not waited for
-        self._saver.begin(capture)
-        self._decisions.begun()
+        self._tiers.begin(capture, due)
         if is_preempted:
             self._saver.wait()
             if not self._history.has(step):
@@ -516,16 +519,20 @@ class TorchaxCheckpointer:
 
     # --- the steps there are -------------------------------------------------------------------
 
-    def all_steps(self) -> list[int]:
-        """The steps that can be restored, in order; reads the directory anew."""
-        return [s.step for s in self._directory.steps()]
+    def all_steps(self, tier: TierName | None = None) -> list[int]:
+        """The steps that can be restored, in order; reads the directories anew.
 
-    def latest_step(self) -> int | None:
-        """The newest step that can be restored, or None."""
-        return max(self.all_steps(), default=None)
+        Args:
+          tier: only those in this one, "durable" or "local"; raises TierError if there is none.
+        """
+        return self._tiers.numbers(tier)
+
+    def latest_step(self, tier: TierName | None = None) -> int | None:
+        """The newest of ``all_steps``, or None."""
+        return max(self.all_steps(tier), default=None)
 
     def best_step(self) -> int | None:
-        """The best step by the preservation policy's best-N rule; None if none has its metric.
+        """The best durable step by the preservation policy's best-N rule, or None.
 
         Raises:
           PolicyError: there is no best-N rule.
@@ -545,21 +552,25 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step.
         """
-        return self._directory.metrics(self._directory.find(as_step(step)))
+        committed = self._tiers.find(as_step(step))
+        return self._tiers.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True)
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, tier: TierName | None = None) -> None:
         """Deletes a step, whatever the preservation policy says.
+
+        Args:
+          step: completed steps of the checkpoint.
+          tier: where, "durable" or "local"; None for wherever it is.
 
         Raises:
           StepNotFoundError: there is no such step.
+          TierError: there is no such tier.
           LeaseError: another program writes to the directory.
         """
         self._require_open()
-        self._saver.wait()
-        self._find(step)
-        self._saver.claim()  # only now: a step that is not there creates no directory
-        self._saver.delete(as_step(step))
+        self._tiers.wait()
+        self._tiers.delete(as_step(step), tier)
 
     def stats(self) -> Stats:
         """What this checkpointer did so far, and what that cost; see ``Stats``. From any thread."""
@@ -575,7 +586,7 @@ class TorchaxCheckpointer:
           SaveTimeoutError: still in flight after ``timeout_secs``; the save goes on.
           SaveError: a save failed.
         """
-        self._saver.wait(timeout_secs)
+        self._tiers.wait(timeout_secs)
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
@@ -585,20 +596,20 @@ class TorchaxCheckpointer:
           SaveError: names step and path, with the cause.
           MetricsError: a device metric turned out to be one that a best-N rule cannot rank.
         """
-        self._saver.check_for_errors()
+        self._tiers.check_for_errors()
 
     @guarded(trains=False)
     def close(self) -> None:
-        """Finishes the save in flight, and lets other programs write. May be called twice.
+        """Finishes the saves in flight, and lets other programs write. May be called twice.
 
         Raises:
-          SaveError: the newest save failed.
+          SaveError: the newest save to the durable tier failed.
         """
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self._saver.close()
+            self._tiers.close()
         finally:
             self._preemption.close()
         if self._saver.newest_failure is not None:
@@ -631,15 +642,6 @@ class TorchaxCheckpointer:
             raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
         return self._attached
 
-    def _find(self, step: int) -> CommittedStep:
-        number = as_step(step)
-        (committed,) = self._history.found(lambda: [self._directory.find(number)])
-        return committed
 
-    def _require_steps(self) -> list[CommittedStep]:
-        steps = self._history.found(self._directory.steps)
-        if not steps:
-            raise StepNotFoundError(
-                f"{self._directory.path}: there are no checkpoints", path=self._directory.path
-            )
-        return steps
+def _size(stored: StoredStep) -> int:
+    return stored.stored_bytes

@@ -39,6 +39,42 @@ def require_made(committed: CommittedStep, manifest: Manifest) -> None:
         checks.check_document(manifest.document)
 
 
+class StoredLeaves:
+    """A step that is read as it is stored.
+
+    Attributes:
+      committed: the step.
+      document: component -> node.
+
+    Raises:
+      ForeignCheckpointError, CorruptCheckpointError: as ``read_manifest``.
+    """
+
+    def __init__(
+        self,
+        committed: CommittedStep,
+        options: CheckpointOptions,
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.committed = committed
+        self._agree = agree
+        self._manifest = read_manifest(committed)
+        self._options = options
+        self.document = self._manifest.document
+
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """See the function of this name."""
+        require_plausible(self.committed, self._manifest, reads)
+
+    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """See ``read_leaves``."""
+        return read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """See the function of this name."""
+        return is_whole(self._manifest, reads, num_processes)
+
+
 def require_plausible(
     committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
 ) -> None:

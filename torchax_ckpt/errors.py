@@ -22,6 +22,7 @@
     ├── StepError                   a step number that cannot be used
     │   ├── StepNotFoundError       no checkpoint at that step
     │   └── StepTypeError           a step that is not an int
+    ├── TierError                   a tier that this checkpointer does not have
     ├── UninitializedLeafError      a meta tensor that nobody fills
     ├── UnsupportedLeafError        a value that cannot be stored
     └── UnusableStateError          a restore in budget failed on the way
@@ -145,6 +146,10 @@ class StepNotFoundError(StepError, FileNotFoundError):
 
 class StepTypeError(StepError, TypeError):
     """A step that is not an int."""
+
+
+class TierError(CheckpointError, ValueError):
+    """A tier was asked for that this checkpointer does not have."""
 
 
 class UninitializedLeafError(CheckpointError, ValueError):

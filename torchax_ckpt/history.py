@@ -24,17 +24,23 @@ class History:
     Args:
       directory: where they are.
       processes: those of the run, as its training threads speak to them.
+      durable: the history of the durable tier, if this is that of the local tier before it.
 
     Attributes:
       path: of the directory.
       committed: the steps this run builds on, oldest first.
-      abandoned: newer steps of a branch this run left; set aside once a new step is durable.
+      abandoned: newer steps of a branch this run left; set aside once a new step is committed here.
     """
 
-    def __init__(self, directory: StepDirectory, processes: Processes) -> None:
+    def __init__(
+        self, directory: StepDirectory, processes: Processes, durable: History | None = None
+    ) -> None:
         self._directory = directory
         self._processes = processes
         self.path = directory.path
+        self._other = durable
+        if durable is not None:
+            durable._other = self
         self.committed: list[CommittedStep] = []
         self.abandoned: list[CommittedStep] = []
         self._in_flight: CheckpointInfo | None = None
@@ -47,6 +53,7 @@ class History:
         """Lists the directory, if that has not been done yet."""
         if not self._is_open:
             self.committed = self.found(self._directory.steps)
+            self.abandoned = list(self._directory.left_in_place)
             self._look()
             self._is_open = True
 
@@ -59,20 +66,33 @@ class History:
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
         self._is_open = False
-        self.abandoned = []
         self.open()
         self._abandon(s for s in self.committed if step is None or s.step > step)
 
+    def keep_only(self, keys: set[tuple[int, int]]) -> None:
+        """Leaves out steps that not all hosts have; they are removed after the next save."""
+        left_out = [s for s in self.committed if s.key not in keys]
+        self.committed = [s for s in self.committed if s.key in keys]
+        self.abandoned += left_out
+        self._look()
+
     def begin(self, step: int) -> None:
-        """A save of this step begins; whatever is newer belongs to another branch."""
-        self.open()
-        if self.committed and self.committed[-1].step > step:
-            self._abandon(s for s in self.committed if s.step > step)
+        """A save of this step begins; whatever is newer, in either tier, is of another branch."""
+        for history in (self, self._other):
+            if history is not None:
+                history.open()
+                if history.committed and history.committed[-1].step > step:
+                    history._abandon(s for s in history.committed if s.step > step)
         now = time.time_ns()
         self._in_flight = CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
         )
         self._checkpoints = (*self._checkpoints, self._in_flight)
+
+    def abandons(self) -> list[list[int]]:
+        """What a step saved now abandons, in both tiers: steps and their commit times."""
+        known = [*self.abandoned, *(self._other.abandoned if self._other else ())]
+        return [[s.step, s.commit_timestamp_nsecs] for s in known]
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
         """The save has ended: with a durable step, or without."""

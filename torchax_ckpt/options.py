@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+import os
+from typing import Any, Literal, get_args
 
 Layout = Literal["auto", "stacked", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "transfer"]
 Verify = Literal["restore", "never"]
 OnSaveError = Literal["continue", "raise"]
+TierName = Literal["durable", "local"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,4 +120,37 @@ class CheckpointOptions:
             raise ValueError(
                 "max_host_bytes: expected None or a positive number of bytes, found "
                 f"{self.max_host_bytes!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTier:
+    """A second place for steps, close to the program: frequent saves go there, rare ones far away.
+
+    Attributes:
+      path: a directory of each host's own, on a ramdisk or a local disk; created if it is not
+        there. One for every run that goes on at the same time: what another run has left there is
+        removed.
+      save_decision_policy: when a step is saved there; None for whenever the last one is.
+      keep: how many steps stay there; one more has to fit while it is being written.
+      replica_axis: the axis of the arrays' mesh along which slices hold the same.
+    """
+
+    path: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    save_decision_policy: Any = None
+    keep: int = 2
+    replica_axis: str = "replica"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)) or "://" in str(self.path):
+            raise ValueError(
+                f"LocalTier: path: expected a path on this host, found {self.path!r:.100}"
+            )
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise ValueError(f"LocalTier: keep: expected a positive int, found {self.keep!r}")
+        if not isinstance(self.replica_axis, str) or not self.replica_axis:
+            raise ValueError(
+                "LocalTier: replica_axis: expected the name of a mesh axis, found "
+                f"{self.replica_axis!r}"
             )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -28,8 +27,9 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.sharding import Local, put
 from torchax_ckpt.snapshot import free_device_bytes
 from torchax_ckpt.state import functional, own, random_state
@@ -62,6 +62,7 @@ class RestoreReport:
       left_out: names of the model's tensors, on either side, that the patterns do not select.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
+      tier: which tier it was read from, "durable" or "local".
     """
 
     step: int | None
@@ -71,12 +72,15 @@ class RestoreReport:
     left_out: tuple[str, ...] = ()
     skipped_steps: tuple[int, ...] = ()
     is_verified: bool = False
+    tier: TierName = "durable"
 
 
 def newest_readable(
     candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
 ) -> tuple[T, tuple[int, ...]]:
     """What ``attempt`` gives for the newest step that can be read, and the steps skipped.
+
+    Candidates come oldest first; of one number there may be one in each tier.
 
     Raises:
       CorruptCheckpointError: none of them can be read; the error of the newest.
@@ -85,7 +89,7 @@ def newest_readable(
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
-    for committed in reversed(candidates):
+    for left, committed in reversed(list(enumerate(candidates))):
         try:
             return attempt(committed), tuple(skipped)
         except StepNotFoundError as error:  # whoever writes here has deleted it meanwhile
@@ -94,6 +98,8 @@ def newest_readable(
             if not is_damage(error):
                 raise
             first_error = error if isinstance(error, UnusableStateError) else first_error or error
+            if left == 0:
+                break
             skipped.append(committed.step)
             warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
     assert first_error is not None, "called with no candidates"
@@ -135,8 +141,24 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, CorruptCheckpointError)
 
 
+class Source(Protocol):
+    """A step that can be read: see ``content.StoredLeaves``."""
+
+    committed: CommittedStep
+    document: Mapping[str, Node]
+
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """Refuses what is not stored as the manifest says, before memory is taken for it."""
+
+    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """Reads leaves and puts each on its placement."""
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """Whether these reads, checked, have seen every stored byte."""
+
+
 def restore_attached(
-    committed: CommittedStep,
+    source: Source,
     attached: Attached,
     strict: bool,
     options: CheckpointOptions,
@@ -150,24 +172,20 @@ def restore_attached(
       SelectionError: patterns that match nothing, or names that meet.
       CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
     """
-    manifest = content.read_manifest(committed)
+    committed = source.committed
     findings, selection = Findings(), selection or Selection()
-    brings_rng = "rng" in attached.components and "rng" in manifest.document
+    brings_rng = "rng" in attached.components and "rng" in source.document
     with content.about(committed), random_state.left_alone(on_success=not brings_rng):
-        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        document = own.document_of(source.document, processes, f"step {committed.step}")
         restoration = attached.prepare(document, findings, selection)
         if strict and findings:
             raise findings.error(committed.step, str(committed.path))
         restoration.require_filled()
-        content.require_plausible(committed, manifest, restoration.reads)
-        reader = functools.partial(
-            content.read_leaves, committed, manifest, options=options, agree=processes.meet
-        )
-        apply(restoration, reader, options, processes, committed.step, str(committed.path))
+        source.require_plausible(restoration.reads)
+        path = str(committed.path)
+        apply(restoration, source.read, options, processes, committed.step, path)
     logger.info("restored step %d from %s", committed.step, committed.path)
-    is_whole = options.verify != "never" and content.is_whole(
-        manifest, restoration.reads, processes.count
-    )
+    is_whole = options.verify != "never" and source.is_whole(restoration.reads, processes.count)
     return report_of(committed.step, findings, selection, is_verified=is_whole)
 
 
@@ -291,7 +309,11 @@ def _device_bytes(read: Read) -> int:
 
 
 def load_state(
-    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
+    committed: CommittedStep,
+    opened: Callable[[CommittedStep], Source],
+    abstract_state: Any,
+    options: CheckpointOptions,
+    processes: Processes,
 ) -> Any:
     """Reads the functional state of one step, or all components of one that was attached.
 
@@ -300,24 +322,23 @@ def load_state(
       CorruptCheckpointError: it cannot be read.
     """
     try:
-        manifest = content.read_manifest(committed)
+        source = opened(committed)
     except ForeignCheckpointError:
         return _load_foreign(committed, abstract_state, options)
     findings = Findings()
     prefix: tuple[str, ...] = ()
-    if STATE in manifest.document:
-        root, prefix = manifest.document[STATE], (STATE,)
+    if STATE in source.document:
+        root, prefix = source.document[STATE], (STATE,)
     else:
         asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
-        document = own.document_of(manifest.document, processes, f"step {committed.step}")
+        document = own.document_of(source.document, processes, f"step {committed.step}")
         root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
     with content.about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
             raise findings.error(committed.step, str(committed.path))
-        content.require_plausible(committed, manifest, request.reads)
-        values = content.read_leaves(committed, manifest, request.reads, options, processes.meet)
-        return request.build(values)
+        source.require_plausible(request.reads)
+        return request.build(source.read(request.reads))
 
 
 def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:

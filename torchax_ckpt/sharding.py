@@ -5,7 +5,9 @@ Knows neither torch nor storage.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -95,6 +97,61 @@ def _leaves_process(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
     """
     is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
     return is_here and not sharding.is_fully_addressable
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPart:
+    """What the devices of this host hold of an array that lies on several hosts.
+
+    Attributes:
+      sharding: of the part, over this host's devices alone.
+      shape: of the part.
+      starts: where in the array the shard of each of these devices begins, in their mesh's order.
+    """
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+
+
+def spans_hosts(placement: Placement) -> bool:
+    """Whether an array there lies on devices of several processes."""
+    return isinstance(placement, Sharding) and not placement.is_fully_addressable
+
+
+def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
+    """The part of an array of this sharding and shape that this host holds.
+
+    Raises:
+      ValueError: the sharding is none over a mesh, or the host's devices are no block of the mesh.
+    """
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(f"expected arrays on a mesh (NamedSharding), found {sharding}")
+    mesh = sharding.mesh.local_mesh
+    part = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    per_dim = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    counts = [math.prod(mesh.shape[axis] for axis in _axes([dim])) for dim in per_dim]
+    shard = sharding.shard_shape(shape)
+    indices = sharding.addressable_devices_indices_map(shape)
+    at = [indices[device] or () for device in mesh.devices.flat]
+    return HostPart(
+        part,
+        tuple(length * count for length, count in zip(shard, counts, strict=True)),
+        tuple(tuple(dim.start or 0 for dim in index) for index in at),
+    )
+
+
+def to_host_part(array: jax.Array) -> jax.Array:
+    """The part of an array that this host holds, as an array of its own; copies nothing."""
+    part = host_part(array.sharding, array.shape)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
+
+
+def from_host_part(part: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
+    """The array that this host's part, and those of all other hosts, make up; copies nothing."""
+    shards = [shard.data for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def resolve_rule(

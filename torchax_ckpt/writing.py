@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from torchax_ckpt import parts
 from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.layout.plan import Plan
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.sharding import to_host_part
 from torchax_ckpt.snapshot import Array, Snapshot, beside
 from torchax_ckpt.state.own import Own, joined
 from torchax_ckpt.storage import arrays as storage
@@ -131,7 +133,7 @@ class Writer:
 
         summary = {
             "metrics": metrics,
-            "abandons": [[s.step, s.commit_timestamp_nsecs] for s in self._history.abandoned],
+            "abandons": self._history.abandons(),
         }
         progress.enter("transferring the arrays from the devices")
         storage.write_step(
@@ -144,7 +146,8 @@ class Writer:
             before_commit=directory.fence,
             processes=processes,
         )
-        (durable,) = directory.named(processes.first(lambda: self._commit(capture.step, name)))
+        at = processes.agreed_time()
+        (durable,) = directory.named(processes.first(lambda: self._commit(capture.step, name, at)))
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
@@ -160,26 +163,29 @@ class Writer:
         """The document, the plan, and what this process writes, alone or with others.
 
         Orbax takes no array of one process's devices where there are several. It goes as a host
-        array, from process 0, as host arrays do.
+        array, from process 0, as host arrays do. A process that writes a step of its own writes its
+        part of what lies on several hosts.
         """
         plan, arrays = capture.snapshot.stored()
         if capture.own is None:
             return capture.document, plan, arrays
+        is_apart = self._processes.count == 1
+        document = parts.described(capture.document, plan, arrays) if is_apart else capture.document
         stored: dict[str, Array] = {}
         for name, array in arrays.items():
             if isinstance(array, jax.Array) and not array.is_fully_addressable:
-                stored[name] = array
+                stored[name] = to_host_part(array) if is_apart else array
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)
         sent = self._processes.gather(capture.own.to_bytes())
         if not self._processes.is_first:
-            return capture.document, plan, stored
+            return document, plan, stored
         own, leaves = joined(sent)
         plan, more = beside(plan, leaves, self._options.layout)
-        return {**capture.document, **own}, plan, {**stored, **more}
+        return {**document, **own}, plan, {**stored, **more}
 
-    def _commit(self, step: int, name: str) -> list[Any]:
-        durable = self._directory.commit(step, self._directory.path / name)
+    def _commit(self, step: int, name: str, at: int | None) -> list[Any]:
+        durable = self._directory.commit(step, self._directory.path / name, at)
         return self._directory.described([durable])
 
     def _read_back(self, durable: CommittedStep) -> None:

@@ -444,9 +444,9 @@ class Readers:
     def whole_restore(self, raw: bytes) -> None:
         """A manifest, up to live objects, from disk."""
         with self._replaced(self.corpus.step / "manifest" / "data.json", raw):
-            restoring.restore_attached(
-                self.corpus.committed, self.corpus.live.attached, True, CheckpointOptions(), ALONE
-            )
+            options = CheckpointOptions()
+            source = content.StoredLeaves(self.corpus.committed, options)
+            restoring.restore_attached(source, self.corpus.live.attached, True, options, ALONE)
 
     def _replaced(self, path: Path, raw: bytes) -> _Replaced:
         return _Replaced(path, raw)

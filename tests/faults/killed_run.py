@@ -257,7 +257,7 @@ def weaken(how: str, directory: Path) -> None:
             shutil.copy(source, target)
             time.sleep(0.01)
 
-    def committed(self: StepDirectory, step: int, written: Any) -> Any:
+    def committed(self: StepDirectory, step: int, written: Any, at: Any = None) -> Any:
         return self.find(step)
 
     def delete_first(*args: Any, **kwargs: Any) -> None:

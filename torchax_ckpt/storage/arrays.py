@@ -52,10 +52,11 @@ _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 one_at_a_time = threading.RLock()
-"""Held while Orbax saves or loads, by every checkpointer of this process.
+"""Held while Orbax begins to save, and while it loads, by every checkpointer of this process.
 
-Orbax numbers its operations per process and has the parts of a save wait for each other under the
-newest number: a save or load that begins meanwhile makes the running save fail, or hang.
+Orbax numbers its operations per process, and the parts of a save find each other under the newest
+number, until it has begun: another that begins meanwhile makes it fail, or hang. Once begun it
+keeps its number, so that a slow save to a bucket holds up no save to a local tier.
 """
 
 
@@ -99,7 +100,7 @@ def write_step(
     _FencedPath.fences[str(path)] = before_commit
     try:
         with (
-            modes.closed_while_written(path) as mode,
+            modes.closed_while_written(path, opens=processes.is_first) as mode,
             _context(
                 options,
                 _FencedPath,
@@ -107,19 +108,21 @@ def write_step(
                 is_compressed=compression.is_on,
                 # Orbax cuts no chunk larger than this.
                 data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
-                processes=processes,
+                is_alone=processes.count == 1,
             ),
             compression.observed(arrays.values()),
         ):
-            response = ocp.save_checkpointables_async(path, items)
-            try:
-                later.set_result(digests.seal(manifest()))
-            except BaseException as error:
-                later.set_exception(error)  # which ends the save
-                with contextlib.suppress(Exception):
-                    response.result()
-                raise
-            response.result()
+            with _one_order(processes), rendezvous.beginning(processes) as operation:
+                response = ocp.save_checkpointables_async(path, items)
+            with operation:
+                try:
+                    later.set_result(digests.seal(manifest()))
+                except BaseException as error:
+                    later.set_exception(error)  # which ends the save
+                    with contextlib.suppress(Exception):
+                        response.result()
+                    raise
+                response.result()
     finally:
         del _FencedPath.fences[str(path)]
 
@@ -181,7 +184,7 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
       CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
     """
     metadata = foreign_metadata(committed)
-    with as_corrupt(committed, "checkpoint"), _context(options):
+    with as_corrupt(committed, "checkpoint"), one_at_a_time, _context(options):
         if abstract_state is None:
             # Without an abstract state Orbax rebuilds the mesh it was saved on, which fails on
             # any other; host arrays need none.
@@ -277,7 +280,7 @@ def _context(
     *,
     is_compressed: bool = False,
     data_file_bytes: int = _DATA_FILE_BYTES,
-    processes: Processes = ALONE,
+    is_alone: bool = False,
 ) -> Iterator[None]:
     registry = ocp.handlers.local_registry()
     # A dict of JSON would otherwise be taken for a pytree of scalars.
@@ -303,7 +306,10 @@ def _context(
     context.memory.read_concurrent_bytes = options.max_host_bytes
     # Host leaves are copies already, made when the state was captured.
     context.memory.deepcopy_host_arrays = False
-    with _one_order(processes), context, _without_raw_metrics(), rendezvous.of_orbax(processes):
+    if is_alone:
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
+    with context, _without_raw_metrics:
         yield
 
 
@@ -318,19 +324,32 @@ def _one_order(processes: Processes) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _without_raw_metrics() -> Iterator[None]:
-    """Keeps Orbax from asking TensorStore for its metrics, around every save and load.
+class _WithoutRawMetrics:
+    """Keeps Orbax from asking TensorStore for its metrics, while anything is saved or loaded.
 
     TensorStore 0.1.86 never frees what it answers, 7 kB each time: 1 GB in 70,000 saves. Orbax
     only reports them.
     """
-    ask = tensorstore_utils.get_tensorstore_raw_bytes
-    tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
-    try:
-        yield
-    finally:
-        tensorstore_utils.get_tensorstore_raw_bytes = ask
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_within = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_within == 0:
+                self._ask = tensorstore_utils.get_tensorstore_raw_bytes
+                tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
+            self._num_within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_within -= 1
+            if self._num_within == 0:
+                tensorstore_utils.get_tensorstore_raw_bytes = self._ask
+
+
+_without_raw_metrics = _WithoutRawMetrics()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -22,6 +23,29 @@ _RECORD = "_CHECKPOINT_METADATA"
 _PARTS = {inspection.STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 # Nanoseconds since 1970, until 2262: what dates are computed from.
 _MAX_TIME = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CommittedStep:
+    """A step that can be read.
+
+    Attributes:
+      step: completed optimizer steps.
+      path: its directory.
+      commit_timestamp_nsecs: when it was committed; also what tells it from another step of the
+        same number.
+      is_incoming: whether it waits to take the place of an abandoned step.
+    """
+
+    step: int
+    path: epath.Path
+    commit_timestamp_nsecs: int
+    is_incoming: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells it from every other step of the run."""
+        return self.step, self.commit_timestamp_nsecs
 
 
 def is_marked(path: epath.Path) -> bool:
@@ -66,6 +90,13 @@ class CommitTimes:
                 "%s looks like a step, but its commit record cannot be read: ignoring it", path
             )
         return None
+
+
+def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
+    """Says of a step that is not visible yet when it was committed, which Orbax has said before."""
+    record = json.loads((path / _RECORD).read_text())
+    record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
+    (path / _RECORD).write_text(json.dumps(record))
 
 
 def remove_leftover(path: epath.Path) -> None:

@@ -9,11 +9,16 @@
     DIRECTORY/120/verified     whose bytes were read back whole and are what was saved
     DIRECTORY/lease            who is writing, see ``lease.py``; not there when nobody is
     DIRECTORY/events/          what happened, for people; nothing that is restored depends on it
+    DIRECTORY/run              which run this is, where it has a local tier; see ``identity.py``
 
 After going back to an older step, the newer ones are abandoned once a new step is durable. The
 new step itself says so in its summary, by the commit times of the steps it abandons: a process
 killed before it could set them aside does not bring them back. What cannot be read for now is an
 error here, never an absent step: a run must not go back, or start anew, for a passing failure.
+
+A run may have two directories, a durable one and a local one in front of it. A step of either may
+say of steps of both that they are abandoned, and the local one counts only as long as it is of the
+same run as the durable one.
 
 On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
 mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
@@ -40,17 +45,24 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, DirectoryError, StepNotFoundError
-from torchax_ckpt.storage import bucket, commits, digests, inspection, location, medium, modes
+from torchax_ckpt.errors import DirectoryError, StepNotFoundError
+from torchax_ckpt.storage import (
+    bucket,
+    commits,
+    identity,
+    location,
+    medium,
+    modes,
+)
 from torchax_ckpt.storage import lease as lease_room
+from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.policies import CheckpointInfo
 from torchax_ckpt.storage.record import DRAFT_SUFFIX
+from torchax_ckpt.storage.summaries import Summaries
 from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
 
-# How many commits may bear later times than the latest of all.
-_LATEST = 32
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
@@ -60,39 +72,27 @@ _LEFTOVER = re.compile(
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 
 
-@dataclasses.dataclass(frozen=True)
-class CommittedStep:
-    """A step that can be read.
-
-    Attributes:
-      step: completed optimizer steps.
-      path: its directory.
-      commit_timestamp_nsecs: when it was committed; also what tells it from another step of the
-        same number.
-      is_incoming: whether it waits to take the place of an abandoned step.
-    """
-
-    step: int
-    path: epath.Path
-    commit_timestamp_nsecs: int
-    is_incoming: bool = False
-
-
 class StepDirectory:
     """The directory of one run.
 
     Attributes:
       verified: the steps that were read back whole.
+      left_in_place: the abandoned steps that ``steps`` last found where they were.
+      told_abandoned: keys of steps that others of the run's processes know to be abandoned.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
       read_only: refuse to write; a bucket that this account may not write to is good enough.
+      durable: the durable directory of the run, if this is the local one in front of it. That one
+        must be claimed first.
 
     Raises:
       DirectoryError: it is a file, or not a path; a bucket that is not there or may not be used.
     """
 
-    def __init__(self, directory: Any, *, read_only: bool = False) -> None:
+    def __init__(
+        self, directory: Any, *, read_only: bool = False, durable: StepDirectory | None = None
+    ) -> None:
         self.path = location.resolve(directory)
         self._is_bucket = location.is_bucket(self.path)
         if self._is_bucket:
@@ -101,29 +101,38 @@ class StepDirectory:
             if self.path.exists() and not self.path.is_dir():
                 text = "expected a directory, found a file. Give a path of its own to every run."
                 raise DirectoryError(f"{self.path}: {text}", path=self.path)
-        self._summaries: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._summaries = Summaries()
         self._commit_times = commits.CommitTimes()
         self.verified = Verified()
+        self.left_in_place: list[CommittedStep] = []
+        self.told_abandoned: set[tuple[int, int]] = set()
         self._is_read_only = read_only
         self._num_writes = 0
         self._given: set[str] = set()
         self._lease = lease_room.Lease(self.path)
+        self._durable = durable
+        self._other: StepDirectory | None = durable
+        if durable is not None:
+            durable._other = self
 
     # --- reading ---
 
     def steps(self) -> list[CommittedStep]:
         """The committed steps that count, oldest first; reads the directory anew."""
-        with self._translated("read"):
-            found = list(self._visible())
-        if not found:
-            return []
-        abandoned = self._abandoned_by(found)
-        counted = {
-            s.step: s
-            for s in sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
-            if (s.step, s.commit_timestamp_nsecs) not in abandoned
-        }
+        found = self._found()
+        keys = self._abandoned(found) if found else set()
+        in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
+        counted = {s.step: s for s in in_order if s.key not in keys}
+        self.left_in_place = [s for s in found if s.key in keys]
         return [counted[step] for step in sorted(counted)]
+
+    def _found(self) -> list[CommittedStep]:
+        with self._translated("read"):
+            return list(self._visible()) if self._is_of_the_run() else []
+
+    def _is_of_the_run(self) -> bool:
+        """Whether what is here belongs to the run, as all does in a durable directory."""
+        return self._durable is None or identity.are_one(self.path, self._durable.path)
 
     def find(self, step: int) -> CommittedStep:
         """The step of this number.
@@ -144,8 +153,8 @@ class StepDirectory:
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """The metrics saved with a step; {} if there are none."""
-        metrics = self._summary(committed).get("metrics")
-        return dict(metrics) if isinstance(metrics, dict) else {}
+        with self._translated("read"):
+            return self._summaries.metrics(committed)
 
     def info(self, committed: CommittedStep) -> CheckpointInfo:
         """The step as policies see it."""
@@ -180,33 +189,18 @@ class StepDirectory:
         except (FileNotFoundError, NotADirectoryError):  # a bucket knows only what is in them
             return []
 
-    def _summary(self, committed: CommittedStep) -> Mapping[str, Any]:
-        key = (committed.step, committed.commit_timestamp_nsecs)
-        if key not in self._summaries:
-            try:
-                inspection.require_contained(committed.path, committed.step)
-                loaded = digests.read_sealed(committed.path / commits.SUMMARY)
-            except Exception as error:
-                if medium.is_unavailable(error):
-                    raise self._error("read", error) from error
-                if not committed.path.exists():
-                    return {}  # moved meanwhile, by whoever writes here
-                loaded = None  # not written by this package, or damaged: restoring will tell
-            self._summaries[key] = loaded if isinstance(loaded, dict) else {}
-        return self._summaries[key]
+    def _abandoned(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+        """What the steps found here, and those of the run's other directory, have abandoned."""
+        keys = self.told_abandoned | self._abandoned_by(found)
+        return keys | (self._other.abandons() if self._other is not None else set())
 
-    def _abandoned_by(self, steps: Iterable[CommittedStep]) -> set[tuple[int, int]]:
-        # Only the latest commit can name steps that are still in place: whoever writes next first
-        # finishes setting them aside. Clocks of several hosts do not quite say which it is.
-        latest = sorted(steps, key=lambda s: s.commit_timestamp_nsecs)[-_LATEST:]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            listed = [summary.get("abandons") for summary in pool.map(self._summary, latest)]
-        return {
-            (entry[0], entry[1])
-            for entries in listed
-            for entry in (entries if isinstance(entries, list) else [])
-            if isinstance(entry, list) and [type(part) for part in entry] == [int, int]
-        }
+    def abandons(self) -> set[tuple[int, int]]:
+        """Keys of the steps that those found here have abandoned, in either directory."""
+        return self._abandoned_by(self._found())
+
+    def _abandoned_by(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+        with self._translated("read"):
+            return self._summaries.abandoned_by(found)
 
     # --- writing ---
 
@@ -224,6 +218,13 @@ class StepDirectory:
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
             probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
+            if self._durable is None and self._other is not None:
+                identity.give(self.path)
+            if self._durable is not None and not self._is_of_the_run():
+                for committed in self._visible():
+                    logger.warning("%s: removing step %d of another run", self.path, committed.step)
+                    self.delete(committed)
+                identity.copy(self._durable.path, self.path)
 
     def fence(self) -> None:
         """Makes sure, right before something becomes visible, that this program may write.
@@ -242,8 +243,8 @@ class StepDirectory:
         with self._translated("clean up"):
             self.fence()
             visible = list(self._visible())
-            abandoned = self._abandoned_by(visible)
-            self.set_aside(s for s in visible if (s.step, s.commit_timestamp_nsecs) in abandoned)
+            abandoned = self._abandoned(visible)
+            self.set_aside(s for s in visible if s.key in abandoned)
             for committed in visible:
                 if committed.is_incoming:
                     self.settle(committed)
@@ -277,13 +278,19 @@ class StepDirectory:
             return path
         raise AssertionError("the numbers have ended")
 
-    def commit(self, step: int, written: epath.Path) -> CommittedStep:
+    def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
         """Makes a written step visible, under its number or beside an abandoned step that has it.
+
+        Args:
+          step, written: the step, and where it lies.
+          at: when it counts as committed, where several hosts have agreed on that.
 
         Raises:
           LeaseError: another program writes to the directory by now.
         """
         path = written
+        if at is not None:
+            commits.set_time(written, at)
         if not self._is_bucket:
             path = self.path / str(step)
             if path.exists():
@@ -313,15 +320,22 @@ class StepDirectory:
 
     def know_summary(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
         """Takes the summary that was just written, which then need not be read."""
-        self._summaries[committed.step, committed.commit_timestamp_nsecs] = summary
+        self._summaries.know(committed, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
-        """Renames steps of an abandoned branch, so that nothing resumes from them."""
+        """Renames steps of an abandoned branch, so that nothing resumes from them.
+
+        Those in a local tier are deleted: their room is needed.
+        """
         for committed in abandoned:
             if committed.path.exists():
                 self._move_aside(committed.path, committed.step)
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
+        if self._durable is not None:
+            logger.warning("%s: removing step %d of an abandoned branch", self.path, step)
+            self._remove(path, step)
+            return
         target = self.path / f"abandoned-{step}"
         count = 1
         while target.exists():
@@ -351,12 +365,16 @@ class StepDirectory:
                 bucket.remove(committed.path / commits.MARK)
                 bucket.remove(committed.path)
                 return
-            doomed = self.path / f"deleting-{committed.step}"
-            if doomed.exists():
-                doomed.rmtree()
             if committed.path.exists():  # else somebody else has removed it
-                committed.path.rename(doomed)
-                doomed.rmtree()
+                self._remove(committed.path, committed.step)
+
+    def _remove(self, path: epath.Path, step: int) -> None:
+        self.fence()
+        doomed = self.path / f"deleting-{step}"
+        if doomed.exists():
+            doomed.rmtree()
+        path.rename(doomed)
+        doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
         """Deletes the steps that are not kept, but never the newest verified one.
@@ -378,22 +396,5 @@ class StepDirectory:
                 path=self.path,
             )
 
-    @contextlib.contextmanager
-    def _translated(self, action: str) -> Iterator[None]:
-        """Turns what the medium refuses into a DirectoryError that says what to do."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            if not isinstance(error, OSError) and not medium.is_unavailable(error):
-                raise
-            raise self._error(action, error) from error
-
-    def _error(self, action: str, error: BaseException) -> DirectoryError:
-        advice = medium.advice(error, is_bucket=self._is_bucket)
-        return DirectoryError(
-            f"cannot {action} {self.path}: {medium.said(error)}. "
-            + (advice or "Check that the path is a directory and that this process may use it."),
-            path=self.path,
-        )
+    def _translated(self, action: str) -> contextlib.AbstractContextManager[None]:
+        return medium.translated(action, self.path)

@@ -7,13 +7,16 @@ an ``os_error_code`` in its text (TensorStore), or as the cause of an error abou
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from torchax_ckpt.errors import CheckpointError
+from etils import epath
+
+from torchax_ckpt.errors import CheckpointError, DirectoryError
 from torchax_ckpt.storage import location
 
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
@@ -188,3 +191,23 @@ def _http_code(error: BaseException) -> int | None:
     if str(code).isdigit():
         return int(code)  # type: ignore[arg-type]
     return 403 if isinstance(error, OSError) and str(error).startswith("Forbidden") else None
+
+
+@contextlib.contextmanager
+def translated(action: str, directory: epath.Path) -> Iterator[None]:
+    """Turns what the medium of a directory refuses into a DirectoryError that says what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_unavailable(error):
+            raise
+        what_to_do = advice(error, is_bucket=location.is_bucket(directory))
+        raise DirectoryError(
+            f"cannot {action} {directory}: {said(error)}. "
+            + (
+                what_to_do or "Check that the path is a directory and that this process may use it."
+            ),
+            path=directory,
+        ) from error

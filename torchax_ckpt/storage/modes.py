@@ -14,7 +14,6 @@ import pathlib
 import stat
 from collections.abc import Iterator
 
-import jax
 from etils import epath
 
 from torchax_ckpt.storage import location
@@ -45,17 +44,18 @@ def make_file(path: epath.Path) -> None:
 
 
 @contextlib.contextmanager
-def closed_while_written(step: epath.Path) -> Iterator[int | None]:
+def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
     """Gives the mode to create a step's folder with, None for the default, and opens it at the end.
 
-    Until then only its owner enters; a process that is killed leaves it so.
+    Until then only its owner enters; a process that is killed leaves it so. Of several processes
+    that write it together, one opens it.
     """
     if location.is_bucket(step):
         yield None
         return
     yield 0o700
-    if jax.process_index() != 0:
-        return  # the process that commits does it for all
+    if not opens:
+        return
     for folder, folders, files in os.walk(step):
         for name in (*folders, *files):
             path = os.path.join(folder, name)

@@ -1,0 +1,168 @@
+"""The GKE example: manifests that fit their schemas and each other, and a script that resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gke"
+SCHEMAS = Path(__file__).parent / "schemas"
+
+
+def strict(schema: Any) -> Any:
+    """The schema with unknown fields refused, as the API server does with ``--validate=strict``."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(part) for key, part in schema.items()}
+    if isinstance(made.get("properties"), dict) and "additionalProperties" not in made:
+        made["additionalProperties"] = bool(made.get("x-kubernetes-preserve-unknown-fields"))
+    if made.pop("x-kubernetes-int-or-string", False):
+        made["type"] = ["integer", "string"]
+    return made
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())
+
+
+def validator(name: str) -> jsonschema.Draft202012Validator:
+    schema = strict(json.loads((SCHEMAS / f"{name}.json").read_text()))
+    # The API server's own fields, which a CRD leaves out.
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(schema)
+
+
+MANIFESTS = [
+    ("jobset", "jobset-v1alpha2"),
+    ("checkpoint-configuration", "checkpoint-configuration-v1"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema"), MANIFESTS)
+def test_the_manifests_fit_their_schemas(name: str, schema: str) -> None:
+    validator(schema).validate(manifest(name))
+
+
+def pod(jobset: dict[str, Any]) -> dict[str, Any]:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda j: j["spec"].update(failurepolicy={}),
+        lambda j: j["spec"]["failurePolicy"].update(maxRestarts="many"),
+        lambda j: j["spec"]["replicatedJobs"][0].pop("name"),
+        lambda j: pod(j)["containers"][0].update(volumeMount=[]),
+        lambda j: pod(j)["volumes"][0]["csi"].pop("driver"),
+        lambda j: pod(j).update(terminationGracePeriodSeconds="300s"),
+    ],
+)
+def test_the_schema_finds_what_is_wrong(spoil: Any) -> None:
+    jobset = manifest("jobset")
+    spoil(jobset)
+    with pytest.raises(jsonschema.ValidationError):
+        validator("jobset-v1alpha2").validate(jobset)
+
+
+def chips(topology: str) -> int:
+    return math.prod(map(int, topology.split("x")))
+
+
+def table() -> list[list[str]]:
+    """Rows of the README: TPU, accelerator, topology, hosts of a slice, machine type."""
+    rows = re.findall(r"^\| (v\w+) \|(.*)\|$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
+    return [[tpu, *(cell.strip() for cell in cells.split("|"))] for tpu, cells in rows]
+
+
+def test_the_slices_are_as_large_as_their_hosts_say() -> None:
+    assert {row[0] for row in table()} == {"v4", "v5e", "v5p", "v6e"}
+    (job,) = manifest("jobset")["spec"]["replicatedJobs"]
+    spec, node = job["template"]["spec"], pod(manifest("jobset"))["nodeSelector"]
+    per_host = pod(manifest("jobset"))["containers"][0]["resources"]["limits"]["google.com/tpu"]
+    assert job["replicas"] >= 2  # one slice has nobody to be rescued by
+    assert spec["parallelism"] == spec["completions"]
+    assert chips(node["cloud.google.com/gke-tpu-topology"]) == spec["parallelism"] * per_host
+    for _, _, topology, hosts, machine in table():
+        assert chips(topology) == int(hosts) * per_host
+        assert machine.endswith(f"-{per_host}t")
+    (row,) = (r for r in table() if r[1] == node["cloud.google.com/gke-tpu-accelerator"])
+    assert row[2] == node["cloud.google.com/gke-tpu-topology"]
+    selector = manifest("checkpoint-configuration")["spec"]["nodeSelector"]
+    assert row[4] == selector["node.kubernetes.io/instance-type"]
+
+
+def test_the_program_saves_where_the_ramdisk_is_mounted() -> None:
+    spec = pod(manifest("jobset"))
+    (container,), (volume,) = spec["containers"], spec["volumes"]
+    (mount,) = container["volumeMounts"]
+    assert mount["name"] == volume["name"]
+    assert volume["csi"]["driver"] == "multitier-checkpoint.csi.storage.gke.io"
+    given = dict(argument.lstrip("-").partition("=")[::2] for argument in container["args"])
+    assert given["local"].startswith(mount["mountPath"] + "/")
+    assert given["directory"].startswith("gs://")
+    assert int(given["local-period"]) < int(given["period"])
+    assert spec["terminationGracePeriodSeconds"] > 30  # CheckpointOptions.preemption_grace_secs
+    options = subprocess.run(
+        [sys.executable, str(EXAMPLE / "train.py"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ).stdout
+    assert {f"--{name}" for name in given} <= set(re.findall(r"--[a-z-]+", options))
+
+
+def test_the_script_resumes_from_the_ramdisk_after_a_kill(tmp_path: Path) -> None:
+    def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        arguments = [
+            "--directory",
+            str(tmp_path / name),
+            "--local",
+            str(tmp_path / f"{name}-local"),
+        ]
+        return subprocess.run(
+            [
+                *(sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), *arguments),
+                *(
+                    "--steps",
+                    "12",
+                    "--local-period",
+                    "2",
+                    "--period",
+                    "100",
+                    "--width",
+                    "16",
+                    *more,
+                ),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+
+    straight = run("straight")
+    assert straight.returncode == 0, straight.stderr[-2000:]
+    killed = run("killed", "--crash-at", "9")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    resumed = run("killed")
+    first, *_, last = resumed.stdout.splitlines()
+    assert first == "resumed: step 8"
+    assert last.startswith("final state: sha256:")
+    assert last == straight.stdout.splitlines()[-1]

@@ -1,0 +1,113 @@
+"""Slices: what the hosts of one have lost comes back from those of another, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import Running, run_processes
+
+RUN = """
+    import os, signal, sys
+    import processes_program as program
+    from processes_program import INDEX, Training, report
+    import jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+
+    directory, ramdisks, kill_at, seed = *sys.argv[4:6], *map(int, sys.argv[6:8])
+    program.MESH = MESH = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "fsdp"))
+
+    def rule(name, abstract):
+        for dim, length in enumerate(abstract.shape):
+            if length and length % MESH.shape["fsdp"] == 0:
+                return NamedSharding(MESH, P(*[None] * dim, "fsdp"))
+        return NamedSharding(MESH, P())
+
+    program.rule = rule
+    training = Training(seed)
+    every = policies.FixedIntervalPolicy
+    ckpt = TorchaxCheckpointer(
+        directory,
+        save_decision_policy=every(4),
+        local=LocalTier(f"{ramdisks}/{INDEX}", save_decision_policy=every(1)),
+        options=CheckpointOptions(process_timeout_secs=60),
+    )
+    start = training.attach(ckpt)
+    tier = ckpt.restore().tier if start else None
+    for step in range(start + 1, 8):
+        training.step()
+        ckpt.save(step)
+        if step == kill_at:
+            ckpt.wait_until_finished()
+            report(start=start, tier=tier, local=ckpt.all_steps("local"))
+            os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.close()
+    report(start=start, tier=tier, own=training.own(), whole=training.whole())
+"""
+
+
+def killed(directory: Path, ramdisks: Path, count: int, *, at: int) -> None:
+    """A run whose processes were all killed after a step, with what they had saved until then."""
+    with Running(RUN, count, str(directory), str(ramdisks), str(at), "0") as running:
+        assert running.wait() == [-signal.SIGKILL] * count, running.output(0)[1][-3000:]
+        for index in range(count):
+            assert running.reports(index) == [{"start": 0, "tier": None, "local": [at - 1, at]}]
+
+
+def resumed(directory: Path, ramdisks: Path, count: int) -> list[dict[str, Any]]:
+    """The end of a run that goes on; from other seeds, so that what is not restored differs."""
+    reports = run_processes(RUN, count, str(directory), str(ramdisks), "0", "77")
+    return [report for (report,) in reports]
+
+
+def straight(tmp_path: Path, count: int) -> list[dict[str, Any]]:
+    places = str(tmp_path / "straight"), str(tmp_path / "straight-ramdisks")
+    return [report for (report,) in run_processes(RUN, count, *places, "0", "0")]
+
+
+@pytest.fixture(scope="module")
+def two_slices(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where a killed run of two slices has left its steps, and how one that was not killed ends."""
+    place = tmp_path_factory.mktemp("slices")
+    killed(place / "run", place / "ramdisks", 2, at=6)
+    return place, straight(place, 2)
+
+
+def assert_ends_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for here, there in zip(found, expected, strict=True):
+        assert here["whole"] == there["whole"]
+        assert here["own"] == there["own"]
+    # Each process has random state and a loader of its own, which would otherwise show nothing.
+    assert len({report["own"]["torch"] for report in expected}) == len(expected)
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+def test_a_lost_slice_comes_back_from_the_other_and_both_from_the_durable_tier(
+    lost: tuple[int, ...], tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    place, never_killed = two_slices
+    for name in ("run", "ramdisks"):
+        shutil.copytree(place / name, tmp_path / name)
+    for index in lost:
+        shutil.rmtree(tmp_path / "ramdisks" / str(index))
+    found = resumed(tmp_path / "run", tmp_path / "ramdisks", 2)
+    expected = (4, "durable") if len(lost) == 2 else (6, "local")
+    assert [(report["start"], report["tier"]) for report in found] == [expected] * 2
+    assert_ends_alike(found, never_killed)
+
+
+def test_hosts_lost_in_different_slices_come_back_from_the_same_places_in_others(
+    tmp_path: Path,
+) -> None:
+    """Two slices of two hosts; none of the slices is whole any more."""
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    killed(directory, ramdisks, 4, at=6)
+    for index in (0, 3):
+        shutil.rmtree(ramdisks / str(index))
+    found = resumed(directory, ramdisks, 4)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
+    assert_ends_alike(found, straight(tmp_path, 4))

@@ -1,0 +1,58 @@
+"""Owns what steps say in their summaries: their metrics, and which newer steps they abandon."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchax_ckpt.storage import commits, digests, inspection, medium
+from torchax_ckpt.storage.commits import CommittedStep
+
+# How many commits may bear later times than the latest of all.
+_LATEST = 32
+
+
+class Summaries:
+    """The summaries of a directory's steps; each is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def know(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
+        """Takes the summary that was just written, which then need not be read."""
+        self._known[committed.key] = summary
+
+    def metrics(self, committed: CommittedStep) -> dict[str, Any]:
+        """The metrics saved with a step; {} if there are none."""
+        metrics = self._of(committed).get("metrics")
+        return dict(metrics) if isinstance(metrics, dict) else {}
+
+    def abandoned_by(self, steps: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+        """The steps and commit times that these steps have abandoned."""
+        # Only the latest commit can name steps that are still in place: whoever writes next first
+        # finishes setting them aside. Clocks of several hosts do not quite say which it is.
+        latest = sorted(steps, key=lambda s: s.commit_timestamp_nsecs)[-_LATEST:]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            listed = [summary.get("abandons") for summary in pool.map(self._of, latest)]
+        return {
+            (entry[0], entry[1])
+            for entries in listed
+            for entry in (entries if isinstance(entries, list) else [])
+            if isinstance(entry, list) and [type(part) for part in entry] == [int, int]
+        }
+
+    def _of(self, committed: CommittedStep) -> Mapping[str, Any]:
+        key = committed.key
+        if key not in self._known:
+            try:
+                inspection.require_contained(committed.path, committed.step)
+                loaded = digests.read_sealed(committed.path / commits.SUMMARY)
+            except Exception as error:
+                if medium.is_unavailable(error):
+                    raise
+                if not committed.path.exists():
+                    return {}  # moved meanwhile, by whoever writes here
+                loaded = None  # not written by this package, or damaged: restoring will tell
+            self._known[key] = loaded if isinstance(loaded, dict) else {}
+        return self._known[key]
