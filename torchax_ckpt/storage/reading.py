@@ -107,8 +107,8 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
         for target, piece in pieces:
             alone, together = target.awaits(piece)
             window.make_room(alone + together)
-            arrival = _Arrival(committed, target, piece, stores[target.name])
-            window.add(alone, together, arrival)
+            # Without a name, which would keep it in memory until the next one.
+            window.add(alone, together, _Arrival(committed, target, piece, stores[target.name]))
         window.drain()
 
 
