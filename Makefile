@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Two processes, as most of a test's time is Python's and XLA's compiler's, which use one core.
 PYTEST_FLAGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test lint bench torture torture-kill torture-flips torture-gcs torture-fuzz \
+.PHONY: demo test lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
     torture-endurance clean
 .DEFAULT_GOAL := test
 
@@ -26,6 +26,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -W --keep-going -q -d build/docs/trees docs build/docs/html
+	@echo build/docs/html/index.html
+
+# Runs the notebooks and keeps what they print and draw.
+notebooks: $(INSTALLED)
+	$(BIN)/python notebooks/execute.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py

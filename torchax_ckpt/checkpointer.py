@@ -174,7 +174,7 @@ class TorchaxCheckpointer:
           rng: whether to save and restore random state: torchax's key, torch, numpy, Python.
 
         Returns:
-          Completed steps: those of the restored checkpoint, or 0. After functional state was
+          Completed steps, those of the restored checkpoint; or 0. After functional state was
           saved, its step; call ``load`` for the state itself.
 
         Raises:
@@ -239,13 +239,15 @@ class TorchaxCheckpointer:
           tier: "durable" or "local"; None for whichever has it, the local one first.
 
         Returns:
-          What was done: see ``RestoreReport``.
+          What was done.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          AttachError, MismatchError, CorruptCheckpointError, ForeignCheckpointError,
-          UninitializedLeafError: as for ``attach``; SelectionError: as for ``warm_start``.
+          MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
+          CorruptCheckpointError: it cannot be read; of None, none can.
+          AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
+          SelectionError: as for ``warm_start``.
         """
         self._require_open()
         attached = self._require_attached("restore")

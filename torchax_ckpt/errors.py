@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, in one tree.
+"""Every error this package raises on purpose, in one tree::
 
     CheckpointError                 everything below
     ├── AttachError                 called in the wrong order, or with the wrong objects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,28 @@ import typer
 from torchax_ckpt.cli.outcome import EPILOG, UsageError, ends_well
 
 app = typer.Typer(
-    help="Looks at the checkpoints of torchax_ckpt, checks, compares and converts them.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"torchax-ckpt {importlib.metadata.version('torchax-ckpt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Looks at the checkpoints of torchax_ckpt, checks, compares and converts them."""
+
 
 Directory = Annotated[
     str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")

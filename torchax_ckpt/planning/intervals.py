@@ -43,7 +43,7 @@ def young_interval_secs(
 
     Args:
       blocking_secs: b, seconds that a save costs the training.
-      mtbf_secs: M.
+      mtbf_secs: M, mean time between failures of the whole run.
       durable_secs: P; saves do not overlap, so T is not below it.
     """
     return max(durable_secs, math.sqrt(2 * blocking_secs * mtbf_secs))
@@ -58,7 +58,7 @@ def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
 
     Args:
       blocking_secs: b, seconds that a save costs the training.
-      mtbf_secs: M.
+      mtbf_secs: M, mean time between failures of the whole run.
 
     Raises:
       PlanError: a time makes no sense.

@@ -72,7 +72,7 @@ class Cluster:
 
     @property
     def mtbf_secs(self) -> float:
-        """Mean time between failures of the whole run: any host ends it."""
+        """Mean time between failures of the whole run, which any host's failure ends."""
         return self.host_mtbf_secs / self.num_hosts
 
     @property
@@ -109,7 +109,7 @@ class Tier:
 
     @property
     def cost_secs(self) -> float:
-        """Seconds of training that one save costs: what it blocks, and what it slows down."""
+        """Seconds of training that one save costs, by blocking it and by slowing it down."""
         return save_cost_secs(
             blocking_secs=self.blocking_secs,
             durable_secs=self.durable_secs,

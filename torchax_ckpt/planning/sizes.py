@@ -47,7 +47,7 @@ class StateBytes:
 
     @property
     def total_bytes(self) -> int:
-        """All of it: what one checkpoint weighs."""
+        """Everything, which is what one checkpoint weighs."""
         return self.parameters_bytes + self.optimizer_bytes + self.buffers_bytes
 
 

@@ -1,0 +1,47 @@
+"""Runs the notebooks beside it and keeps what they print and draw.
+
+make notebooks
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))
+
+
+def run(path: Path, folder: Path) -> nbformat.NotebookNode:
+    """The notebook as it is after running it from top to bottom in a folder.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raised.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=240, startup_timeout=240, resources=resources).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when it ran, which would change with every run
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    return notebook
+
+
+def main() -> None:
+    """Rewrites each notebook, with the outputs of this run."""
+    for path in NOTEBOOKS:
+        print(path.name, file=sys.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            nbformat.write(run(path, Path(folder)), path)
+
+
+if __name__ == "__main__":
+    main()

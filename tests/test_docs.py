@@ -1,0 +1,138 @@
+"""The pages of docs/ and README.md: the site builds without a warning, and every block runs."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torchax
+from support import run_python
+from typer.testing import CliRunner
+
+import torchax_ckpt
+from torchax_ckpt import planning, policies
+from torchax_ckpt.cli.app import app
+from torchax_ckpt.cli.outcome import FOUND
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+# A block, whatever its fence; or a program that a page keeps from the reader's eyes, in a comment.
+BLOCK = re.compile(r"^(```|<!-- )(?P<kind>[a-z{}-]*)\n(?P<body>.*?)^(```|-->)$", re.M | re.S)
+# What a block may be: Python or commands of torchax-ckpt, which are run here; or no code, what is
+# printed or stored. The commands of a console need what no test has: an index, or a cluster.
+# "raises" provokes the message above it (test_troubleshooting).
+KINDS = {"python", "sh", "console", "text", "json", "raises"}
+DIRECTIVES = {"{toctree}", "{eval-rst}"}
+
+
+def program(page: Path, kind: str) -> str:
+    """The blocks of a kind as one program, each line under the number it has in the page."""
+    lines = [""] * (page.read_text().count("\n") + 1)
+    text = page.read_text()
+    for block in BLOCK.finditer(text):
+        if block["kind"] == kind:
+            first = text.count("\n", 0, block.start("body"))
+            body = block["body"].splitlines()
+            lines[first : first + len(body)] = body
+    return "\n".join(lines)
+
+
+# SIGTERM is a notice to a whole process: a page that sends one gets a process of its own.
+ALONE = {"preemption"}
+
+
+def with_blocks(kind: str) -> list[Path]:
+    return [page for page in PAGES if program(page, kind).strip()]
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a page's program, which may have changed torchax's mode."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    torchax.enable_globally()
+
+
+def run(page: Path) -> None:
+    """Runs the Python of a page, in the working directory."""
+    source = program(page, "python")
+    if page.stem in ALONE:
+        run_python(source)
+    else:
+        exec(compile(source, str(page), "exec"), {"__name__": page.stem})
+
+
+@pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_folder: Path) -> None:
+    run(page)
+
+
+@pytest.mark.parametrize("page", with_blocks("sh"), ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run_after_its_python(page: Path, empty_folder: Path) -> None:
+    run(page)
+    for line in filter(None, program(page, "sh").splitlines()):
+        command, *otherwise = line.split(" || ")
+        name, *args = shlex.split(command, comments=True)
+        assert name == "torchax-ckpt"
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == (FOUND if otherwise else 0), f"{line}: {result.output}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *DOCS.glob("api/*.md"), ROOT / "README.md"], ids=lambda page: page.stem
+)
+def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
+    kinds = {block["kind"] for block in BLOCK.finditer(page.read_text())}
+    assert kinds <= KINDS | DIRECTIVES
+
+
+# --- the site --------------------------------------------------------------------------------
+
+
+def build_site(out: Path) -> None:
+    """The pages as HTML, from scratch, where any warning is an error."""
+    result = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", DOCS, out],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def public_names() -> Iterator[str]:
+    for module in (torchax_ckpt, policies, planning):
+        for name in module.__all__:
+            if not inspect.ismodule(getattr(module, name)):
+                yield f"{module.__name__}.{name}"
+    for name, value in vars(torchax_ckpt.errors).items():
+        if inspect.isclass(value) and issubclass(value, Exception):
+            yield f"torchax_ckpt.errors.{name}"
+    for name, value in vars(torchax_ckpt.TorchaxCheckpointer).items():
+        if not name.startswith("_") and (callable(value) or isinstance(value, property)):
+            yield f"torchax_ckpt.TorchaxCheckpointer.{name}"
+
+
+def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
+    build_site(tmp_path)
+    pages = {page.stem: page.read_text() for page in (tmp_path / "api").glob("*.html")}
+    texts = {stem: html.unescape(re.sub(r"<[^>]+>", "", page)) for stem, page in pages.items()}
+    described = set(re.findall(r'id="([^"]+)"', "".join(pages.values())))
+    # Orbax's policies and types, which its own pages describe, are named in tables.
+    described |= {f"torchax_ckpt.policies.{word}" for word in re.findall(r"\w+", texts["policies"])}
+    assert not set(public_names()) - described
+    for stem, text in texts.items():
+        # A colon in the first line of what is returned would make a type of the words before it.
+        assert "Return type:" not in text, stem
+        assert "\nType:" not in text, stem
+        assert not re.search("\N{EN DASH}\\s*\n", text), f"{stem}: an item without a description"
