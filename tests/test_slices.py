@@ -98,3 +98,16 @@ def test_a_lost_slice_comes_back_from_the_other_and_both_from_the_durable_tier(
     expected = (4, "durable") if len(lost) == 2 else (6, "local")
     assert [(report["start"], report["tier"]) for report in found] == [expected] * 2
     assert_ends_alike(found, never_killed)
+
+
+def test_hosts_lost_in_different_slices_come_back_from_the_same_places_in_others(
+    tmp_path: Path,
+) -> None:
+    """Two slices of two hosts; none of the slices is whole any more."""
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    killed(directory, ramdisks, 4, at=6)
+    for index in (0, 3):
+        shutil.rmtree(ramdisks / str(index))
+    found = resumed(directory, ramdisks, 4)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
+    assert_ends_alike(found, straight(tmp_path, 4))
