@@ -1,20 +1,23 @@
 """Owns the parts of leaves in a step that one host has saved for itself: what it says of them.
 
 Such a step holds what the host's devices hold. Where that is not the whole leaf, its node in the
-manifest has the shape of the part, and two fields more:
+manifest has the shape of the part, and three fields more:
 
     whole     the shape of the leaf
     starts    where in it the shard of each device begins, in the order of the host's own mesh
+    spec      over which mesh axes each of its dims was sharded
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.plan import Plan
@@ -41,6 +44,10 @@ def described(
             if part.shape != array.shape:
                 node["whole"], node["shape"] = node["shape"], list(part.shape[is_member:])
                 node["starts"] = [list(start[is_member:]) for start in part.starts]
+                node["spec"] = [
+                    list(dim) if isinstance(dim, tuple) else dim
+                    for dim in part.sharding.spec[is_member:]
+                ]
     return document
 
 
@@ -51,7 +58,26 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
         for node in array_nodes(component):
             node["shape"] = node.pop("whole", node["shape"])
             node.pop("starts", None)
+            node.pop("spec", None)
     return document
+
+
+def specs(document: Mapping[str, Node]) -> dict[str, Any]:
+    """How the leaves were sharded of which hosts hold parts."""
+    return {name: node["spec"] for name, node in _nodes(document).items() if "spec" in node}
+
+
+def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
+    """The reads, onto the shardings that leaves had when they were saved, on the mesh of now."""
+    found = dict(reads)
+    for name, read in reads.items():
+        if name in specs and isinstance(read.placement, NamedSharding):
+            dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
+            with contextlib.suppress(ValueError):  # another mesh, on which that cannot be
+                sharding = NamedSharding(read.placement.mesh, PartitionSpec(*dims))
+                sharding.shard_shape(read.spec.shape)
+                found[name] = dataclasses.replace(read, placement=sharding)
+    return found
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:

@@ -76,8 +76,11 @@ class HostSteps:
         if committed.path.exists():
             with _left_aside():
                 self._mine = content.StoredLeaves(committed, self._options)
-        document = None if self._mine is None else parts.whole(self._mine.document)
-        self.document: Mapping[str, Node] = self._from_first(self._mine is not None, document)
+        said: list[Any] = []
+        if self._mine is not None:
+            said = [parts.whole(self._mine.document), parts.specs(self._mine.document)]
+        self.document: Mapping[str, Node]
+        self.document, self._specs = self._from_first(self._mine is not None, said)
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         """Refuses what is not stored as the manifest says; of this host, which then counts as one
@@ -85,7 +88,11 @@ class HostSteps:
         """
         if self._mine is None:
             return
-        held, needed = parts.held(self._mine.document), parts.needed(reads)
+        reads = parts.as_saved(reads, self._specs)
+        try:
+            held, needed = parts.held(self._mine.document), parts.needed(reads)
+        except ValueError as error:  # not over a mesh, or not one block of it on each host
+            raise self._lost(str(error)) from error
         mine, self._mine = self._mine, None
         if others := [n for n, part in needed.items() if held.get(n) not in (None, part)]:
             text = "%s holds other parts of %d leaves than this host needs now: %s"
@@ -101,6 +108,7 @@ class HostSteps:
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Reads leaves, from this host's step or by way of another's, onto their placements."""
+        asked, reads = reads, parts.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
         }
@@ -110,7 +118,13 @@ class HostSteps:
                 mine = parts.of_reads(reads, self._mine.document)
                 values = self._mine.read({**reads, **mine})
         here = {name: read for name, read in reads.items() if name not in spanning}
-        return {**self._of_one(here, values), **self._of_parts(spanning, values)}
+        found = self._of_parts(spanning, values)
+        moved = {n: a for n, a in found.items() if asked[n].placement != reads[n].placement}
+        if moved:
+            targets = tuple(asked[name].placement for name in moved)
+            whole = jax.jit(lambda *arrays: arrays, out_shardings=targets)(*moved.values())
+            found.update(zip(moved, whole, strict=True))
+        return {**self._of_one(here, values), **found}
 
     # --- what is the same on all hosts ---
 
