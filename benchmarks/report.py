@@ -86,7 +86,8 @@ def _state(name: str, state: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     modes = "; ".join(f"{mode}: {seconds(times)}" for mode, times in state["modes"].items())
     lines += ["", f"Blocking by way of snapshot, with idle and with busy devices: {modes}."]
-    lines += ["", _digests(state["digests"])]
+    if "digests" in state:
+        lines += ["", _digests(state["digests"])]
     return "\n".join(lines)
 
 
