@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from test_cli import run, run_json
 from test_formats import Tied, values
 from test_pretrained import save_dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
 from torchax_ckpt import torchax_backend as backend
@@ -415,6 +417,51 @@ def test_a_size_has_dims_and_bits_as_arrays_do(saved: Path) -> None:
         rewrite(saved, lambda m, s=size: setattr(m.state_dict_metadata["model.w"], "size", s))
         with pytest.raises(CorruptCheckpointError, match="expected a size"):
             dcp_reading.open_dcp(saved)
+
+
+def cut(folder: Path, shape: tuple[int, ...], *chunks: tuple[Any, Any]) -> None:
+    """Says of the tensor that it has this shape, and these starts and sizes of chunks."""
+
+    def change(found: Any) -> None:
+        described, place = found.state_dict_metadata["model.w"], stored(found)
+        described.size = torch.Size(shape)
+        described.chunks = [
+            ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)) for start, sizes in chunks
+        ]
+        found.storage_data = {
+            MetadataIndex("model.w", torch.Size(start)): place for start, _ in chunks
+        }
+
+    rewrite(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((6,), [((0,), (3,)), ((2,), (3,))]),
+        ((2, 3), [((0, 0), (1, 3)), ((0, 1), (1, 2)), ((1, 0), (1, 1))]),
+        ((4, 4), [((0, 0), (4, 2)), ((2, 0), (2, 4))]),
+        ((4, 4), [((0, 0), (2, 4)), ((1, 1), (2, 3)), ((3, 0), (1, 2))]),
+    ],
+)
+def test_chunks_that_overlap_are_damage(shape: Any, chunks: Any, saved: Path) -> None:
+    """Their sizes may well add up: what they leave out would be whatever was in memory."""
+    cut(saved, shape, *chunks)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.w: chunks that"):
+        dcp_reading.open_dcp(saved)
+
+
+def test_chunks_of_any_mesh_are_apart(saved: Path) -> None:
+    random = np.random.default_rng(0)
+    for shape in ((5,), (7, 6), (4, 5, 6)):
+        edges = [[0, *sorted(random.choice(range(1, n), 2, replace=False)), n] for n in shape]
+        boxes = list(itertools.product(*(itertools.pairwise(edge) for edge in edges)))
+        random.shuffle(boxes)
+        chunks = [
+            ([int(a) for a, _ in box], [int(b - a) for a, b in box]) for box in boxes
+        ]  # fmt: skip
+        cut(saved, shape, *chunks)
+        assert len(dcp_reading.open_dcp(saved).tensors["w"].parts) == 3 ** len(shape)
 
 
 def test_only_regular_files_of_the_directory_are_opened(saved: Path, tmp_path: Path) -> None:

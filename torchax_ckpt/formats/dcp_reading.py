@@ -15,7 +15,7 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,4 +282,27 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
             parts.append(_Chunk(file, offset, start, lengths, length=length))
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
         raise ValueError(f"{key}: chunks that do not make up {list(shape)}")
+    if not _are_apart(parts):
+        raise ValueError(f"{key}: chunks that overlap, or cannot be cut apart along the dims")
     return FileTensor(dtype, shape, tuple(parts))
+
+
+def _are_apart(parts: Sequence[FilePart]) -> bool:
+    """Whether straight cuts, along one dim after the other, separate all parts.
+
+    They do for whatever is sharded over a mesh; and it is told at once, where to compare each part
+    with each takes long.
+    """
+    if len(parts) < 2:
+        return True
+    for dim in range(len(parts[0].shape)):
+        groups: list[list[FilePart]] = []
+        end = 0
+        for part in sorted(parts, key=lambda part: part.start[dim]):
+            if not groups or part.start[dim] >= end:
+                groups.append([])
+            groups[-1].append(part)
+            end = max(end, part.start[dim] + part.shape[dim])
+        if len(groups) > 1:
+            return all(_are_apart(group) for group in groups)
+    return False
