@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
 import shutil
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from test_cli import run, run_json
 from test_formats import Tied, values
 from test_pretrained import save_dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
 from torchax_ckpt import torchax_backend as backend
@@ -26,7 +30,7 @@ from torchax_ckpt.errors import (
     MismatchError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.formats import dcp_reading, records, scratch
+from torchax_ckpt.formats import dcp_reading, foreign, records, scratch
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
@@ -322,6 +326,8 @@ def stored(found: Any) -> Any:
         lambda m: setattr(stored(m), "relative_path", "../x"),
         lambda m: setattr(stored(m), "relative_path", "/etc/passwd"),
         lambda m: setattr(stored(m), "relative_path", 5),
+        lambda m: setattr(stored(m), "relative_path", ".."),
+        lambda m: setattr(stored(m), "relative_path", ""),
         lambda m: setattr(stored(m), "offset", -1),
         lambda m: setattr(stored(m), "length", None),
         lambda m: m.storage_data.clear(),
@@ -333,12 +339,166 @@ def stored(found: Any) -> Any:
         lambda m: m.state_dict_metadata["model.w"].chunks.append(5),
         lambda m: setattr(m, "planner_data", {"model.w": 5}),
         lambda m: setattr(m, "planner_data", {"model.w": ()}),
+        lambda m: setattr(m, "planner_data", {"model.w": ("model", None)}),
+        lambda m: setattr(m, "planner_data", {5: ("model", "w")}),
     ],
 )
 def test_metadata_that_torch_does_not_write_is_damage(change: Any, saved: Path) -> None:
     rewrite(saved, change)
     with pytest.raises(CorruptCheckpointError):
         dcp_reading.open_dcp(saved)
+
+
+# 60 lists or tuples, each of the one before, twice: to show or hash the last takes 2 ** 60 steps.
+LISTS = b"](]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(60)) + b"e"
+TUPLES = b")q\x00" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(60))
+
+
+def fields(name: bytes, **values: bytes) -> bytes:
+    """Pickled: an object of this class, with these fields."""
+    items = b"".join(b"\x8c%c%b%b" % (len(k), k.encode(), v) for k, v in values.items())
+    return b"ctorch\n" + name + b"\n)R}(" + items + b"ub"
+
+
+@pytest.mark.parametrize("shared", [LISTS, TUPLES], ids=["lists", "tuples"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: fields(b"Metadata", planner_data=b"](\x8c\x01w" + x + b"\x85\x86e"),
+        lambda x: fields(b"Metadata", planner_data=b"](" + x + b"\x8c\x01w\x85\x86e"),
+        lambda x: fields(
+            b"Metadata",
+            storage_data=b"]("
+            + fields(b"MetadataIndex", fqn=x, offset=b")")
+            + fields(b"_StorageInfo", relative_path=b"\x8c\x01f", offset=b"K\x00", length=b"K\x01")
+            + b"\x86e",
+            state_dict_metadata=b"]",
+        ),
+        lambda x: fields(
+            b"Metadata",
+            storage_data=b"]("
+            + fields(b"MetadataIndex", fqn=b"\x8c\x01w", offset=b")")
+            + fields(b"_StorageInfo", relative_path=x, offset=b"K\x00", length=b"K\x01")
+            + b"\x86e",
+            state_dict_metadata=b"]",
+        ),
+        lambda x: fields(
+            b"Metadata",
+            storage_data=b"]",
+            state_dict_metadata=b"](" + x + fields(b"TensorStorageMetadata") + b"\x86e",
+        ),
+        lambda x: b"ctorch\nMetadata\n)R}(" + x + b"Nub",
+    ],
+    ids=["place", "key of a place", "fqn", "file", "key of a tensor", "field"],
+)
+def test_parts_in_common_are_not_multiplied(place: Any, shared: bytes, saved: Path) -> None:
+    (saved / ".metadata").write_bytes(b"\x80\x04" + place(shared) + b".")
+    with pytest.raises(CorruptCheckpointError):
+        dcp_reading.open_dcp(saved)
+
+
+@pytest.mark.parametrize(
+    "doubled",
+    [
+        b"\x8c\x04name\x8c\x04name\x93\x94" + b"h\x00h\x00\x93q\x00" * 30,
+        b"]q\x00h\x00\x93",
+        b"X\xe9\x03\x00\x00" + b"n" * 1001 + b"\x8c\x01m\x93",
+        b"c" + b"n" * 1001 + b"\nm\n",
+    ],
+    ids=["of itself", "of a list", "too long", "too long in place"],
+)
+def test_the_name_of_a_global_is_no_more_than_a_name(doubled: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="whose name is none"):
+        records.read_records(b"\x80\x04" + doubled + b".", "x")
+
+
+def test_a_size_has_dims_and_bits_as_arrays_do(saved: Path) -> None:
+    for size in ((0, *(2**40,) * 64), (2**63, 0)):
+        rewrite(saved, lambda m, s=size: setattr(m.state_dict_metadata["model.w"], "size", s))
+        with pytest.raises(CorruptCheckpointError, match="expected a size"):
+            dcp_reading.open_dcp(saved)
+
+
+def cut(folder: Path, shape: tuple[int, ...], *chunks: tuple[Any, Any]) -> None:
+    """Says of the tensor that it has this shape, and these starts and sizes of chunks."""
+
+    def change(found: Any) -> None:
+        described, place = found.state_dict_metadata["model.w"], stored(found)
+        described.size = torch.Size(shape)
+        described.chunks = [
+            ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)) for start, sizes in chunks
+        ]
+        found.storage_data = {
+            MetadataIndex("model.w", torch.Size(start)): place for start, _ in chunks
+        }
+
+    rewrite(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((6,), [((0,), (3,)), ((2,), (3,))]),
+        ((2, 3), [((0, 0), (1, 3)), ((0, 1), (1, 2)), ((1, 0), (1, 1))]),
+        ((4, 4), [((0, 0), (4, 2)), ((2, 0), (2, 4))]),
+        ((4, 4), [((0, 0), (2, 4)), ((1, 1), (2, 3)), ((3, 0), (1, 2))]),
+    ],
+)
+def test_chunks_that_overlap_are_damage(shape: Any, chunks: Any, saved: Path) -> None:
+    """Their sizes may well add up: what they leave out would be whatever was in memory."""
+    cut(saved, shape, *chunks)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.w: chunks that"):
+        dcp_reading.open_dcp(saved)
+
+
+def test_chunks_of_any_mesh_are_apart(saved: Path) -> None:
+    random = np.random.default_rng(0)
+    for shape in ((5,), (7, 6), (4, 5, 6)):
+        edges = [[0, *sorted(random.choice(range(1, n), 2, replace=False)), n] for n in shape]
+        boxes = list(itertools.product(*(itertools.pairwise(edge) for edge in edges)))
+        random.shuffle(boxes)
+        chunks = [
+            ([int(a) for a, _ in box], [int(b - a) for a, b in box]) for box in boxes
+        ]  # fmt: skip
+        cut(saved, shape, *chunks)
+        assert len(dcp_reading.open_dcp(saved).tensors["w"].parts) == 3 ** len(shape)
+
+
+def test_only_regular_files_of_the_directory_are_opened(saved: Path, tmp_path: Path) -> None:
+    (file,) = saved.glob("*.distcp")
+    tensor = dcp_reading.open_dcp(saved).tensors["w"]
+    for path, read in (
+        (file, tensor.mapped),
+        (saved / ".metadata", lambda: dcp_reading.open_dcp(saved)),
+    ):
+        elsewhere = path.rename(tmp_path / "elsewhere")
+        path.symlink_to(elsewhere)
+        with pytest.raises(CorruptCheckpointError, match="found a symbolic link"):
+            read()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CorruptCheckpointError, match="found a folder or special file"):
+            read()
+        path.unlink()
+        elsewhere.rename(path)
+        read()
+
+
+def test_no_more_is_read_than_metadata_has(saved: Path) -> None:
+    os.truncate(saved / ".metadata", foreign.MAX_METADATA_BYTES + 1)  # sparse
+    with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
+        dcp_reading.open_dcp(saved)
+
+
+def test_no_more_is_read_than_an_archive_describes_itself_in(saved: Path) -> None:
+    (file,) = saved.glob("*.distcp")
+    size = 1 << 40
+    with open(file, "wb") as sparse:
+        sparse.seek(size)
+        sparse.write(struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 1 << 26, 0, 0))
+    rewrite(saved, lambda m: setattr(stored(m), "length", size + 22))
+    with pytest.raises(CorruptCheckpointError, match="an archive that describes itself in"):
+        dcp_reading.open_dcp(saved).tensors["w"].mapped()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
     UnusableStateError,
 )
-from torchax_ckpt.formats import tensor_files
+from torchax_ckpt.formats import foreign, safetensors_reading, tensor_files
 
 
 class Gpt(nn.Module):
@@ -629,6 +630,27 @@ def test_damaged_files_change_nothing(name: str, content: bytes, tmp_path: Path)
     with pytest.raises(CorruptCheckpointError):
         warm_start(model, tmp_path / name)
     assert_trees_identical(training_state(model), before)
+
+
+def test_only_regular_files_of_some_size_are_opened(tmp_path: Path) -> None:
+    """Links may be, as in Hugging Face's cache; but not to a pipe, which blocks forever."""
+    index, pipe = tmp_path / "model.safetensors.index.json", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    model = mlp()
+    for file in ("pipe", "link", "..", ""):
+        index.write_text(json.dumps({"weight_map": {"0.weight": file}}))
+        with pytest.raises(CorruptCheckpointError, match="special file|no name of a file"):
+            warm_start(model, tmp_path)
+    index.unlink()
+    index.symlink_to(pipe)
+    with pytest.raises(CorruptCheckpointError, match="found a folder or special file"):
+        safetensors_reading.open_safetensors(tmp_path)
+    index.unlink()
+    with open(index, "wb") as sparse:
+        sparse.truncate(foreign.MAX_METADATA_BYTES + 1)
+    with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
+        warm_start(model, tmp_path)
 
 
 def test_headers_are_damaged_at_every_byte(origins: Any, tmp_path: Path) -> None:

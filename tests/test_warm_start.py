@@ -16,7 +16,7 @@ from support import (
 )
 from torch import nn
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import TorchaxCheckpointer, warm_start
 from torchax_ckpt.errors import MismatchError, SelectionError
 
 
@@ -167,6 +167,25 @@ def test_one_of_several_models_is_selected_by_its_name(directory: Path) -> None:
         ckpt.restore(include="g")
     assert_trees_identical(training_state(fresh["g"]), training_state(models["g"]))
     assert_trees_identical(training_state(fresh["d"]), kept)
+
+
+def test_a_rename_stays_within_its_model(directory: Path) -> None:
+    models = {"gen/a": mlp(), "disc": mlp()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(models, rng=False)
+        ckpt.save(1, force=True)
+    fresh = {"gen/a": mlp(), "disc": mlp()}
+    before = {name: training_state(model) for name, model in fresh.items()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(fresh, resume=False, rng=False)
+        for target in ("disc/0", "0", "gen/a/0", "gen%2Fa/x/0", "gen%2Fa/%FF", "%FF/0"):
+            message = rf"gen%2Fa/0\..* would be {target}\..*: expected gen%2Fa/ and torch's name"
+            with pytest.raises(SelectionError, match=message):
+                ckpt.restore(strict=False, rename={"gen%2Fa/0": target})
+        assert_trees_identical({n: training_state(model) for n, model in fresh.items()}, before)
+        ckpt.restore(strict=False, rename={"gen%2Fa/0": "gen%2Fa/2", "gen%2Fa/2": "gen%2Fa/0"})
+    with pytest.raises(SelectionError, match=r"would be gen/0\..*: expected torch's name alone"):
+        warm_start(mlp(), directory, at="model/disc", rename={"0": "gen/0"}, strict=False)
 
 
 def test_one_name_of_a_tied_weight_is_enough(directory: Path) -> None:

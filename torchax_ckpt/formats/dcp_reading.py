@@ -15,7 +15,7 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchax_ckpt.errors import (
     MismatchError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.formats.foreign import MAX_METADATA_BYTES, in_folder, require_regular
 from torchax_ckpt.formats.records import Name, Pairs, Persistent, Record, read_records
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.layout import names
@@ -36,6 +37,7 @@ from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 METADATA = ".metadata"
 _MODEL = "model"
 _MAX_DESCRIPTION_BYTES = 1 << 20
+_MAX_DIMS = 64  # numpy's
 _LOCAL_HEADER = struct.Struct("<26xHH")
 # What torch calls the storage of a dtype.
 _STORAGES = {
@@ -95,7 +97,7 @@ class _Chunk(FilePart):
             )
         if len(_ints(strides)) != len(self.shape) or type(begin) is not int:
             raise ValueError("strides of another shape")
-        return str(key), begin, _ints(strides)
+        return _text(key), begin, _ints(strides)
 
 
 class _Section(io.RawIOBase):
@@ -123,6 +125,8 @@ class _Section(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
+        if len(buffer) > _MAX_DESCRIPTION_BYTES:
+            raise ValueError(f"an archive that describes itself in {len(buffer)} bytes")
         count = max(0, min(len(buffer), self._length - self._position))
         self._file.seek(self._offset + self._position)
         data = self._file.read(count)
@@ -158,13 +162,13 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
       MismatchError: there are no tensors at this place.
       UnsupportedLeafError: a tensor has a dtype that cannot be stored, or is compressed.
     """
-    with _read(path / METADATA):
+    with _read(path / METADATA, MAX_METADATA_BYTES):
         root = read_records((path / METADATA).read_bytes(), str(path / METADATA))
         metadata = _state(root, "Metadata")
-        places = {key: _place(keys) for key, keys in metadata.get("planner_data") or ()}
+        places = {_text(key): _place(keys) for key, keys in metadata.get("planner_data") or ()}
         chunks = dict(_chunks(metadata["storage_data"], path))
         every = {
-            places.get(key, (key,)): _tensor(
+            places.get(_text(key), (key,)): _tensor(
                 key, _state(described, "TensorStorageMetadata"), chunks
             )
             for key, described in metadata["state_dict_metadata"]
@@ -188,9 +192,10 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
 
 
 @contextlib.contextmanager
-def _read(path: Path) -> Iterator[None]:
-    """What no torch has written is damage."""
+def _read(path: Path, max_bytes: int | None = None) -> Iterator[None]:
+    """What no torch has written is damage; links, which might lead out, are not followed."""
     try:
+        require_regular(path, max_bytes=max_bytes)
         yield
     except OSError as error:
         raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
@@ -208,19 +213,31 @@ def _state(record: Any, kind: str) -> dict[str, Any]:
         raise ValueError(f"expected {kind}, found {type(record).__name__}")
     if not isinstance(record.state, Pairs):
         raise ValueError(f"expected fields of {kind}")
-    return dict(record.state)
+    return {_text(field): value for field, value in record.state}
+
+
+def _text(value: Any) -> str:
+    # Whatever else a pickle holds may have parts in common, so many that to show, compare or hash
+    # it never ends.
+    if type(value) is not str:
+        raise ValueError(f"expected a text, found a {type(value).__name__}")
+    return value
 
 
 def _place(keys: Any) -> tuple[str, ...]:
     if not isinstance(keys, tuple) or not keys:
         raise ValueError("expected the keys of a tensor")
-    return tuple(str(key) for key in keys)
+    return tuple(str(key) if type(key) is int else _text(key) for key in keys)
 
 
 def _ints(size: Any) -> tuple[int, ...]:
     """``torch.Size`` or a tuple."""
     values = size.args[0] if isinstance(size, Record) else size
-    if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
+    if (
+        not isinstance(values, tuple)
+        or len(values) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+    ):
         raise ValueError("expected a size")
     return values
 
@@ -239,14 +256,13 @@ def _chunks(
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
         if key.get("offset") is None:
             continue  # no tensor, but some pickled object
-        file, offset, length = where["relative_path"], where["offset"], where["length"]
-        if Path(file).name != file:
-            raise ValueError(f"{file!r:.80} is no name of a file")
+        fqn, offset, length = _text(key["fqn"]), where["offset"], where["length"]
+        file = in_folder(folder, where["relative_path"])
         if where.get("transform_descriptors"):
-            raise UnsupportedLeafError(f"{folder}: {key['fqn']}: is compressed or transformed")
+            raise UnsupportedLeafError(f"{folder}: {fqn}: is compressed or transformed")
         if not (type(offset) is type(length) is int and offset >= 0 < length):
-            raise ValueError(f"{key['fqn']}: expected a place in {file}")
-        yield (key["fqn"], _ints(key["offset"])), (folder / file, offset, length)
+            raise ValueError(f"{fqn}: expected a place in {file}")
+        yield (fqn, _ints(key["offset"])), (file, offset, length)
 
 
 def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> FileTensor:
@@ -266,4 +282,27 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
             parts.append(_Chunk(file, offset, start, lengths, length=length))
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
         raise ValueError(f"{key}: chunks that do not make up {list(shape)}")
+    if not _are_apart(parts):
+        raise ValueError(f"{key}: chunks that overlap, or cannot be cut apart along the dims")
     return FileTensor(dtype, shape, tuple(parts))
+
+
+def _are_apart(parts: Sequence[FilePart]) -> bool:
+    """Whether straight cuts, along one dim after the other, separate all parts.
+
+    They do for whatever is sharded over a mesh; and it is told at once, where to compare each part
+    with each takes long.
+    """
+    if len(parts) < 2:
+        return True
+    for dim in range(len(parts[0].shape)):
+        groups: list[list[FilePart]] = []
+        end = 0
+        for part in sorted(parts, key=lambda part: part.start[dim]):
+            if not groups or part.start[dim] >= end:
+                groups.append([])
+            groups[-1].append(part)
+            end = max(end, part.start[dim] + part.shape[dim])
+        if len(groups) > 1:
+            return all(_are_apart(group) for group in groups)
+    return False

@@ -42,6 +42,7 @@ class Persistent:
 
 
 _MARK = object()
+_MAX_NAME_CHARS = 1000  # Python's own are far shorter; what is longer is no global
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(
     {
@@ -124,10 +125,10 @@ class _Machine:
                     raise ValueError("items of what is no dict")
                 stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
             case "GLOBAL":
-                stack.append(Name(argument.replace(" ", ".")))
+                stack.append(_name(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
                 last = stack.pop()
-                stack.append(Name(f"{stack.pop()}.{last}"))
+                stack.append(_name(stack.pop(), last))
             case "REDUCE" | "NEWOBJ":
                 args = stack.pop()
                 stack.append(Record(stack.pop().name, args))
@@ -146,3 +147,10 @@ class _Machine:
         while (last := self.stack.pop()) is not _MARK:
             members.append(last)
         return members[::-1]
+
+
+def _name(module: Any, last: Any) -> Name:
+    # Whatever else is on the stack may be as large as two to the length of the pickle, when shown.
+    if not (type(module) is type(last) is str) or len(module) + len(last) > _MAX_NAME_CHARS:
+        raise ValueError("a global whose name is none")
+    return Name(f"{module}.{last}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedLeafError
+from torchax_ckpt.formats.foreign import MAX_METADATA_BYTES, in_folder, require_regular
 from torchax_ckpt.formats.safetensors_files import INDEX, METADATA, NAMES_OF_DTYPES, SINGLE
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 
@@ -57,10 +58,11 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
     if index.name.endswith(".index.json") and index.exists():
         expected: dict[str, set[str]] = {}
         try:
+            require_regular(index, may_be_link=True, max_bytes=MAX_METADATA_BYTES)
             for name, file in json.loads(index.read_text())["weight_map"].items():
-                if Path(file).name != file:
-                    raise ValueError(f"{file!r} is no name of a file")
-                expected.setdefault(file, set()).add(name)
+                expected.setdefault(in_folder(index.parent, file).name, set()).add(name)
+        except OSError as error:
+            raise DirectoryError(f"{index} cannot be read: {error}", path=index) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{index}: no index: {error!r:.200}", path=index) from None
         return [index.parent / file for file in sorted(expected)], expected
@@ -78,6 +80,7 @@ def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             "reading safetensors needs the library of that name: pip install safetensors"
         ) from error
     try:
+        require_regular(path, may_be_link=True)  # as in Hugging Face's cache
         with safetensors.safe_open(path, "np") as checked:  # offsets, sizes, the header's form
             metadata = checked.metadata() or {}
         with open(path, "rb") as file:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from torchax_ckpt.errors import SelectionError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
@@ -52,14 +54,14 @@ class StoredModule:
           prefix: keys before the module's names, where several are attached.
 
         Raises:
-          SelectionError: two tensors would have the same name.
+          SelectionError: two tensors would have the same name, or one would leave its module.
         """
 
         def taken(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
             name_of = {fqn: names.join((*prefix, fqn)) for fqn in (*fqns, *ties.values())}
             by_name = {name_of[fqn]: fqn for fqn in fqns}
             found = selection.taken(by_name, {name_of[a]: name_of[n] for a, n in ties.items()})
-            return {by_name[n]: names.split(new)[-1] for n, new in found.items()}
+            return {by_name[n]: _fqn(n, new, prefix) for n, new in found.items()}
 
         every = taken([*self.tensors, *self.ties], self.ties)
         tensors: dict[str, Node] = {}
@@ -105,6 +107,20 @@ class StoredModule:
         if are_alike:
             return None
         return _tied(expected), ", ".join(_tied(group) for group in groups)
+
+
+def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
+    """torch's name in the name that a tensor is to have; raises SelectionError if it has none."""
+    with contextlib.suppress(ValueError):  # of a % before what is no text
+        *model, fqn = names.split(new)
+        if tuple(model) == prefix:
+            return fqn
+    form = f"{names.join(prefix)}/ and torch's name" if prefix else "torch's name alone"
+    raise SelectionError(
+        f"rename: {old} of the checkpoint would be {new}: expected {form}, escaped; to take "
+        "another model's weights, warm_start(at=...)",
+        key_path=old,
+    )
 
 
 def extra_state_key(path: str) -> str:
