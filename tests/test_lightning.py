@@ -181,6 +181,7 @@ def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
         (("error", "scratch", 1, 3), RuntimeError, []),
         (("error", "between", 1, 3), RuntimeError, []),
         (("error", "validation", 1, 1), RuntimeError, [28]),
+        (("error", "validated", 1, 0), RuntimeError, [28]),
         (("interrupt", "step", 0, 4), SystemExit, [8]),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
@@ -195,11 +196,16 @@ def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
     assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1 if saved else 22))
 
 
-def test_an_exception_amid_accumulation_goes_back_to_the_last_step(directory: Path) -> None:
-    run = Run(accumulate=3)
+@pytest.mark.parametrize(
+    ("epoch", "batch", "saved"), [(1, 4, 6), (1, 0, 4)], ids=["within-an-epoch", "across-epochs"]
+)
+def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
+    epoch: int, batch: int, saved: int, directory: Path
+) -> None:
+    run = Run(accumulate=3)  # in the last batch of an epoch no optimizer steps
     with pytest.raises(RuntimeError, match="asked for"):
-        train(run, 1, run.checkpoint(directory), "error", "step", 1, 4)
-    assert steps_of(directory) == [6]
+        train(run, 1, run.checkpoint(directory), "error", "step", epoch, batch)
+    assert steps_of(directory) == [saved]
     assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1))
 
 
@@ -210,6 +216,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one(directory: Path) -> None:
     for short, long in (
         (Run(max_steps=8, val_check_interval=2), Run(max_steps=18, val_check_interval=2)),
         (Run(max_epochs=1), Run()),
+        (Run(max_epochs=1, accumulate=3), Run(accumulate=3)),
     ):
         shutil.rmtree(directory, ignore_errors=True)
         train(short, 1, short.checkpoint(directory))

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from torchax_ckpt import CheckpointOptions, RandomState, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, SaveError
 from torchax_ckpt.integrations.lightning.position import Moment, Position
 
@@ -269,7 +269,7 @@ class TorchaxCheckpoint(Checkpoint):
         position = self._position
         if position is None or not position.is_current or self._trainer.fast_dev_run:
             return
-        with _random_state(position.random_state):
+        with position.as_held():
             self._open.save(position.step, force=True)
 
     # --- metrics -------------------------------------------------------------------------------
@@ -319,15 +319,3 @@ def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
-
-
-@contextlib.contextmanager
-def _random_state(state: dict[str, Any]) -> Iterator[None]:
-    """Makes this the random state for a while."""
-    rng = RandomState()
-    before = rng.state_dict()
-    rng.load_state_dict(state)
-    try:
-        yield
-    finally:
-        rng.load_state_dict(before)
