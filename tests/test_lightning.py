@@ -377,6 +377,31 @@ def test_a_metric_is_saved_with_the_step_it_was_measured_at_and_no_other(directo
     assert ckpt.metrics(5)["step_loss"] == pytest.approx(-0.1, abs=1e-6)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_metric_of_some_batches_is_saved_with_their_steps_alone(
+    every: int, directory: Path
+) -> None:
+    class Sometimes(Losses):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch_idx % 4 == 1:
+                self.log("rare", self.weight.sum())
+
+    checkpoint = TorchaxCheckpoint(
+        directory,
+        monitor="rare",
+        save_decision_policy=policies.FixedIntervalPolicy(every),
+        preservation_policy=policies.PreserveAll(),
+    )
+    trainer_with(checkpoint).fit(Sometimes([1.0]), numbers(11))
+    ckpt = checkpoint.checkpointer
+    assert ckpt is not None
+    assert ckpt.all_steps()[-1] == 11
+    ranked = {step for step in ckpt.all_steps() if "rare" in ckpt.metrics(step)}
+    assert ranked == {2, 6, 10}.intersection(ckpt.all_steps())
+    assert len(ranked) == (3 if every == 1 else 1)  # 2, 6, 10; of 3, 6, 9, 11 only 6
+
+
 def test_a_metric_that_is_never_logged_is_an_error(directory: Path) -> None:
     checkpoint = TorchaxCheckpoint(directory, monitor="accuracy")
     with pytest.raises(

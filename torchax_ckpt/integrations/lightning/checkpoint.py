@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, SaveError
+from torchax_ckpt.integrations.lightning import tensors
 from torchax_ckpt.integrations.lightning.position import Moment, Position
 
 logger = logging.getLogger(__name__)
@@ -247,9 +248,11 @@ class TorchaxCheckpoint(Checkpoint):
         ckpt, is_due = self._open, position.is_due
         if is_due:
             position.hold(moment)
+        # Looked at in every step, or what an earlier one logged would be taken for this one's.
+        fresh = self._fresh(trainer) if is_due or was_measured else {}
         metrics: dict[str, Any] = {}
         if was_measured or (is_due and ckpt.should_save(position.step)):
-            metrics = self._fresh(trainer)
+            metrics = self._rankable(fresh)
         is_ranked = was_measured and self.monitor in metrics
         is_saved = is_due and ckpt.save(
             position.step, metrics=metrics, force=is_ranked or position.is_over
@@ -277,9 +280,8 @@ class TorchaxCheckpoint(Checkpoint):
     def _fresh(self, trainer: Trainer) -> dict[str, Any]:
         """What was logged since it was asked last; what is older belongs to an older step."""
         logged = dict(trainer.callback_metrics)
-        fresh = {n: v for n, v in logged.items() if self._seen.get(n) is not v}
-        self._seen = logged
-        return self._rankable(fresh)
+        seen, self._seen = self._seen, logged
+        return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
 
     def _rankable(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The metrics without a monitored one that is NaN."""
@@ -319,3 +321,12 @@ def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
+
+
+def _is_same(value: Any, seen: Any) -> bool:
+    """Whether nothing was logged since: Lightning detaches a value anew whenever it is asked."""
+    if value is seen:
+        return True
+    if not (isinstance(value, torch.Tensor) and isinstance(seen, torch.Tensor)):
+        return False
+    return value.device == seen.device and tensors.memory_of(value) == tensors.memory_of(seen)
