@@ -20,7 +20,7 @@ import pytest
 import torch
 import torchax
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
 from support import (
@@ -462,6 +462,16 @@ def test_checkpoints_of_lightning_are_refused(directory: Path) -> None:
     trainer.fit(Losses([1.0]), numbers(2))
     with pytest.raises(MisconfigurationException, match="TorchaxCheckpoint\\(directory\\)"):
         trainer.save_checkpoint(directory / "lightning.ckpt")
+
+
+def test_state_that_only_lightnings_checkpoints_would_hold_is_refused(directory: Path) -> None:
+    module = Losses([1.0])
+    averaging = LambdaCallback(on_save_checkpoint=lambda *_: None)
+    with pytest.raises(
+        MisconfigurationException, match="LambdaCallback.on_save_checkpoint.*state_"
+    ):
+        trainer_with(averaging, TorchaxCheckpoint(directory)).fit(module, numbers(2))
+    assert not directory.exists()
 
 
 def test_what_cannot_be_resumed_exactly_is_said(

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, SaveError
@@ -116,7 +117,8 @@ class TorchaxCheckpoint(Checkpoint):
         """Restores the newest step, if there is one.
 
         Raises:
-          MisconfigurationException: ``fit`` was given a checkpoint of Lightning's.
+          MisconfigurationException: ``fit`` was given a checkpoint of Lightning's, or a callback
+            has state that only those would hold.
           MismatchError, CorruptCheckpointError, ...: as of ``TorchaxCheckpointer.attach``.
         """
         self._seen, self._said = {}, set()
@@ -136,6 +138,7 @@ class TorchaxCheckpoint(Checkpoint):
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) is for Lightning's own checkpoints; "
                 f"TorchaxCheckpoint goes on from what is in {ckpt.directory}"
             )
+        _refuse_unsaved(trainer)
         self._trainer = trainer
         self._position = Position(trainer)
         step = ckpt.attach(
@@ -314,6 +317,17 @@ class TorchaxCheckpoint(Checkpoint):
         if message not in self._said:
             self._said.add(message)
             logger.warning("%s", message)
+
+
+def _refuse_unsaved(trainer: Any) -> None:
+    """Averages of weights, for instance, are often kept by a hook that is not called here."""
+    for callback in trainer.callbacks:
+        if is_overridden("on_save_checkpoint", callback):
+            raise MisconfigurationException(
+                f"{type(callback).__name__}.on_save_checkpoint is for Lightning's own checkpoints, "
+                "and what it adds to them would not be saved: return it from state_dict and take "
+                "it back in load_state_dict"
+            )
 
 
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
