@@ -139,7 +139,7 @@ class Module(lightning.LightningModule):
             self.strike("between", batch_idx)
             two.step()
             one.zero_grad(), two.zero_grad()
-            cast(list[Any], self.lr_schedulers())[0].step()
+        cast(list[Any], self.lr_schedulers())[0].step()  # also while gradients accumulate
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # After the callbacks' hooks of this name.
@@ -155,6 +155,11 @@ class Module(lightning.LightningModule):
         self.validated += 1
         np.random.random()
         self.log("val_loss", ((self.net(batch[1]) - batch[1]) ** 2).mean())
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            cast(list[Any], self.lr_schedulers())[0].step()
+        self.strike("validated", 0)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", ((self.net(batch[1]) - batch[1]) ** 2).mean())

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torchax
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
 from support import (
@@ -181,6 +181,7 @@ def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
         (("error", "scratch", 1, 3), RuntimeError, []),
         (("error", "between", 1, 3), RuntimeError, []),
         (("error", "validation", 1, 1), RuntimeError, [28]),
+        (("error", "validated", 1, 0), RuntimeError, [28]),
         (("interrupt", "step", 0, 4), SystemExit, [8]),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
@@ -195,11 +196,16 @@ def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
     assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1 if saved else 22))
 
 
-def test_an_exception_amid_accumulation_goes_back_to_the_last_step(directory: Path) -> None:
-    run = Run(accumulate=3)
+@pytest.mark.parametrize(
+    ("epoch", "batch", "saved"), [(1, 4, 6), (1, 0, 4)], ids=["within-an-epoch", "across-epochs"]
+)
+def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
+    epoch: int, batch: int, saved: int, directory: Path
+) -> None:
+    run = Run(accumulate=3)  # in the last batch of an epoch no optimizer steps
     with pytest.raises(RuntimeError, match="asked for"):
-        train(run, 1, run.checkpoint(directory), "error", "step", 1, 4)
-    assert steps_of(directory) == [6]
+        train(run, 1, run.checkpoint(directory), "error", "step", epoch, batch)
+    assert steps_of(directory) == [saved]
     assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1))
 
 
@@ -210,6 +216,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one(directory: Path) -> None:
     for short, long in (
         (Run(max_steps=8, val_check_interval=2), Run(max_steps=18, val_check_interval=2)),
         (Run(max_epochs=1), Run()),
+        (Run(max_epochs=1, accumulate=3), Run(accumulate=3)),
     ):
         shutil.rmtree(directory, ignore_errors=True)
         train(short, 1, short.checkpoint(directory))
@@ -370,6 +377,31 @@ def test_a_metric_is_saved_with_the_step_it_was_measured_at_and_no_other(directo
     assert ckpt.metrics(5)["step_loss"] == pytest.approx(-0.1, abs=1e-6)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_metric_of_some_batches_is_saved_with_their_steps_alone(
+    every: int, directory: Path
+) -> None:
+    class Sometimes(Losses):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch_idx % 4 == 1:
+                self.log("rare", self.weight.sum())
+
+    checkpoint = TorchaxCheckpoint(
+        directory,
+        monitor="rare",
+        save_decision_policy=policies.FixedIntervalPolicy(every),
+        preservation_policy=policies.PreserveAll(),
+    )
+    trainer_with(checkpoint).fit(Sometimes([1.0]), numbers(11))
+    ckpt = checkpoint.checkpointer
+    assert ckpt is not None
+    assert ckpt.all_steps()[-1] == 11
+    ranked = {step for step in ckpt.all_steps() if "rare" in ckpt.metrics(step)}
+    assert ranked == {2, 6, 10}.intersection(ckpt.all_steps())
+    assert len(ranked) == (3 if every == 1 else 1)  # 2, 6, 10; of 3, 6, 9, 11 only 6
+
+
 def test_a_metric_that_is_never_logged_is_an_error(directory: Path) -> None:
     checkpoint = TorchaxCheckpoint(directory, monitor="accuracy")
     with pytest.raises(
@@ -430,6 +462,16 @@ def test_checkpoints_of_lightning_are_refused(directory: Path) -> None:
     trainer.fit(Losses([1.0]), numbers(2))
     with pytest.raises(MisconfigurationException, match="TorchaxCheckpoint\\(directory\\)"):
         trainer.save_checkpoint(directory / "lightning.ckpt")
+
+
+def test_state_that_only_lightnings_checkpoints_would_hold_is_refused(directory: Path) -> None:
+    module = Losses([1.0])
+    averaging = LambdaCallback(on_save_checkpoint=lambda *_: None)
+    with pytest.raises(
+        MisconfigurationException, match="LambdaCallback.on_save_checkpoint.*state_"
+    ):
+        trainer_with(averaging, TorchaxCheckpoint(directory)).fit(module, numbers(2))
+    assert not directory.exists()
 
 
 def test_what_cannot_be_resumed_exactly_is_said(

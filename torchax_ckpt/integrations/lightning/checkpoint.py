@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from torchax_ckpt import CheckpointOptions, RandomState, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, SaveError
+from torchax_ckpt.integrations.lightning import tensors
 from torchax_ckpt.integrations.lightning.position import Moment, Position
 
 logger = logging.getLogger(__name__)
@@ -115,7 +117,8 @@ class TorchaxCheckpoint(Checkpoint):
         """Restores the newest step, if there is one.
 
         Raises:
-          MisconfigurationException: ``fit`` was given a checkpoint of Lightning's.
+          MisconfigurationException: ``fit`` was given a checkpoint of Lightning's, or a callback
+            has state that only those would hold.
           MismatchError, CorruptCheckpointError, ...: as of ``TorchaxCheckpointer.attach``.
         """
         self._seen, self._said = {}, set()
@@ -135,6 +138,7 @@ class TorchaxCheckpoint(Checkpoint):
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) is for Lightning's own checkpoints; "
                 f"TorchaxCheckpoint goes on from what is in {ckpt.directory}"
             )
+        _refuse_unsaved(trainer)
         self._trainer = trainer
         self._position = Position(trainer)
         step = ckpt.attach(
@@ -247,9 +251,11 @@ class TorchaxCheckpoint(Checkpoint):
         ckpt, is_due = self._open, position.is_due
         if is_due:
             position.hold(moment)
+        # Looked at in every step, or what an earlier one logged would be taken for this one's.
+        fresh = self._fresh(trainer) if is_due or was_measured else {}
         metrics: dict[str, Any] = {}
         if was_measured or (is_due and ckpt.should_save(position.step)):
-            metrics = self._fresh(trainer)
+            metrics = self._rankable(fresh)
         is_ranked = was_measured and self.monitor in metrics
         is_saved = is_due and ckpt.save(
             position.step, metrics=metrics, force=is_ranked or position.is_over
@@ -269,7 +275,7 @@ class TorchaxCheckpoint(Checkpoint):
         position = self._position
         if position is None or not position.is_current or self._trainer.fast_dev_run:
             return
-        with _random_state(position.random_state):
+        with position.as_held():
             self._open.save(position.step, force=True)
 
     # --- metrics -------------------------------------------------------------------------------
@@ -277,9 +283,8 @@ class TorchaxCheckpoint(Checkpoint):
     def _fresh(self, trainer: Trainer) -> dict[str, Any]:
         """What was logged since it was asked last; what is older belongs to an older step."""
         logged = dict(trainer.callback_metrics)
-        fresh = {n: v for n, v in logged.items() if self._seen.get(n) is not v}
-        self._seen = logged
-        return self._rankable(fresh)
+        seen, self._seen = self._seen, logged
+        return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
 
     def _rankable(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The metrics without a monitored one that is NaN."""
@@ -314,6 +319,17 @@ class TorchaxCheckpoint(Checkpoint):
             logger.warning("%s", message)
 
 
+def _refuse_unsaved(trainer: Any) -> None:
+    """Averages of weights, for instance, are often kept by a hook that is not called here."""
+    for callback in trainer.callbacks:
+        if is_overridden("on_save_checkpoint", callback):
+            raise MisconfigurationException(
+                f"{type(callback).__name__}.on_save_checkpoint is for Lightning's own checkpoints, "
+                "and what it adds to them would not be saved: return it from state_dict and take "
+                "it back in load_state_dict"
+            )
+
+
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
     """As ``attach`` takes them: one by itself, several by their positions."""
     if len(optimizers) == 1:
@@ -321,13 +337,10 @@ def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
 
 
-@contextlib.contextmanager
-def _random_state(state: dict[str, Any]) -> Iterator[None]:
-    """Makes this the random state for a while."""
-    rng = RandomState()
-    before = rng.state_dict()
-    rng.load_state_dict(state)
-    try:
-        yield
-    finally:
-        rng.load_state_dict(before)
+def _is_same(value: Any, seen: Any) -> bool:
+    """Whether nothing was logged since: Lightning detaches a value anew whenever it is asked."""
+    if value is seen:
+        return True
+    if not (isinstance(value, torch.Tensor) and isinstance(seen, torch.Tensor)):
+        return False
+    return value.device == seen.device and tensors.memory_of(value) == tensors.memory_of(seen)

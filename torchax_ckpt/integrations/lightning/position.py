@@ -10,6 +10,8 @@ Source: Lightning 2.6, ``loops/fit_loop.py`` and ``loops/training_epoch_loop.py`
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import enum
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,14 +40,14 @@ class Moment(enum.StrEnum):
 class Position:
     """Where a Trainer was when its optimizers last stepped, with everything that moves on since.
 
-    Saved beside the modules as ``stateful/lightning``. Loops, loaders and random state are saved as
-    they were held last, and not as they are: between two steps batches are fetched and gradients
-    accumulate, but modules and optimizers stay the same. So one step can be saved all that time.
+    Saved beside the modules as ``stateful/lightning``. Loops, loaders and what callbacks say are
+    saved as they were held last, and not as they are: between two steps batches are fetched,
+    gradients accumulate and epochs end, but modules and optimizers stay the same. So one step can
+    be saved all that time, within ``as_held``.
 
     Attributes:
       step: ``trainer.global_step`` of what is held.
       moment: where that was.
-      random_state: of that moment; it is saved where it always is.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -53,11 +55,11 @@ class Position:
         self.step = trainer.global_step
         self.moment = Moment.START
         self._loops: dict[str, Any] = {}
-        self._others: dict[str, Any] | None = None
+        self._others: dict[str, Any] = {}
         # Of the loaders and of random state, where the batch that is fetched ahead was fetched.
         self._before_fetch: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
-        self.random_state: dict[str, Any] = {}
+        self._random_state: dict[str, Any] = {}
 
     # --- holding -------------------------------------------------------------------------------
 
@@ -69,12 +71,16 @@ class Position:
 
     @property
     def is_current(self) -> bool:
-        """Whether modules and optimizers are what they were when it was held."""
+        """Whether what it was when it was held is still there, or can be put back."""
         if self.moment is Moment.START:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
         has_stepped = optimization.optim_step_progress.total.ready != self.step
-        return not has_stepped and self._values.are_in(self._trainer.lightning_module)
+        return (
+            not has_stepped
+            and self._values.are_in(self._trainer.lightning_module)
+            and self._settings.have_same_groups(self._trainer)
+        )
 
     def hold(self, moment: Moment) -> None:
         """Takes down where the Trainer is now."""
@@ -84,21 +90,37 @@ class Position:
         self._loops = trainer.fit_loop.state_dict()
         self._fetched_ahead = self._before_fetch
         self._values = _Values(trainer.lightning_module)
-        self.random_state = RandomState().state_dict()
-        # Asked only when a step is saved, but for a validation: it changes what they say.
-        self._others = self._ask_others() if moment is Moment.BEFORE_VALIDATION else None
+        self._random_state = RandomState().state_dict()
+        self._others = self._ask_others()
+        self._settings = copy.deepcopy(_Settings(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is held, and what others say that they want to be saved."""
+        """What is held."""
         if self.moment is Moment.START:
             return {}
-        others = self._others or self._ask_others()
         return {
             "moment": str(self.moment),
             "loops": self._loops,
             "fetched_ahead": self._fetched_ahead,
-            **others,
+            **self._others,
         }
+
+    @contextlib.contextmanager
+    def as_held(self) -> Iterator[None]:
+        """Puts back for a while what is saved where it always is, and has moved on since.
+
+        A scheduler may step where no optimizer does: in a batch that only accumulates, in a
+        validation, at the end of an epoch.
+        """
+        rng = RandomState()
+        random_state, settings = rng.state_dict(), _Settings(self._trainer)
+        try:
+            self._settings.put_back(self._trainer)
+            rng.load_state_dict(self._random_state)
+            yield
+        finally:
+            settings.put_back(self._trainer)
+            rng.load_state_dict(random_state)
 
     def _ask_others(self) -> dict[str, Any]:
         """What callbacks, the datamodule and the module want to be saved, and what was logged."""
@@ -106,12 +128,16 @@ class Position:
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}
         trainer.lightning_module.on_save_checkpoint(module)
-        return {
-            "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
-            "datamodule": {} if datamodule is None else datamodule.state_dict(),
-            "module": module,
-            "metrics": dict(trainer.callback_metrics),  # EarlyStopping may look at old ones
-        }
+        # Copied, as they may give what they go on to change.
+        others = copy.deepcopy(
+            {
+                "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
+                "datamodule": {} if datamodule is None else datamodule.state_dict(),
+                "module": module,
+            }
+        )
+        # EarlyStopping may look at old metrics.
+        return {**others, "metrics": dict(trainer.callback_metrics)}
 
     # --- going on ------------------------------------------------------------------------------
 
@@ -126,11 +152,13 @@ class Position:
         right once more before the first batch.
         """
         trainer, restored = self._trainer, self._restored
-        self.random_state = RandomState().state_dict()
+        self._random_state = RandomState().state_dict()
         self.moment = Moment(restored["moment"])
         self._loops = restored["loops"]
         self._fetched_ahead = restored["fetched_ahead"]
+        self._others = {n: restored[n] for n in ("callbacks", "datamodule", "module", "metrics")}
         self._values = _Values(trainer.lightning_module)
+        self._settings = copy.deepcopy(_Settings(trainer))
         trainer.fit_loop.load_state_dict(restored["loops"])
         self.step = trainer.global_step
         # Also at the end of an epoch, where Lightning would not: restores loaders, and spares the
@@ -160,7 +188,7 @@ class Position:
             validation._restart_stage = "restarted_mid_evaluation"
         if self._fetched_ahead and self.moment is not Moment.AFTER_EPOCH:
             self._fetch_ahead(fit._data_fetcher)
-        RandomState().load_state_dict(self.random_state)
+        RandomState().load_state_dict(self._random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
         """Fetches the batch again that had been fetched ahead, with the noise it had."""
@@ -269,6 +297,35 @@ class _Values:
                 yield tensor.jax(), 0  # type: ignore[attr-defined]
             else:
                 yield tensor, tensor._version
+
+
+class _Settings:
+    """What schedulers and optimizers' groups are set to.
+
+    It refers to the objects' own values; where these are to stay, copy it.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._schedulers = [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs]
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._groups_of(trainer)
+        ]
+
+    def have_same_groups(self, trainer: Any) -> bool:
+        """Whether no group was added: a callback that unfreezes layers adds them."""
+        return len(self._groups) == len(self._groups_of(trainer))
+
+    def put_back(self, trainer: Any) -> None:
+        """Sets all of it to what it was."""
+        for config, state in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
+            config.scheduler.load_state_dict(state)
+        for group, settings in zip(self._groups_of(trainer), self._groups, strict=True):
+            group.update(settings)
+
+    @staticmethod
+    def _groups_of(trainer: Any) -> list[dict[str, Any]]:
+        return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _wrap(loop: Any, name: str, wrapper: Callable[..., None]) -> None:
