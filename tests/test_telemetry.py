@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from support import mlp, run_processes, run_python
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage.rules import described
 from torchax_ckpt.telemetry import journal as journal_room
 from torchax_ckpt.telemetry import recorder as recorder_room
 from torchax_ckpt.telemetry.events import Event
@@ -247,6 +249,83 @@ def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
     assert len(said) == 1
     assert said[0].exc_info is not None
     assert names(recorded(directory)[0])[-1] == ("closed", 2)
+
+
+def test_a_hook_that_means_to_exit_ends_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def on_event(event: Event) -> None:
+        told.append(event.name)
+        raise SystemExit(1)
+
+    with TorchaxCheckpointer(directory, on_event=on_event) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+    assert told == ["started", "saving", "durable", "closed"]
+    assert caplog.text.count("on_event failed") == 1
+    assert names(recorded(directory)[0])[-1] == ("closed", 1)
+
+
+def test_an_event_that_cannot_be_written_is_left_out(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(event: Event) -> None:
+        if event.name == "saving":
+            event.values["what"] = np.int64(3)  # type: ignore[index]
+
+    with TorchaxCheckpointer(directory, on_event=spoil) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+    assert caplog.text.count("cannot be written") == 1
+    (run,) = recorded(directory)
+    assert [e.name for e in run] == ["started", "durable", "durable", "closed"]
+
+
+def test_rules_of_numpys_numbers_are_noted_as_others_are(directory: Path) -> None:
+    rules: list[policies.PreservationPolicy] = [
+        policies.LatestN(np.int64(3)),
+        policies.CustomSteps([np.int64(5)]),
+        policies.EveryNSeconds(np.float64(60)),
+        policies.LatestN(object()),
+    ]
+    noted = [rule for policy in rules for rule in described(policy)]
+    assert json.loads(json.dumps(noted)) == [
+        {"rule": "LatestN", "n": 3},
+        {"rule": "CustomSteps", "steps": [5]},
+        {"rule": "EveryNSeconds", "interval_secs": 60.0},
+        {"rule": "LatestN"},
+    ]
+    with TorchaxCheckpointer(directory, preservation_policy=rules[0]) as ckpt:
+        ckpt.save(1, state=STATE)
+    (run,) = recorded(directory)
+    assert run[0].values["keeps"] == [{"rule": "LatestN", "n": 3}]
+
+
+@pytest.mark.parametrize("broken", ["version", "hostname", "event", "count"])
+def test_telemetry_that_breaks_costs_neither_training_nor_saves(
+    broken: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise importlib.metadata.PackageNotFoundError("not here")
+
+    if broken == "version":
+        monkeypatch.setattr(importlib.metadata, "version", fail)
+    elif broken == "hostname":
+        monkeypatch.setattr("platform.node", fail)
+    elif broken == "event":
+        monkeypatch.setattr(recorder_room, "bounded", fail)
+    else:
+        monkeypatch.setattr(recorder_room.Tally, "take", fail)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+    if broken == "version":
+        (run,) = recorded(directory)
+        assert run[0].values["version"] == "unknown"
 
 
 def test_a_hook_that_hangs_holds_up_neither_saves_nor_close_for_long(

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.metadata
+import functools
 import logging
 import os
+import platform
 import queue
 import secrets
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 from etils import epath
 
 from torchax_ckpt.in_flight import SaveCost
+from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
@@ -39,6 +40,21 @@ _REACHED_SECS = 60.0
 _RETRY_SECS = 30.0
 _CLOSING_SECS = 10.0
 _END = None
+
+_Params = ParamSpec("_Params")
+
+
+def _harmless(tell: Callable[_Params, None]) -> Callable[_Params, None]:
+    """What goes wrong in it is logged: training and saves, whose threads call it, go on."""
+
+    @functools.wraps(tell)
+    def told(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            logger.warning("an event is left out, which harms nothing else", exc_info=True)
+
+    return told
 
 
 class Telemetry:
@@ -75,6 +91,7 @@ class Telemetry:
         worker.num_skipped += 1
         worker.step = step
 
+    @_harmless
     def saving(self, step: int, began: float) -> None:
         """A save has begun; called off the training thread, which would wait for others to wake.
 
@@ -108,11 +125,13 @@ class Telemetry:
             num_bytes=num_bytes,
         )
 
+    @_harmless
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
         """Steps were deleted, or set aside."""
         if steps:
             self.emit(name, steps=list(steps))
 
+    @_harmless
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
         """Something happened, just now."""
         self._take(name, step, 0.0, values)
@@ -126,6 +145,7 @@ class Telemetry:
             self._worker.queue.put(event)
             self._start()
 
+    @_harmless
     def open(self, steps: Sequence[int]) -> None:
         """The directory may be written to from now on: this program has its lease.
 
@@ -139,12 +159,11 @@ class Telemetry:
             self._has_thread = True
         self._worker.may_write = True
         if is_new:
-            version = importlib.metadata.version("torchax-ckpt")
             self.emit(
                 "started",
-                host=socket.gethostname(),
+                host=platform.node(),
                 pid=os.getpid(),
-                version=version,
+                version=installed_versions()["torchax_ckpt"],
                 keeps=self._keeps,
                 steps=list(steps) if len(steps) <= MAX_STEPS else None,
             )
@@ -201,7 +220,7 @@ class _Worker:
         self.step: int | None = None
         self.num_skipped = 0
         self._on_event = on_event
-        self._is_hook_broken = self._is_journal_broken = False
+        self._is_hook_broken = self._is_journal_broken = self._is_note_broken = False
         self._journal = Journal(directory.path, secrets.token_hex(4))
         self._lines: collections.deque[bytes] = collections.deque(maxlen=_MAX_WAITING)
         self._due_secs = 0.0
@@ -225,7 +244,7 @@ class _Worker:
             event = self.queue.get(timeout=secs)
             while event is not _END:
                 self._tell(event)
-                self._lines.append(event.to_line())
+                self._note(event)
                 if event.step is not None:
                     self._said_step, self._said_secs = event.step, time.monotonic()
                 event = self.queue.get_nowait()
@@ -239,7 +258,7 @@ class _Worker:
         try:
             self._on_event(event)
             self._is_hook_broken = False
-        except Exception:
+        except BaseException:  # a hook may end the program elsewhere, but not this thread
             # Once until it works again: it may be called several times a second.
             level = logging.DEBUG if self._is_hook_broken else logging.ERROR
             logger.log(level, "on_event failed with %s; saving goes on", event, exc_info=True)
@@ -252,7 +271,15 @@ class _Worker:
             event = Event("reached", time.time(), self.step, {"num_skipped": self.num_skipped})
             self._said_step, self._said_secs = self.step, time.monotonic()
             self._tell(event)
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        try:
             self._lines.append(event.to_line())
+        except Exception as error:  # of a hook, which may have changed it
+            level = logging.DEBUG if self._is_note_broken else logging.WARNING
+            logger.log(level, "%s cannot be written, and is left out: %s", event, error)
+            self._is_note_broken = True
 
     def _write(self) -> None:
         lines = list(self._lines)
