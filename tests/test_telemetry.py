@@ -586,6 +586,55 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     assert read_events(epath.Path(tmp_path)) == {"3" * 8: [Event("saving", 2.0, 8)]}
 
 
+BOUNDED = """
+    import json, re, sys
+    from pathlib import Path
+    from etils import epath
+    from torchax_ckpt.telemetry.journal import read_events
+
+    def most_kib():
+        return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+    before = most_kib()
+    runs = read_events(epath.Path(sys.argv[1]))
+    print(json.dumps([(most_kib() - before) >> 10, sum(map(len, runs.values())), sorted(runs)]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["lines", "events"])
+def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    line = b"%d\n" if kind == "lines" else b'{"at":%d,"event":"closed"}\n'
+    content = Event("saving", 1.0, 1).to_line()
+    content += b"".join(line % n for n in range((1 << 20) // len(line)))
+    for index in range(64):
+        (folder / f"{index:019d}-{index:08x}.jsonl").write_bytes(content)
+    program = run_python(BOUNDED, str(tmp_path))
+    mib, num_events, runs = json.loads(program.stdout.splitlines()[-1])
+    assert mib < 500
+    assert runs[-1] == f"{63:08x}"  # the newest are read
+    assert num_events >= len(runs) >= 1
+
+
+def test_of_too_much_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    lines = [Event("saving", 1.0 + i, i).to_line() for i in range(10)]
+    for index in range(5):
+        content = b"".join(lines[2 * index : 2 * index + 2])
+        (folder / f"{index:019d}-{'0' * 8}.jsonl").write_bytes(content)
+    (every,) = recorded(tmp_path)
+    assert [event.step for event in every] == list(range(10))
+    monkeypatch.setattr(journal_room, "_MAX_ALL_LINES", 3)
+    (some,) = recorded(tmp_path)
+    assert [event.step for event in some] == [7, 8, 9]
+    monkeypatch.setattr(journal_room, "_MAX_ALL_LINES", 100)
+    monkeypatch.setattr(journal_room, "_MAX_ALL_BYTES", 3 * len(lines[0]))
+    (some,) = recorded(tmp_path)
+    assert [event.step for event in some] == [6, 7, 8, 9]
+
+
 def test_the_record_of_a_bucket_is_rewritten_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as no bucket is needed for it; see tests/faults/test_gcs.py for one."""
     written: dict[str, bytes] = {}
