@@ -202,6 +202,17 @@ def test_stats_count_and_give_quantiles(directory: Path, failing: Callable[[], N
     assert stats.num_bytes.p50 > 24
 
 
+def test_a_step_that_is_there_already_counts_as_neither_saved_nor_skipped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE)
+        assert not ckpt.save(1, state=STATE, force=True)
+        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+        assert not ckpt.save(1, state=STATE)
+        assert (ckpt.stats().num_saves, ckpt.stats().num_skipped) == (1, 0)
+
+
 def test_restores_are_counted(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
