@@ -24,6 +24,7 @@ from support import mlp, run_processes, run_python
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.rules import described
 from torchax_ckpt.telemetry import journal as journal_room
 from torchax_ckpt.telemetry import recorder as recorder_room
@@ -190,7 +191,7 @@ def test_stats_count_and_give_quantiles(directory: Path, failing: Callable[[], N
             ckpt.save(step, state=STATE, force=True)
             assert not ckpt.save(step, state=STATE)
             ckpt.wait_until_finished()
-        stats = ckpt.stats()
+    stats = ckpt.stats()
     assert stats.num_saves == 4
     assert (stats.num_durable, stats.num_failed) == (3, 1)
     assert stats.num_skipped == 3
@@ -200,6 +201,28 @@ def test_stats_count_and_give_quantiles(directory: Path, failing: Callable[[], N
     assert 0 < stats.blocking_secs.p50 <= stats.blocking_secs.p90 < stats.durable_secs.p90
     assert stats.num_bytes is not None
     assert stats.num_bytes.p50 > 24
+
+
+def test_a_slow_look_at_a_step_holds_up_no_save(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    opened = threading.Event()
+
+    def slow(path: Any) -> int:
+        threads.append(threading.current_thread().name)
+        assert opened.wait(60)
+        return 7
+
+    monkeypatch.setattr(inspection, "stored_bytes", slow)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished(timeout_secs=30)
+        assert ckpt.stats().num_bytes is None
+        opened.set()
+    assert threads == ["events", "events"]
+    assert ckpt.stats().num_bytes == Quantiles(p50=7, p90=7)
 
 
 def test_a_step_that_is_there_already_counts_as_neither_saved_nor_skipped(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -75,7 +76,7 @@ class Telemetry:
         self._tally = Tally()
         self._lock = threading.RLock()  # a signal handler may ask for stats in the middle of emit
         self._keeps = list(keeps)
-        self._worker = _Worker(directory, on_event)
+        self._worker = _Worker(directory, on_event, self._tally, self._lock)
         self._thread: threading.Thread | None = None
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = False
@@ -112,18 +113,11 @@ class Telemetry:
         self._take("saving", step, ago_secs, {**values, "num_skipped": num_new})
         self._num_told = num_skipped
 
+    @_harmless
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
-        """A step was committed."""
-        num_bytes = None
-        with contextlib.suppress(Exception):  # it was moved; each client of a bucket has its errors
-            num_bytes = inspection.stored_bytes(path)
-        self.emit(
-            "durable",
-            cost.step,
-            blocking_secs=cost.blocking_secs,
-            durable_secs=cost.durable_secs,
-            num_bytes=num_bytes,
-        )
+        """A step was committed; what it takes on storage is measured on the thread of events."""
+        costs = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
+        self._take("durable", cost.step, 0.0, costs, path)
 
     @_harmless
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
@@ -136,13 +130,20 @@ class Telemetry:
         """Something happened, just now."""
         self._take(name, step, 0.0, values)
 
-    def _take(self, name: str, step: int | None, ago_secs: float, values: dict[str, Any]) -> None:
+    def _take(
+        self,
+        name: str,
+        step: int | None,
+        ago_secs: float,
+        values: dict[str, Any],
+        committed: epath.Path | None = None,
+    ) -> None:
         event = Event(name, time.time() - ago_secs, step, bounded(values))
         with self._lock:
             self._tally.take(event)
             if self._is_closed or self._worker.queue.qsize() >= _MAX_WAITING:
                 return
-            self._worker.queue.put(event)
+            self._worker.queue.put((event, committed))
             self._start()
 
     @_harmless
@@ -211,11 +212,18 @@ class Telemetry:
 class _Worker:
     """What the thread of a ``Telemetry`` does; it must not keep that from being collected."""
 
-    def __init__(self, directory: StepDirectory, on_event: Callable[[Event], None] | None) -> None:
+    def __init__(
+        self,
+        directory: StepDirectory,
+        on_event: Callable[[Event], None] | None,
+        tally: Tally,
+        lock: contextlib.AbstractContextManager[Any],
+    ) -> None:
         self.directory = directory
+        self._tally, self._lock = tally, lock
         self.pid = os.getpid()
         # Its put may be called by the garbage collector in the middle of another put.
-        self.queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Event, epath.Path | None] | None] = queue.SimpleQueue()
         self.may_write = False
         self.step: int | None = None
         self.num_skipped = 0
@@ -241,16 +249,31 @@ class _Worker:
         waits = self._lines and self.may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if waits else _REACHED_SECS
         try:
-            event = self.queue.get(timeout=secs)
-            while event is not _END:
+            taken = self.queue.get(timeout=secs)
+            while taken is not _END:
+                event, committed = taken
+                if committed is not None and self.may_write:  # one process measures for all
+                    event = self._measured(event, committed)
                 self._tell(event)
                 self._note(event)
                 if event.step is not None:
                     self._said_step, self._said_secs = event.step, time.monotonic()
-                event = self.queue.get_nowait()
+                taken = self.queue.get_nowait()
         except queue.Empty:
             return False
         return True
+
+    def _measured(self, event: Event, path: epath.Path) -> Event:
+        """A durable step with what it takes on storage, if it is still there."""
+        num_bytes = 0
+        with contextlib.suppress(Exception):  # each client of a bucket has its errors
+            settled = self.directory.path / str(event.step)  # where an incoming one is moved to
+            num_bytes = inspection.stored_bytes(path) or inspection.stored_bytes(settled)
+        if not num_bytes:
+            return event
+        with self._lock:
+            self._tally.measured("durable", "num_bytes", num_bytes)
+        return dataclasses.replace(event, values={**event.values, "num_bytes": num_bytes})
 
     def _tell(self, event: Event) -> None:
         if self._on_event is None:
