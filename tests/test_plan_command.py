@@ -112,6 +112,7 @@ def test_a_plan_from_a_real_run(directory: Path) -> None:
         (("--params", "1B", "--durable", "2min"), "say --blocking"),
         (("--params", "1B", "--durable", "soon", "--blocking", "1"), "expected a time such as"),
         (("--params", "1B", "--durable", "1", "--blocking", "2"), "durable_secs"),
+        (("--params", "1B", "--durable", "0", "--blocking", "0"), "expected a time above 0"),
         (("--params", "1B", "--durable", "2", "--blocking", "1", "--chips", "6"), "num_chips"),
         (("--params", "1B", "--optimizer", "best"), "optimizer: expected one of"),
         (("--params", "1B", "--durable", "2", "--blocking", "1", "--slowdown", "-1"), "slowdown"),

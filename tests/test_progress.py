@@ -54,6 +54,34 @@ def test_nobody_watches_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not progress.is_watched()
 
 
+class Writer:
+    """What programs put in place of a stream: it writes, and no more."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["closed", "writer"])
+def test_an_odd_stream_is_no_terminal_and_harms_nothing(
+    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO() if kind == "closed" else Writer()
+    if isinstance(stream, io.StringIO):
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(3, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:  # nobody holds the lease any more
+        assert ckpt.attach(mlp()) == 3
+        ckpt.verify(3)
+        ckpt.load(3)
+        ckpt.save(4, force=True)
+
+
 def test_a_bar_shows_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     before = threading.active_count()

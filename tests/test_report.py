@@ -310,6 +310,7 @@ def test_many_restarts_make_a_small_page(directory: Path) -> None:
             Event("saving", BEGAN + i, i, {"interval_secs": gap})
             for i, gap in enumerate((0.0, 0.0, 1e-9, 1e15))
         ],
+        [Event("saving", BEGAN, 1, {"interval_secs": 5e-324})],
     ],
 )
 def test_odd_events_are_drawn_too(events: list[Event], directory: Path) -> None:

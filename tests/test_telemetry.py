@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from support import mlp, run_processes, run_python
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage import inspection
+from torchax_ckpt.storage.rules import described
 from torchax_ckpt.telemetry import journal as journal_room
 from torchax_ckpt.telemetry import recorder as recorder_room
 from torchax_ckpt.telemetry.events import Event
@@ -188,7 +191,7 @@ def test_stats_count_and_give_quantiles(directory: Path, failing: Callable[[], N
             ckpt.save(step, state=STATE, force=True)
             assert not ckpt.save(step, state=STATE)
             ckpt.wait_until_finished()
-        stats = ckpt.stats()
+    stats = ckpt.stats()
     assert stats.num_saves == 4
     assert (stats.num_durable, stats.num_failed) == (3, 1)
     assert stats.num_skipped == 3
@@ -198,6 +201,39 @@ def test_stats_count_and_give_quantiles(directory: Path, failing: Callable[[], N
     assert 0 < stats.blocking_secs.p50 <= stats.blocking_secs.p90 < stats.durable_secs.p90
     assert stats.num_bytes is not None
     assert stats.num_bytes.p50 > 24
+
+
+def test_a_slow_look_at_a_step_holds_up_no_save(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    opened = threading.Event()
+
+    def slow(path: Any) -> int:
+        threads.append(threading.current_thread().name)
+        assert opened.wait(60)
+        return 7
+
+    monkeypatch.setattr(inspection, "stored_bytes", slow)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished(timeout_secs=30)
+        assert ckpt.stats().num_bytes is None
+        opened.set()
+    assert threads == ["events", "events"]
+    assert ckpt.stats().num_bytes == Quantiles(p50=7, p90=7)
+
+
+def test_a_step_that_is_there_already_counts_as_neither_saved_nor_skipped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE)
+        assert not ckpt.save(1, state=STATE, force=True)
+        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+        assert not ckpt.save(1, state=STATE)
+        assert (ckpt.stats().num_saves, ckpt.stats().num_skipped) == (1, 0)
 
 
 def test_restores_are_counted(directory: Path) -> None:
@@ -247,6 +283,83 @@ def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
     assert len(said) == 1
     assert said[0].exc_info is not None
     assert names(recorded(directory)[0])[-1] == ("closed", 2)
+
+
+def test_a_hook_that_means_to_exit_ends_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def on_event(event: Event) -> None:
+        told.append(event.name)
+        raise SystemExit(1)
+
+    with TorchaxCheckpointer(directory, on_event=on_event) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+    assert told == ["started", "saving", "durable", "closed"]
+    assert caplog.text.count("on_event failed") == 1
+    assert names(recorded(directory)[0])[-1] == ("closed", 1)
+
+
+def test_an_event_that_cannot_be_written_is_left_out(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(event: Event) -> None:
+        if event.name == "saving":
+            event.values["what"] = np.int64(3)  # type: ignore[index]
+
+    with TorchaxCheckpointer(directory, on_event=spoil) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+    assert caplog.text.count("cannot be written") == 1
+    (run,) = recorded(directory)
+    assert [e.name for e in run] == ["started", "durable", "durable", "closed"]
+
+
+def test_rules_of_numpys_numbers_are_noted_as_others_are(directory: Path) -> None:
+    rules: list[policies.PreservationPolicy] = [
+        policies.LatestN(np.int64(3)),
+        policies.CustomSteps([np.int64(5)]),
+        policies.EveryNSeconds(np.float64(60)),
+        policies.LatestN(object()),
+    ]
+    noted = [rule for policy in rules for rule in described(policy)]
+    assert json.loads(json.dumps(noted)) == [
+        {"rule": "LatestN", "n": 3},
+        {"rule": "CustomSteps", "steps": [5]},
+        {"rule": "EveryNSeconds", "interval_secs": 60.0},
+        {"rule": "LatestN"},
+    ]
+    with TorchaxCheckpointer(directory, preservation_policy=rules[0]) as ckpt:
+        ckpt.save(1, state=STATE)
+    (run,) = recorded(directory)
+    assert run[0].values["keeps"] == [{"rule": "LatestN", "n": 3}]
+
+
+@pytest.mark.parametrize("broken", ["version", "hostname", "event", "count"])
+def test_telemetry_that_breaks_costs_neither_training_nor_saves(
+    broken: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise importlib.metadata.PackageNotFoundError("not here")
+
+    if broken == "version":
+        monkeypatch.setattr(importlib.metadata, "version", fail)
+    elif broken == "hostname":
+        monkeypatch.setattr("platform.node", fail)
+    elif broken == "event":
+        monkeypatch.setattr(recorder_room, "bounded", fail)
+    else:
+        monkeypatch.setattr(recorder_room.Tally, "take", fail)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+    if broken == "version":
+        (run,) = recorded(directory)
+        assert run[0].values["version"] == "unknown"
 
 
 def test_a_hook_that_hangs_holds_up_neither_saves_nor_close_for_long(
@@ -505,6 +618,55 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         file.write(Event("saving", 2.0, 8).to_line())
         file.truncate(1 << 40)  # a terabyte of nothing
     assert read_events(epath.Path(tmp_path)) == {"3" * 8: [Event("saving", 2.0, 8)]}
+
+
+BOUNDED = """
+    import json, re, sys
+    from pathlib import Path
+    from etils import epath
+    from torchax_ckpt.telemetry.journal import read_events
+
+    def most_kib():
+        return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+    before = most_kib()
+    runs = read_events(epath.Path(sys.argv[1]))
+    print(json.dumps([(most_kib() - before) >> 10, sum(map(len, runs.values())), sorted(runs)]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["lines", "events"])
+def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    line = b"%d\n" if kind == "lines" else b'{"at":%d,"event":"closed"}\n'
+    content = Event("saving", 1.0, 1).to_line()
+    content += b"".join(line % n for n in range((1 << 20) // len(line)))
+    for index in range(64):
+        (folder / f"{index:019d}-{index:08x}.jsonl").write_bytes(content)
+    program = run_python(BOUNDED, str(tmp_path))
+    mib, num_events, runs = json.loads(program.stdout.splitlines()[-1])
+    assert mib < 500
+    assert runs[-1] == f"{63:08x}"  # the newest are read
+    assert num_events >= len(runs) >= 1
+
+
+def test_of_too_much_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    lines = [Event("saving", 1.0 + i, i).to_line() for i in range(10)]
+    for index in range(5):
+        content = b"".join(lines[2 * index : 2 * index + 2])
+        (folder / f"{index:019d}-{'0' * 8}.jsonl").write_bytes(content)
+    (every,) = recorded(tmp_path)
+    assert [event.step for event in every] == list(range(10))
+    monkeypatch.setattr(journal_room, "_MAX_ALL_LINES", 3)
+    (some,) = recorded(tmp_path)
+    assert [event.step for event in some] == [7, 8, 9]
+    monkeypatch.setattr(journal_room, "_MAX_ALL_LINES", 100)
+    monkeypatch.setattr(journal_room, "_MAX_ALL_BYTES", 3 * len(lines[0]))
+    (some,) = recorded(tmp_path)
+    assert [event.step for event in some] == [6, 7, 8, 9]
 
 
 def test_the_record_of_a_bucket_is_rewritten_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -473,7 +473,8 @@ class TorchaxCheckpointer:
             self._saver.wait()  # the step may be on its way, and may fail there
         due = self._due(step, force=force or is_preempted)
         if not due:
-            self._telemetry.skipped(step)
+            if not (force or is_preempted):  # otherwise it is there already
+                self._telemetry.skipped(step)
             return False
         ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
         metrics_room.require_ranking(pending, ranked, step)

@@ -23,7 +23,10 @@ class _Bar(tqdm):
 
 def is_watched() -> bool:
     """Whether a person watches: standard error is a terminal."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    try:
+        return bool(sys.stderr.isatty())
+    except Exception:  # none at all, closed, or an object of somebody's that only writes
+        return False
 
 
 @contextlib.contextmanager

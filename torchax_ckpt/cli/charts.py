@@ -310,7 +310,7 @@ def _time_ticks(begin: float, end: float, most: int) -> tuple[list[float], str]:
 
 def _nice(most: float) -> float:
     """The next number that divides well into four."""
-    if most <= 0:
+    if most < 1e-9:  # no time or size is: odd events alone say so, and floats end near there
         return 1.0
     power = 10 ** math.floor(math.log10(most))
     nice = next(n for n in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if most <= n * power * 1.0001)

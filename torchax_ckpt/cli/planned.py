@@ -135,6 +135,8 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
         of_host = _secs("--mtbf", asked.mtbf) * cluster.num_hosts
         cluster = dataclasses.replace(cluster, host_mtbf_secs=of_host)
     durable_secs = _given("--durable", asked.durable, known.get("durable_secs"))
+    if not durable_secs:
+        raise UsageError("plan: --durable: expected a time above 0, found 0")
     local = None
     if asked.local_durable is not None:
         local = planning.Tier(

@@ -11,6 +11,8 @@ import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from torchax_ckpt.storage import policies
 
 _MAX_STEPS = 1000
@@ -33,10 +35,17 @@ def described(policy: Any) -> list[dict[str, Any]]:
     if isinstance(policy, policies.LatestDuration):
         return [{"rule": name, "duration_secs": policy.duration.total_seconds()}]
     if isinstance(policy, policies.CustomSteps):
-        steps = sorted(policy._steps_set)
+        steps = [_plain(step) for step in sorted(policy._steps_set)]
         return [{"rule": name, "steps": steps} if len(steps) <= _MAX_STEPS else {"rule": name}]
-    fields = {key: value for key, value in vars(policy).items() if value is not None}
+    fields = {key: _plain(value) for key, value in vars(policy).items() if value is not None}
+    if not all(isinstance(value, (bool, int, float, str)) for value in fields.values()):
+        return [{"rule": name}]
     return [{"rule": name, **fields}]
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number where it is one of numpy's, which JSON does not take."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def kept_by(

@@ -33,6 +33,10 @@ MAX_FILES = 512
 MAX_FILE_BYTES = 64 << 10
 # What is read of one: lines that were appended at once may go beyond it.
 _MAX_READ_BYTES = 16 * MAX_FILE_BYTES
+# What is read of all: more than runs write, and what a machine can hold of the smallest events.
+_MAX_ALL_BYTES = 64 << 20
+_MAX_ALL_LINES = 500_000
+_AT_ONCE = 32
 _NAME = re.compile(r"(\d{19})-([0-9a-f]{8})\.jsonl")
 
 
@@ -109,21 +113,36 @@ class Journal:
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
     """Run -> its events, as they were told; the runs as they began. {} where nothing was recorded.
 
+    Of more than runs write the newest files are read: 64 MiB and 500,000 lines, and no further.
+
     Raises:
       OSError: and errors of a bucket's clients.
     """
-    folder = directory / FOLDER
-    names = sorted(_names(folder))[-MAX_FILES:]
-    lines: dict[str, dict[bytes, None]] = {}  # an append that failed half-way was made again
+    files: list[tuple[str, dict[bytes, Event]]] = []
+    num_bytes = num_lines = 0
+    for name, content in _newest_first(directory / FOLDER):
+        lines = content.splitlines()[num_lines - _MAX_ALL_LINES :]
+        found = {line: event for line in lines if (event := Event.of_line(line)) is not None}
+        files.append((_run_of(name), found))
+        num_bytes += len(content)
+        num_lines += len(lines)
+        if num_bytes >= _MAX_ALL_BYTES or num_lines >= _MAX_ALL_LINES:
+            logger.warning("%s: more events than runs write; only the newest are read", directory)
+            break
+    runs: dict[str, dict[bytes, Event]] = {}
+    for run, found in reversed(files):
+        if found:  # by their lines: an append that failed half-way was made again
+            runs.setdefault(run, {}).update(found)
+    return {run: list(found.values()) for run, found in runs.items()}
+
+
+def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files, of which only a few are in memory at a time."""
+    names = sorted(_names(folder), reverse=True)[:MAX_FILES]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
-        for name, content in zip(names, pool.map(lambda n: _read(folder, n), names), strict=True):
-            lines.setdefault(_run_of(name), {}).update(dict.fromkeys(content.splitlines()))
-    runs = {}
-    for run, lines_of_run in lines.items():
-        found = [event for line in lines_of_run if (event := Event.of_line(line)) is not None]
-        if found:
-            runs[run] = found
-    return runs
+        for start in range(0, len(names), _AT_ONCE):
+            some = names[start : start + _AT_ONCE]
+            yield from zip(some, pool.map(lambda n: _read(folder, n), some), strict=True)
 
 
 def latest_start(directory: epath.Path) -> Event | None:

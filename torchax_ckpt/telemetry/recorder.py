@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.metadata
+import dataclasses
+import functools
 import logging
 import os
+import platform
 import queue
 import secrets
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 from etils import epath
 
 from torchax_ckpt.in_flight import SaveCost
+from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
@@ -39,6 +41,21 @@ _REACHED_SECS = 60.0
 _RETRY_SECS = 30.0
 _CLOSING_SECS = 10.0
 _END = None
+
+_Params = ParamSpec("_Params")
+
+
+def _harmless(tell: Callable[_Params, None]) -> Callable[_Params, None]:
+    """What goes wrong in it is logged: training and saves, whose threads call it, go on."""
+
+    @functools.wraps(tell)
+    def told(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            logger.warning("an event is left out, which harms nothing else", exc_info=True)
+
+    return told
 
 
 class Telemetry:
@@ -59,7 +76,7 @@ class Telemetry:
         self._tally = Tally()
         self._lock = threading.RLock()  # a signal handler may ask for stats in the middle of emit
         self._keeps = list(keeps)
-        self._worker = _Worker(directory, on_event)
+        self._worker = _Worker(directory, on_event, self._tally, self._lock)
         self._thread: threading.Thread | None = None
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = False
@@ -75,6 +92,7 @@ class Telemetry:
         worker.num_skipped += 1
         worker.step = step
 
+    @_harmless
     def saving(self, step: int, began: float) -> None:
         """A save has begun; called off the training thread, which would wait for others to wake.
 
@@ -95,37 +113,40 @@ class Telemetry:
         self._take("saving", step, ago_secs, {**values, "num_skipped": num_new})
         self._num_told = num_skipped
 
+    @_harmless
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
-        """A step was committed."""
-        num_bytes = None
-        with contextlib.suppress(Exception):  # it was moved; each client of a bucket has its errors
-            num_bytes = inspection.stored_bytes(path)
-        self.emit(
-            "durable",
-            cost.step,
-            blocking_secs=cost.blocking_secs,
-            durable_secs=cost.durable_secs,
-            num_bytes=num_bytes,
-        )
+        """A step was committed; what it takes on storage is measured on the thread of events."""
+        costs = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
+        self._take("durable", cost.step, 0.0, costs, path)
 
+    @_harmless
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
         """Steps were deleted, or set aside."""
         if steps:
             self.emit(name, steps=list(steps))
 
+    @_harmless
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
         """Something happened, just now."""
         self._take(name, step, 0.0, values)
 
-    def _take(self, name: str, step: int | None, ago_secs: float, values: dict[str, Any]) -> None:
+    def _take(
+        self,
+        name: str,
+        step: int | None,
+        ago_secs: float,
+        values: dict[str, Any],
+        committed: epath.Path | None = None,
+    ) -> None:
         event = Event(name, time.time() - ago_secs, step, bounded(values))
         with self._lock:
             self._tally.take(event)
             if self._is_closed or self._worker.queue.qsize() >= _MAX_WAITING:
                 return
-            self._worker.queue.put(event)
+            self._worker.queue.put((event, committed))
             self._start()
 
+    @_harmless
     def open(self, steps: Sequence[int]) -> None:
         """The directory may be written to from now on: this program has its lease.
 
@@ -139,12 +160,11 @@ class Telemetry:
             self._has_thread = True
         self._worker.may_write = True
         if is_new:
-            version = importlib.metadata.version("torchax-ckpt")
             self.emit(
                 "started",
-                host=socket.gethostname(),
+                host=platform.node(),
                 pid=os.getpid(),
-                version=version,
+                version=installed_versions()["torchax_ckpt"],
                 keeps=self._keeps,
                 steps=list(steps) if len(steps) <= MAX_STEPS else None,
             )
@@ -192,16 +212,23 @@ class Telemetry:
 class _Worker:
     """What the thread of a ``Telemetry`` does; it must not keep that from being collected."""
 
-    def __init__(self, directory: StepDirectory, on_event: Callable[[Event], None] | None) -> None:
+    def __init__(
+        self,
+        directory: StepDirectory,
+        on_event: Callable[[Event], None] | None,
+        tally: Tally,
+        lock: contextlib.AbstractContextManager[Any],
+    ) -> None:
         self.directory = directory
+        self._tally, self._lock = tally, lock
         self.pid = os.getpid()
         # Its put may be called by the garbage collector in the middle of another put.
-        self.queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Event, epath.Path | None] | None] = queue.SimpleQueue()
         self.may_write = False
         self.step: int | None = None
         self.num_skipped = 0
         self._on_event = on_event
-        self._is_hook_broken = self._is_journal_broken = False
+        self._is_hook_broken = self._is_journal_broken = self._is_note_broken = False
         self._journal = Journal(directory.path, secrets.token_hex(4))
         self._lines: collections.deque[bytes] = collections.deque(maxlen=_MAX_WAITING)
         self._due_secs = 0.0
@@ -222,16 +249,31 @@ class _Worker:
         waits = self._lines and self.may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if waits else _REACHED_SECS
         try:
-            event = self.queue.get(timeout=secs)
-            while event is not _END:
+            taken = self.queue.get(timeout=secs)
+            while taken is not _END:
+                event, committed = taken
+                if committed is not None and self.may_write:  # one process measures for all
+                    event = self._measured(event, committed)
                 self._tell(event)
-                self._lines.append(event.to_line())
+                self._note(event)
                 if event.step is not None:
                     self._said_step, self._said_secs = event.step, time.monotonic()
-                event = self.queue.get_nowait()
+                taken = self.queue.get_nowait()
         except queue.Empty:
             return False
         return True
+
+    def _measured(self, event: Event, path: epath.Path) -> Event:
+        """A durable step with what it takes on storage, if it is still there."""
+        num_bytes = 0
+        with contextlib.suppress(Exception):  # each client of a bucket has its errors
+            settled = self.directory.path / str(event.step)  # where an incoming one is moved to
+            num_bytes = inspection.stored_bytes(path) or inspection.stored_bytes(settled)
+        if not num_bytes:
+            return event
+        with self._lock:
+            self._tally.measured("durable", "num_bytes", num_bytes)
+        return dataclasses.replace(event, values={**event.values, "num_bytes": num_bytes})
 
     def _tell(self, event: Event) -> None:
         if self._on_event is None:
@@ -239,7 +281,7 @@ class _Worker:
         try:
             self._on_event(event)
             self._is_hook_broken = False
-        except Exception:
+        except BaseException:  # a hook may end the program elsewhere, but not this thread
             # Once until it works again: it may be called several times a second.
             level = logging.DEBUG if self._is_hook_broken else logging.ERROR
             logger.log(level, "on_event failed with %s; saving goes on", event, exc_info=True)
@@ -252,7 +294,15 @@ class _Worker:
             event = Event("reached", time.time(), self.step, {"num_skipped": self.num_skipped})
             self._said_step, self._said_secs = self.step, time.monotonic()
             self._tell(event)
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        try:
             self._lines.append(event.to_line())
+        except Exception as error:  # of a hook, which may have changed it
+            level = logging.DEBUG if self._is_note_broken else logging.WARNING
+            logger.log(level, "%s cannot be written, and is left out: %s", event, error)
+            self._is_note_broken = True
 
     def _write(self) -> None:
         lines = list(self._lines)

@@ -50,7 +50,7 @@ class Stats:
       durable_secs: from the call of ``save`` to the commit.
       interval_secs: from one snapshot to the next.
       interval_steps: the same in training steps.
-      num_bytes: what a step takes on storage.
+      num_bytes: what a step takes on storage; measured after its save, and by process 0 alone.
       restore_secs: what restores took.
     """
 
@@ -78,8 +78,11 @@ class Tally:
         """Counts one event, and its numbers."""
         self._counts[event.name] += 1
         for key, value in event.numbers.items():
-            name = event.name, key
-            self._values.setdefault(name, collections.deque(maxlen=_COUNTED)).append(value)
+            self.measured(event.name, key, value)
+
+    def measured(self, name: str, key: str, value: float) -> None:
+        """Counts one more number of an event."""
+        self._values.setdefault((name, key), collections.deque(maxlen=_COUNTED)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:
         """The numbers so far."""
