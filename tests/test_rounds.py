@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
+from orbax.checkpoint import v1 as ocp
 
-from torchax_ckpt import errors
+from torchax_ckpt import CheckpointOptions, errors
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
@@ -24,9 +27,11 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.restoring import load_state
 from torchax_ckpt.state import own
 from torchax_ckpt.state.component import Captured, Form
-from torchax_ckpt.storage import digests
+from torchax_ckpt.storage import arrays, digests
+from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.processes import ALONE, Processes
 
 
@@ -378,7 +383,7 @@ def test_a_mismatch_is_told_as_one() -> None:
 
 
 def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
-    arrays: dict[str, Any] = {
+    stored: dict[str, Any] = {
         "model/w": jnp.zeros((6, 4)),
         "model/b": jnp.zeros(3),
         "rng/torch": np.zeros(2),
@@ -397,7 +402,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
     def act(member: Processes) -> Any:
         mine = taken(member.index)
         with member.round("saving"):
-            return digests.gathered(mine, {name: arrays[name] for name in mine}, member)
+            return digests.gathered(mine, {name: stored[name] for name in mine}, member)
 
     found = Group()(act)[0]
     assert {name: np.frombuffer(known.values, "<u8").tolist() for name, known in found.items()} == {
@@ -411,7 +416,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
         if member.index == 2:
             del mine["model/b"]
         with member.round("saving"):
-            return digests.gathered(mine, {name: arrays[name] for name in mine}, member)
+            return digests.gathered(mine, {name: stored[name] for name in mine}, member)
 
     told = Group()(differ)
     assert {type(error) for error in told} == {ProcessError}
@@ -447,3 +452,49 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
     assert own.joined(sent[::2])[0].keys() == {"rng"}
     with pytest.warns(UserWarning, match="restored by 2.*those of processes 2 to 2 are left out"):
         own.document_of(document, SimpleNamespace(index=0, count=2), "step 1")
+
+
+def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process comes to the save first, the other to the load."""
+    ocp.save(tmp_path / "1", {"w": np.arange(3)})
+    committed = CommittedStep(1, epath.Path(tmp_path / "1"), 0)
+    service, here = Service(), threading.local()
+    locks = [threading.RLock(), threading.RLock()]
+
+    class OfThisProcess:
+        def __enter__(self) -> None:
+            locks[here.index].acquire()
+
+        def __exit__(self, *_: object) -> None:
+            locks[here.index].release()
+
+    together = {kind: threading.Barrier(2) for kind in ("saving", "loading")}
+    load = ocp.load
+
+    def load_together(*args: Any) -> Any:
+        together["loading"].wait(5)
+        return load(*args)
+
+    monkeypatch.setattr(arrays, "one_at_a_time", OfThisProcess())
+    monkeypatch.setattr(arrays.ocp, "load", load_together)
+
+    def act(index: int, kind: str, delay_secs: float) -> Any:
+        here.index = index
+        time.sleep(delay_secs)
+        processes = Processes(kind, 30, index=index, count=2, client=service)
+        processes._place = kind
+        with processes.round(kind):
+            if kind == "loading":
+                options = CheckpointOptions()
+                return load_state(committed, arrays.read_manifest, None, options, processes)
+            with arrays.one_order(processes):
+                together["saving"].wait(5)
+            return None
+
+    tasks = [(0, "saving", 0), (1, "loading", 0), (1, "saving", 0.3), (0, "loading", 0.3)]
+    with ThreadPoolExecutor(4) as pool:
+        saved, loaded, *others = pool.map(lambda task: act(*task), tasks)
+    assert (saved, others[0]) == (None, None)
+    assert loaded["w"].tolist() == others[1]["w"].tolist() == [0, 1, 2]
