@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
+from orbax.checkpoint import v1 as ocp
 
-from torchax_ckpt import errors
+from torchax_ckpt import CheckpointOptions, errors
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
@@ -24,9 +27,11 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.restoring import load_state
 from torchax_ckpt.state import own
 from torchax_ckpt.state.component import Captured, Form
-from torchax_ckpt.storage import digests
+from torchax_ckpt.storage import arrays, digests
+from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.processes import ALONE, Processes
 
 
@@ -227,7 +232,126 @@ def test_messages_are_deleted_once_all_have_come_to_the_next_round() -> None:
                 member.share(b"y")
 
     assert group(act) == [None] * 3
-    assert {key.split("/")[1] for key in group.service.known} <= {"19", "20"}
+    assert len({key.split("/")[1] for key in group.service.known}) <= 2
+    assert len(group.service.known) < 20
+
+
+def test_those_who_do_different_things_never_meet_and_the_next_round_is_whole() -> None:
+    """One process has a save less than the others, as its call of save raised."""
+    group = Group(timeout_secs=0.3)
+    saved: list[int] = []
+
+    def act(member: Processes) -> list[Any]:
+        seen: list[Any] = []
+        for step in (10, 12):
+            if step == 10 and member.index == 1:
+                continue
+            if step == 12:
+                time.sleep(1.5 * (member.index != 1))
+                member.timeout_secs = 30
+            try:
+                with member.round(f"saving step {step}"):
+                    member.meet()
+                    if member.is_first:
+                        saved.append(step)
+                seen.append(step)
+            except ProcessTimeoutError as error:
+                seen.append(str(error))
+        return seen
+
+    first, second, third = group(act)
+    assert saved == [12]
+    for seen in (first, third):
+        assert "saving step 10: process 1 of 3 has not come" in seen[0]
+        assert seen[1] == 12
+    assert second == [12]
+
+
+def test_two_saves_are_never_joined_into_one() -> None:
+    def act(member: Processes) -> None:
+        with member.round(f"saving step {10 + 2 * (member.index == 1)}"):
+            member.first(lambda: None)
+
+    told = Group(timeout_secs=0.3)(act)
+    assert {type(error) for error in told} == {ProcessTimeoutError}
+    assert "saving step 10: process 1 of 3 has not come" in str(told[0])
+    assert "saving step 12: process 0 of 3 has not come" in str(told[1])
+
+
+def test_the_threads_of_a_process_are_in_one_round_at_a_time() -> None:
+    def act(member: Processes) -> list[Any]:
+        def verify() -> list[bytes]:
+            entered.wait(30)
+            with member.round("verifying"):
+                return member.gather(b"verified")
+
+        entered = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            verified = pool.submit(verify)
+            with member.round("loading"):
+                entered.set()
+                time.sleep(0.1)
+                loaded = member.gather(b"loaded")
+            return [loaded, verified.result(30)]
+
+    assert Group()(act)[0] == [[b"loaded"] * 3, [b"verified"] * 3]
+
+
+def test_who_fails_while_it_waits_for_the_end_fails_the_round() -> None:
+    """It has come there before the others, and has said so."""
+    group = Group()
+    wait = group.members[1]._wait
+
+    def failing(key: str, secs: float) -> bytes | None:
+        if "verdict" in key or "the end" in key:
+            raise ProcessError("UNAVAILABLE")
+        return wait(key, secs)
+
+    group.members[1]._wait = failing  # type: ignore[method-assign]
+
+    def act(member: Processes) -> None:
+        with member.round("saving"):
+            while member.index != 1 and not any(
+                "/failed/1" in key for key in list(group.service.known)
+            ):
+                time.sleep(0.01)
+
+    assert [str(error) for error in group(act)] == [
+        "process 1: UNAVAILABLE",
+        "UNAVAILABLE",
+        "process 1: UNAVAILABLE",
+    ]
+
+
+class Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [ProcessError("UNAVAILABLE"), Interrupted()], ids=repr)
+def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException) -> None:
+    """Process 1 fails when the verdict is there, and has not read it."""
+    group = Group()
+    wait = group.members[1]._wait
+
+    def late(key: str, secs: float) -> bytes | None:
+        message = wait(key, secs)
+        if message is not None and ("verdict" in key or "the end" in key):
+            raise error
+        return message
+
+    group.members[1]._wait = late  # type: ignore[method-assign]
+
+    def act(member: Processes) -> Any:
+        try:
+            with member.round("saving"):
+                pass
+        except Interrupted:
+            return "interrupted"
+
+    began = time.monotonic()
+    expected = "interrupted" if isinstance(error, Interrupted) else None
+    assert group(act) == [None, expected, None]
+    assert time.monotonic() - began < 20
 
 
 def test_two_threads_of_a_process_may_speak_in_one_round() -> None:
@@ -259,7 +383,7 @@ def test_a_mismatch_is_told_as_one() -> None:
 
 
 def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
-    arrays: dict[str, Any] = {
+    stored: dict[str, Any] = {
         "model/w": jnp.zeros((6, 4)),
         "model/b": jnp.zeros(3),
         "rng/torch": np.zeros(2),
@@ -278,7 +402,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
     def act(member: Processes) -> Any:
         mine = taken(member.index)
         with member.round("saving"):
-            return digests.gathered(mine, {name: arrays[name] for name in mine}, member)
+            return digests.gathered(mine, {name: stored[name] for name in mine}, member)
 
     found = Group()(act)[0]
     assert {name: np.frombuffer(known.values, "<u8").tolist() for name, known in found.items()} == {
@@ -292,7 +416,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
         if member.index == 2:
             del mine["model/b"]
         with member.round("saving"):
-            return digests.gathered(mine, {name: arrays[name] for name in mine}, member)
+            return digests.gathered(mine, {name: stored[name] for name in mine}, member)
 
     told = Group()(differ)
     assert {type(error) for error in told} == {ProcessError}
@@ -328,3 +452,49 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
     assert own.joined(sent[::2])[0].keys() == {"rng"}
     with pytest.warns(UserWarning, match="restored by 2.*those of processes 2 to 2 are left out"):
         own.document_of(document, SimpleNamespace(index=0, count=2), "step 1")
+
+
+def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process comes to the save first, the other to the load."""
+    ocp.save(tmp_path / "1", {"w": np.arange(3)})
+    committed = CommittedStep(1, epath.Path(tmp_path / "1"), 0)
+    service, here = Service(), threading.local()
+    locks = [threading.RLock(), threading.RLock()]
+
+    class OfThisProcess:
+        def __enter__(self) -> None:
+            locks[here.index].acquire()
+
+        def __exit__(self, *_: object) -> None:
+            locks[here.index].release()
+
+    together = {kind: threading.Barrier(2) for kind in ("saving", "loading")}
+    load = ocp.load
+
+    def load_together(*args: Any) -> Any:
+        together["loading"].wait(5)
+        return load(*args)
+
+    monkeypatch.setattr(arrays, "one_at_a_time", OfThisProcess())
+    monkeypatch.setattr(arrays.ocp, "load", load_together)
+
+    def act(index: int, kind: str, delay_secs: float) -> Any:
+        here.index = index
+        time.sleep(delay_secs)
+        processes = Processes(kind, 30, index=index, count=2, client=service)
+        processes._place = kind
+        with processes.round(kind):
+            if kind == "loading":
+                options = CheckpointOptions()
+                return load_state(committed, arrays.read_manifest, None, options, processes)
+            with arrays.one_order(processes):
+                together["saving"].wait(5)
+            return None
+
+    tasks = [(0, "saving", 0), (1, "loading", 0), (1, "saving", 0.3), (0, "loading", 0.3)]
+    with ThreadPoolExecutor(4) as pool:
+        saved, loaded, *others = pool.map(lambda task: act(*task), tasks)
+    assert (saved, others[0]) == (None, None)
+    assert loaded["w"].tolist() == others[1]["w"].tolist() == [0, 1, 2]

@@ -20,7 +20,7 @@ from support import P, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Layout, SnapshotMode
-from torchax_ckpt.snapshot import Snapshot, Snapshotter, free_device_bytes
+from torchax_ckpt.snapshot import Planner, Snapshot, Snapshotter, free_device_bytes
 from torchax_ckpt.storage import arrays as storage
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
@@ -342,3 +342,21 @@ def test_every_bit_of_every_number_is_kept(
         loaded = ckpt.load(1, dict.fromkeys(names, array))
     for name in names:
         assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name
+
+
+def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves() -> None:
+    planner = Planner("stacked")
+    tier = {"other": jnp.ones(3)}
+
+    class Interrupted(list[str]):
+        """Names; while they are compared, another thread plans."""
+
+        def __ne__(self, other: object) -> bool:
+            planner(list(tier), list(tier.values()))
+            return super().__ne__(other)
+
+    state = start()
+    expected = Planner("stacked")(list(state), list(state.values()))
+    planner(list(state), list(state.values()))
+    assert planner(Interrupted(state), list(state.values())) == expected
+    assert planner(list(state), list(state.values())) == expected

@@ -145,7 +145,7 @@ def warm_start(
             files = safetensors_reading.open_safetensors(path)
         else:
             files = dcp_reading.open_dcp(path, at)
-        with processes.round(f"taking weights from {path}"):
+        with processes.round("taking weights from files"):
             return start(_of_files(files, str(path), cast, options))
     run = StepDirectory(source, read_only=True)
     history = History(run, processes)

@@ -324,7 +324,8 @@ def load_state(
     try:
         source = opened(committed)
     except ForeignCheckpointError:
-        return _load_foreign(committed, abstract_state, options)
+        with storage.one_order(processes):
+            return _load_foreign(committed, abstract_state, options)
     findings = Findings()
     prefix: tuple[str, ...] = ()
     if STATE in source.document:

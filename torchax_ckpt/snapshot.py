@@ -48,23 +48,26 @@ _HEADROOM = 1.25
 
 
 class Planner:
-    """Plans the layout of a save; keeps the plan while the leaves look the same."""
+    """Plans the layout of a save; keeps the plan while the leaves look the same.
+
+    The threads of saves to several tiers and the one that trains may ask at the same time.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._names: Sequence[str] = ()
-        self._looks: list[Any] = []
-        self._plan = Plan({}, frozenset())
+        # In one attribute, so that no thread sees the plan of other leaves.
+        self._known: tuple[Sequence[str], list[Any], Plan] = ((), [], Plan({}, frozenset()))
 
     def __call__(self, names: Sequence[str], arrays: Sequence[Array]) -> Plan:
         """Where each of the leaves is stored."""
         looks = [
             (a.shape, a.dtype, a.sharding if isinstance(a, jax.Array) else None) for a in arrays
         ]
-        if looks != self._looks or names != self._names:
-            self._plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
-            self._looks, self._names = looks, names
-        return self._plan
+        known_names, known_looks, plan = self._known
+        if looks != known_looks or names != known_names:
+            plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
+            self._known = (names, looks, plan)
+        return plan
 
 
 def _spec(array: Array) -> LeafSpec:

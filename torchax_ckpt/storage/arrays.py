@@ -112,7 +112,7 @@ def write_step(
             ),
             compression.observed(arrays.values()),
         ):
-            with _one_order(processes), rendezvous.beginning(processes) as operation:
+            with one_order(processes), rendezvous.beginning(processes) as operation:
                 response = ocp.save_checkpointables_async(path, items)
             with operation:
                 try:
@@ -314,8 +314,8 @@ def _context(
 
 
 @contextlib.contextmanager
-def _one_order(processes: Processes) -> Iterator[None]:
-    """Holds ``one_at_a_time``, of several checkpointers on every process for the same one."""
+def one_order(processes: Processes) -> Iterator[None]:
+    """Holds ``one_at_a_time``, on every process for the same save or load; in a round."""
     if not processes.is_first:
         processes.share()  # comes once process 0 holds it
     with one_at_a_time:

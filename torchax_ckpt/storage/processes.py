@@ -2,9 +2,10 @@
 
 What concerns several processes happens in a round, which all of them enter, with the same calls in
 the same order. In it process 0 gathers what the others send, and shares what holds for all. Each
-message has a key of its own, so that who waits in vain can name whom it waits for. A round ends
-alike everywhere: a process that fails says so, process 0 decides for one of the errors, and that
-one is raised by all.
+message has a key of its own, so that who waits in vain can name whom it waits for. A round is known
+by what is done in it: processes that do different things never meet, and time out. It ends alike
+everywhere: a process that fails says so, and process 0 gives the verdict, which is one of the
+errors, raised by all, or none.
 
 No device takes part, so a round may run beside the training, on a thread of its own. With one
 process nothing is sent.
@@ -18,6 +19,7 @@ import hashlib
 import itertools
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -34,10 +36,12 @@ T = TypeVar("T")
 # How soon a process that waits hears that another has failed, or Ctrl-C.
 _POLL_SECS = 0.5
 _made: collections.Counter[str] = collections.Counter()
+# The verdict on a round that has failed nowhere.
+_ALL_WELL = b""
 
 
 class Processes:
-    """The processes of a run, as one thread of one checkpointer speaks to them.
+    """The processes of a run, as one checkpointer speaks to them: in one round at a time.
 
     Attributes:
       index: of this process.
@@ -67,11 +71,14 @@ class Processes:
         if self.count == 1:
             return
         self._client = client or v0.multihost.get_jax_distributed_client()
-        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self._place = f"torchax_ckpt/{digest}/{_made[name]}"
+        self._place = f"torchax_ckpt/{_digest(name):016x}/{_made[name]}"
         _made[name] += 1
+        self._one_round = threading.Lock()
+        # By digest, as there are new ones with every step.
+        self._entered: collections.Counter[int] = collections.Counter()
         self._what = ""
-        self._rounds = self._oldest = 0
+        # Where the messages of the newest one are, and of earlier ones that are not deleted yet.
+        self._rounds: list[str] = []
         self._messages = 0
         self._verdict: bytes | None = None
 
@@ -88,8 +95,11 @@ class Processes:
     def round(self, what: str) -> Iterator[None]:
         """Within it processes can be spoken to; it ends with the same error on all, or with none.
 
+        Where other threads are in a round, it waits until that has ended.
+
         Args:
-          what: is done, for messages: ``saving step 12``.
+          what: is done, the same on all: ``saving step 12``. Only processes that do the same, for
+            the same time, meet; so a call that one of them did not make costs no later round.
 
         Raises:
           CheckpointError: what another process raised, of the same type where it is one of this
@@ -99,18 +109,37 @@ class Processes:
         if self.count == 1:
             yield
             return
+        with self._one_round:
+            self._enter(what)
+            try:
+                yield
+                self._end()
+            except BaseException as error:
+                agreed = self._agreed(error)
+                if agreed is error:
+                    raise
+                if agreed is not None:
+                    raise agreed from agreed.__cause__
+
+    def _enter(self, what: str) -> None:
+        digest = _digest(what)
         self._what = what
-        self._rounds += 1
+        self._rounds.append(f"{self._place}/{digest:016x}/{self._entered[digest]}")
+        self._entered[digest] += 1
         self._messages = 0
         self._verdict = None
-        try:
-            yield
-            self.meet("the end")
-        except BaseException as error:
-            agreed = self._agreed(error)
-            if agreed is error:
-                raise
-            raise agreed from agreed.__cause__
+
+    def _end(self) -> None:
+        """Waits for the verdict of process 0, which it gives when all have come here."""
+        self.gather(topic="the end")
+        if not self.is_first:
+            place = f"{self._here}/the end"
+            self._verdict = self._get(f"{self._here}/verdict/0", self._patience(), place)
+        # One may have come here, and failed while it waited.
+        elif not self._is_decided():
+            self._set(f"{self._here}/verdict/0", _ALL_WELL)
+        if self._verdict:
+            raise _rebuilt(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
         """Sends a value to process 0, where the answer is those of all processes; elsewhere [].
@@ -185,7 +214,7 @@ class Processes:
 
     @property
     def _here(self) -> str:
-        return f"{self._place}/{self._rounds}"
+        return self._rounds[-1]
 
     def _place_of(self, topic: str | None) -> str:
         if topic is None:
@@ -209,8 +238,7 @@ class Processes:
             message = self._wait(key, min(deadline - time.monotonic(), _POLL_SECS))
             if message is not None:
                 return message
-            if self._is_decided():
-                assert self._verdict is not None
+            if self._is_decided() and self._verdict:
                 raise _rebuilt(self._verdict)
             if time.monotonic() >= deadline:
                 raise self._late(self._missing(place))
@@ -260,8 +288,8 @@ class Processes:
             "says how long to wait."
         )
 
-    def _agreed(self, error: BaseException) -> BaseException:
-        """With which error the round ends, after this one on this process."""
+    def _agreed(self, error: BaseException) -> BaseException | None:
+        """With which error the round ends, after this one on this process; None: with none."""
         mine = _described(error, self.index)
         try:
             if self.is_first:
@@ -276,17 +304,18 @@ class Processes:
                     )
                     while not self._is_decided() and time.monotonic() < deadline:
                         time.sleep(_POLL_SECS / 10)
-                verdict = self._verdict or mine
+                verdict = mine if self._verdict is None else self._verdict
         except (ProcessError, jax.errors.JaxRuntimeError) as in_the_way:
             logger.warning("%s failed, and others cannot be told: %s", self._what, in_the_way)
             return error
+        if verdict == _ALL_WELL:  # all has been done here too; only word of it was late
+            return None if isinstance(error, Exception) else error
         return error if json.loads(verdict)["process"] == self.index else _rebuilt(verdict)
 
     def _forget(self) -> None:
         """Deletes the messages of earlier rounds: all processes have come to this one."""
-        for number in range(self._oldest, self._rounds):
-            self._client.key_value_delete(f"{self._place}/{number}")
-        self._oldest = self._rounds
+        while len(self._rounds) > 1:
+            self._client.key_value_delete(self._rounds.pop(0))
 
 
 class Apart(Processes):
@@ -324,6 +353,10 @@ class Apart(Processes):
     def agreed_time(self) -> int:
         """The time of process 0, once all have come here."""
         return int.from_bytes(self.gather(time.time_ns().to_bytes(8))[0])
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 def _described(error: BaseException, index: int) -> bytes:

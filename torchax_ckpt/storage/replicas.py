@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class Spread:
       final: where it goes.
       source: the same on the devices of the first replica.
       all: with a leading axis of replicas, one on each.
+      summed: as ``final``, with the devices in the order of ``all``, which a computation asks for.
       shape: of the leaf.
       dtype: numpy's or ml_dtypes' name.
     """
@@ -44,6 +45,7 @@ class Spread:
     final: NamedSharding
     source: NamedSharding
     all: NamedSharding
+    summed: NamedSharding
     shape: tuple[int, ...]
     dtype: str
 
@@ -74,15 +76,26 @@ def _way(placement: Placement, shape: tuple[int, ...], dtype: str) -> Spread | N
         return None
     if _bits(dtype) is None:
         return None
-    ways = _ways(placement)
-    return None if ways is None else Spread(placement, *ways, shape, dtype)
+    if not isinstance(placement.mesh, Mesh) or _is_everywhere(_ways(placement)[0], placement):
+        return None
+    return Spread(placement, *_ways(placement), shape, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _ways(final: NamedSharding) -> tuple[NamedSharding, NamedSharding] | None:
-    mesh, spec = final.mesh, final.spec
-    if not isinstance(mesh, Mesh):
-        return None
+def _is_everywhere(source: NamedSharding, final: NamedSharding) -> bool:
+    """Whether every process has a part of the first replica."""
+    first, every = (_hosts(sharding.device_set) for sharding in (source, final))
+    return first == every
+
+
+def _hosts(devices: Iterable[Any]) -> set[int]:
+    return {device.process_index for device in devices}
+
+
+@functools.lru_cache(maxsize=1024)
+def _ways(final: NamedSharding) -> tuple[NamedSharding, NamedSharding, NamedSharding]:
+    """Source, all and summed of a Spread."""
+    mesh, spec, memory = final.mesh, final.spec, final.memory_kind
     used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
     kept = [i for i in range(len(mesh.axis_names)) if i not in over]
@@ -90,11 +103,13 @@ def _ways(final: NamedSharding) -> tuple[NamedSharding, NamedSharding] | None:
     axes = tuple(mesh.axis_names[i] for i in kept)
     by_replica = mesh.devices.transpose(over + kept).reshape(-1, *shape)
     first = by_replica[:1].reshape(shape or 1)
-    if {d.process_index for d in first.flat} == {d.process_index for d in by_replica.flat}:
-        return None  # every process has a part of the first replica
-    source = NamedSharding(Mesh(first, axes or (_REPLICA,)), spec, memory_kind=final.memory_kind)
+    source = NamedSharding(Mesh(first, axes or (_REPLICA,)), spec, memory_kind=memory)
     everywhere = Mesh(by_replica, (_REPLICA, *axes))
-    return source, NamedSharding(everywhere, PartitionSpec(_REPLICA, *spec))
+    return (
+        source,
+        NamedSharding(everywhere, PartitionSpec(_REPLICA, *spec)),
+        NamedSharding(everywhere, spec, memory_kind=memory),
+    )
 
 
 def broadcast(leaves: dict[str, Any], spread: Mapping[str, Spread]) -> None:
@@ -118,13 +133,19 @@ def broadcast(leaves: dict[str, Any], spread: Mapping[str, Spread]) -> None:
 
 
 def _broadcast(leaves: dict[str, Any], spread: Mapping[str, Spread]) -> None:
-    by_final: dict[NamedSharding, list[str]] = collections.defaultdict(list)
+    by_summed: dict[NamedSharding, list[str]] = collections.defaultdict(list)
     for name, way in spread.items():
-        by_final[way.final].append(name)
-    for final, names in by_final.items():
+        by_summed[way.summed].append(name)
+    for onto, names in by_summed.items():
         given = [_with_zeros(leaves.get(name), spread[name]) for name in names]
-        summed = _sum_onto(final)(*given)
-        leaves.update(zip(names, summed, strict=True))
+        for name, summed in zip(names, _sum_onto(onto)(*given), strict=True):
+            leaves[name] = _placed(summed, spread[name].final)
+
+
+def _placed(summed: jax.Array, final: NamedSharding) -> jax.Array:
+    """The same shards, on the mesh that was asked for."""
+    shards = [shard.data for shard in summed.addressable_shards]
+    return jax.make_array_from_single_device_arrays(summed.shape, final, shards)
 
 
 def _with_zeros(source: jax.Array | None, way: Spread) -> jax.Array:
@@ -140,8 +161,8 @@ def _with_zeros(source: jax.Array | None, way: Spread) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _sum_onto(final: NamedSharding) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.jit(lambda *arrays: tuple(map(_summed, arrays)), out_shardings=final)
+def _sum_onto(summed: NamedSharding) -> Callable[..., tuple[jax.Array, ...]]:
+    return jax.jit(lambda *arrays: tuple(map(_summed, arrays)), out_shardings=summed)
 
 
 def _summed(array: jax.Array) -> jax.Array:
