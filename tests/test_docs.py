@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torchax
 from support import run_python
 from typer.testing import CliRunner
@@ -41,10 +42,14 @@ ALONE = {"lightning", "preemption"}
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The working directory of a page's program, which may have changed torchax's mode."""
+    """The working directory of a page's program, which enables torchax anew, or disables it."""
     monkeypatch.chdir(tmp_path)
+    depth = torch._C._len_torch_function_stack()
     yield
-    torchax.enable_globally()
+    while torch._C._len_torch_function_stack() > depth:
+        torchax.disable_globally()
+    while torch._C._len_torch_function_stack() < depth:
+        torchax.enable_globally()
 
 
 def run_commands(body: str) -> None:
