@@ -111,3 +111,55 @@ def test_hosts_lost_in_different_slices_come_back_from_the_same_places_in_others
     found = resumed(directory, ramdisks, 4)
     assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
     assert_ends_alike(found, straight(tmp_path, 4))
+
+
+SAME_PARTS = """
+    import pathlib, sys
+    import processes_program as program
+    from processes_program import INDEX, Training, digest, report
+    import jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+    directory, mine = sys.argv[4], pathlib.Path(sys.argv[5], str(INDEX))
+    program.MESH = MESH = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
+    program.rule = lambda name, abstract: NamedSharding(MESH, P())
+
+    def opened():
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=policies.SpecificStepsPolicy(()),
+            local=LocalTier(mine, save_decision_policy=policies.FixedIntervalPolicy(1)),
+        )
+
+    def held(training):
+        return {n: digest(np.asarray(a.addressable_data(0))) for n, a in training.arrays().items()}
+
+    training = Training()
+    with opened() as ckpt:
+        training.attach(ckpt)
+        training.step()
+        ckpt.save(1)
+    if INDEX in (0, 3):
+        for file in (mine / "1" / "state").rglob("d/*"):
+            content = bytearray(file.read_bytes())
+            content[-20] ^= 1
+            file.write_bytes(content)
+    fresh = Training(77)
+    with opened() as ckpt:
+        start = fresh.attach(ckpt)
+        tier = ckpt.restore().tier
+        found = held(fresh)
+        ckpt.save(2)
+        ckpt.wait_until_finished()
+        is_verified = (mine / "1" / "verified").exists()
+    report(start=start, tier=tier, alike=found == held(training), verified=is_verified)
+"""
+
+
+def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path) -> None:
+    """And a damaged copy is not taken for verified because another host's was."""
+    reports = run_processes(SAME_PARTS, 4, str(tmp_path / "run"), str(tmp_path / "ramdisks"))
+    told = {"start": 1, "tier": "local", "alike": True}
+    verified = [False, True, True, False]
+    assert [report for (report,) in reports] == [{**told, "verified": v} for v in verified]

@@ -414,6 +414,52 @@ def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
         np.testing.assert_array_equal(ckpt.load()["w"], state(3)["w"])
 
 
+def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
+    directory: Path, ramdisk: Path
+) -> None:
+    rare = Chosen(3, 5, 10)
+    with two_tiers(directory, ramdisk, durable=rare, local=Chosen(6, 7), keep=1) as ckpt:
+        ckpt.attach(stateful={})
+        save(ckpt, 3, 5, 10)
+        ckpt.restore(5)
+        save(ckpt, 6)  # locally, where it says that 10 is abandoned
+        ckpt.delete(3)
+        save(ckpt, 7)
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == [5, 7]
+        assert ckpt.attach(stateful={}) == 7
+
+
+def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has abandoned them may be lost with the host before that."""
+    with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
+        save(ckpt, 2, 4)
+    write = storage.write_step
+
+    def lost(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).startswith(str(directory)):
+            raise OSError(5, "the host is going")
+        write(path, *args, **kwargs)
+
+    with two_tiers(directory, ramdisk, durable=Chosen(3)) as ckpt:
+        assert ckpt.attach(stateful={}, resume=False) == 0
+        save(ckpt, 1)
+        monkeypatch.setattr(storage, "write_step", lost)
+        assert ckpt.save(3, state=state(3))
+        with pytest.raises(SaveError, match="the host is going"):
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
+        assert entries(directory) >= {"2", "4"}
+        monkeypatch.undo()
+        shutil.copytree(directory, directory.with_name("left"))
+        save(ckpt, 5, force=True)
+        assert {"5", "abandoned-2", "abandoned-4"} <= entries(directory)
+    with two_tiers(directory.with_name("left"), directory.with_name("lost")) as ckpt:
+        assert ckpt.all_steps() == [2, 4]
+
+
 # --- whose ramdisk it is -------------------------------------------------------------------------
 
 
@@ -447,6 +493,36 @@ def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
         assert other.all_steps() == [7]
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == []  # nothing of it was durable
+
+
+@pytest.mark.parametrize("linked", ["durable", "local"])
+def test_a_directory_may_be_a_link(linked: str, directory: Path, ramdisk: Path) -> None:
+    link = directory.with_name("link")
+    link.symlink_to(directory if linked == "durable" else ramdisk)
+    for path in (directory, ramdisk):
+        path.mkdir(parents=True, exist_ok=True)
+    places = (link, ramdisk) if linked == "durable" else (directory, link)
+    for step in (1, 2):
+        with two_tiers(*places, durable=Chosen(1)) as ckpt:
+            assert ckpt.attach(stateful={}) == step - 1
+            save(ckpt, step)
+    with two_tiers(*places) as ckpt:
+        assert ckpt.all_steps("local") == [1, 2]
+
+
+def test_steps_that_no_local_tier_has_written_are_never_removed(
+    directory: Path, ramdisk: Path
+) -> None:
+    other = directory.with_name("other")
+    with two_tiers(other, ramdisk, durable=ALWAYS) as ckpt:  # so it has a name
+        save(ckpt, 1, 2)
+    with two_tiers(directory, other) as ckpt, pytest.raises(DirectoryError) as raised:
+        ckpt.save(7, state=state(7))
+    assert re.search(
+        f"{re.escape(str(other))}: expected .* local tier .* found steps 1, 2", str(raised.value)
+    )
+    with TorchaxCheckpointer(other) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
 
 
 def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(

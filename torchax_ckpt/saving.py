@@ -108,7 +108,7 @@ class Saver:
             self._recover()
             self._directory.delete(self._directory.find(step))
             self._telemetry.steps_gone("deleted", [step])
-            return self._directory.described(self._directory.steps())
+            return self._directory.described(self._in_place())
 
         with self._calls.round(f"deleting step {step}"):
             left = self._calls.first(delete)
@@ -120,8 +120,13 @@ class Saver:
             if self._num_failures:
                 self._directory.claim()
             self._directory.recover()
-            self._history.refresh(self._directory.steps())
+            self._history.refresh(self._in_place())
             self._is_claimed = True
+
+    def _in_place(self) -> list[CommittedStep]:
+        """Every step under its number, the abandoned ones too: the next save must name those."""
+        steps = self._directory.steps()
+        return [*steps, *self._directory.left_in_place]
 
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""

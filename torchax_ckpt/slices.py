@@ -117,6 +117,8 @@ class HostSteps:
             with _left_aside():
                 mine = parts.of_reads(reads, self._mine.document)
                 values = self._mine.read({**reads, **mine})
+        if values is None:
+            self._mine = None  # what comes from other hosts says nothing of this one's copy
         here = {name: read for name, read in reads.items() if name not in spanning}
         found = self._of_parts(spanning, values)
         moved = {n: a for n, a in found.items() if asked[n].placement != reads[n].placement}
@@ -160,7 +162,8 @@ class HostSteps:
     # --- what is spread over hosts ---
 
     def _of_parts(self, reads: Mapping[str, Read], values: dict[str, Any] | None) -> dict[str, Any]:
-        needed = hashlib.sha256(json.dumps(parts.needed(reads)).encode()).hexdigest()
+        place = [parts.needed(reads), _columns(reads, self._axis)]
+        needed = hashlib.sha256(json.dumps(place).encode()).hexdigest()
         mine = json.dumps([needed, values is not None]).encode()
         told = [json.loads(sent) for sent in self._processes.gather(mine)]
         sources = {part: i for i, (part, has_it) in reversed(list(enumerate(told))) if has_it}
@@ -232,6 +235,21 @@ def broadcast(
         dtypes = tuple(reads[name].spec.dtype for name in chunk)
         found.update(zip(chunk, _merge(dtypes, targets, stacks), strict=True))
     return found
+
+
+def _columns(reads: Mapping[str, Read], axis: str) -> list[list[list[int]]]:
+    """Where on each mesh this host's devices lie, but for the axis along which parts are sent.
+
+    Hosts of one slice may hold the same part of everything, and yet none gets it from another.
+    """
+    found = set()
+    for mesh in {_named(read).mesh for read in reads.values()}:
+        if axis not in mesh.shape:
+            continue  # nothing is sent on it
+        here = np.isin(mesh.device_ids, [device.id for device in mesh.local_devices])
+        across = np.any(here, axis=mesh.axis_names.index(axis))
+        found.add(tuple(map(tuple, np.argwhere(across).tolist())))
+    return [list(map(list, columns)) for columns in sorted(found)]
 
 
 def _named(read: Read) -> NamedSharding:

@@ -74,7 +74,7 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 def _is_held(run: StepDirectory) -> bool:
     """Whether a program that lives holds the lease, as far as can be told from here."""
-    if not inspection.is_plain(run.path, lease.NAME):
+    if not inspection.is_plain_file(run.path / lease.NAME):
         return False
     with contextlib.suppress(OSError, RecursionError):
         record = record_at(run.path / lease.NAME)

@@ -46,14 +46,7 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
-from torchax_ckpt.storage import (
-    bucket,
-    commits,
-    identity,
-    location,
-    medium,
-    modes,
-)
+from torchax_ckpt.storage import bucket, commits, identity, location, medium, modes
 from torchax_ckpt.storage import lease as lease_room
 from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.policies import CheckpointInfo
@@ -132,7 +125,7 @@ class StepDirectory:
 
     def _is_of_the_run(self) -> bool:
         """Whether what is here belongs to the run, as all does in a durable directory."""
-        return self._durable is None or identity.are_one(self.path, self._durable.path)
+        return self._durable is None or identity.is_before(self.path, self._durable.path)
 
     def find(self, step: int) -> CommittedStep:
         """The step of this number.
@@ -221,7 +214,9 @@ class StepDirectory:
             if self._durable is None and self._other is not None:
                 identity.give(self.path)
             if self._durable is not None and not self._is_of_the_run():
-                for committed in self._visible():
+                left = list(self._visible())
+                identity.require_local(self.path, [s.step for s in left])
+                for committed in left:
                     logger.warning("%s: removing step %d of another run", self.path, committed.step)
                     self.delete(committed)
                 identity.copy(self._durable.path, self.path)
@@ -243,7 +238,9 @@ class StepDirectory:
         with self._translated("clean up"):
             self.fence()
             visible = list(self._visible())
-            abandoned = self._abandoned(visible)
+            # Not durable steps on the word of local ones, which may yet be lost with their host.
+            told = self._abandoned_by if self._durable is None else self._abandoned
+            abandoned = told(visible)
             self.set_aside(s for s in visible if s.key in abandoned)
             for committed in visible:
                 if committed.is_incoming:

@@ -101,7 +101,17 @@ def is_plain(folder: epath.Path, file: str) -> bool:
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return False
-        status = os.lstat(folder / file)
+    except FileNotFoundError:
+        return True
+    return is_plain_file(folder / file)
+
+
+def is_plain_file(path: epath.Path) -> bool:
+    """Whether a file is a regular one (or not there); its folder may be a link of the user's."""
+    if location.is_bucket(path):
+        return True
+    try:
+        status = os.lstat(path)
     except FileNotFoundError:
         return True
     return stat.S_ISREG(status.st_mode) and status.st_size <= digests.MAX_JSON_BYTES
