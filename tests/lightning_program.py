@@ -157,8 +157,9 @@ class Module(lightning.LightningModule):
         self.log("val_loss", ((self.net(batch[1]) - batch[1]) ** 2).mean())
 
     def on_validation_epoch_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            cast(list[Any], self.lr_schedulers())[0].step()
+        schedulers = self.lr_schedulers()  # none where the Trainer only validates
+        if schedulers and not self.trainer.sanity_checking:
+            cast(list[Any], schedulers)[0].step()
         self.strike("validated", 0)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
