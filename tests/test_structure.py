@@ -23,6 +23,7 @@ FLOORS = [
     "planning",
     "layout",
     "torchax_backend",
+    "bits",
     "sharding",
     "state",
     "snapshot",
@@ -62,6 +63,7 @@ FORBIDDEN = {
     "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
     "layout": {"torch", "torchax", "jax", "orbax"},
     "torchax_backend": {"orbax"},
+    "bits": {"torch", "torchax", "orbax"},
     "sharding": {"torch", "torchax", "orbax"},
     "state": {"torchax", "orbax"},
     "snapshot": {"torch", "torchax", "orbax"},

@@ -156,6 +156,23 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
         ckpt.load()
 
 
+def test_a_step_that_was_deleted_since_it_was_listed_is_not_called_verified(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    ckpt = TorchaxCheckpointer(directory)
+    listed = ckpt._tiers.candidates
+
+    def delete_then(*args: Any) -> Any:
+        found = listed(*args)
+        shutil.rmtree(directory / "2")
+        return found
+
+    monkeypatch.setattr(ckpt._tiers, "candidates", delete_then)
+    with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
+        ckpt.verify(2)
+
+
 def test_a_step_that_cannot_be_read_back_is_deleted(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -346,14 +346,18 @@ class TorchaxCheckpointer:
             step = self._tiers.candidates(None, tier)[-1].step
         for committed in self._tiers.candidates(as_step(step), tier):
             place = self._tiers.holding(committed)
+            # Of the local tier another host may have a step that this one has not.
+            is_shared = place is self._durable or self._processes.count == 1
+            is_here = is_shared or committed.path.exists()
             try:
                 with reading(committed, place.directory, self._processes):
-                    if committed.path.exists():  # else another host has it
+                    if is_here:
                         stored = StoredStep(committed)
                         name = f"step {committed.step}"
                         with progress.bar(name, functools.partial(_size, stored)) as done:
                             stored.verify(self._options, place.processes, on_bytes=done)
-                place.directory.verified.note(committed, is_sound=True)
+                if is_here:
+                    place.directory.verified.note(committed, is_sound=True)
             finally:
                 if place.processes.is_first and not self._options.read_only:
                     place.directory.verified.mark([committed])

@@ -92,7 +92,7 @@ class History:
     def abandons(self) -> list[list[int]]:
         """What a step saved now abandons, in both tiers: steps and their commit times."""
         known = [*self.abandoned, *(self._other.abandoned if self._other else ())]
-        return [[s.step, s.commit_timestamp_nsecs] for s in known]
+        return [list(s.key) for s in known]
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
         """The save has ended: with a durable step, or without."""
@@ -111,10 +111,9 @@ class History:
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
         """Takes where the steps lie now, after some were moved or deleted."""
-        now_at = {(s.step, s.commit_timestamp_nsecs): s for s in steps}
+        now_at = {s.key: s for s in steps}
         for known in (self.committed, self.abandoned):
-            keys = [(s.step, s.commit_timestamp_nsecs) for s in known]
-            known[:] = [now_at[key] for key in keys if key in now_at]
+            known[:] = [now_at[s.key] for s in known if s.key in now_at]
         self._look()
 
     def forget(self, steps: Iterable[int]) -> None:

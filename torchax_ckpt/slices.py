@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchax_ckpt import content, parts
+from torchax_ckpt.bits import from_bits, to_bits
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions
@@ -263,16 +264,16 @@ def _beside_zeros(
     """The array with a leading axis of slices: the bits of this one's part, or zeros."""
     shape, dtype = spec.shape, np.dtype(spec.dtype)
     stacked = NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    empty = jax.eval_shape(_to_bits, jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype))
+    empty = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype))
     given = {} if value is None else {s.device: s.data for s in value.addressable_shards}
     shards = [
-        jnp.expand_dims(_to_bits(given[device]), 0)
+        jnp.expand_dims(to_bits(given[device]), 0)
         if device in given
         else jax.device_put(np.zeros((1, *empty.shape), empty.dtype), device)
         for device in stacked.addressable_devices
     ]
     num_slices = sharding.mesh.shape[axis]
-    whole = jax.eval_shape(_to_bits, jax.ShapeDtypeStruct(shape, dtype)).shape
+    whole = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype)).shape
     return jax.make_array_from_single_device_arrays((num_slices, *whole), stacked, shards)
 
 
@@ -283,35 +284,6 @@ def _merge(
 
     def summed(*stacks: jax.Array) -> tuple[jax.Array, ...]:
         sums = (jnp.sum(stack, axis=0, dtype=stack.dtype) for stack in stacks)
-        return tuple(_from_bits(bits, d) for bits, d in zip(sums, dtypes, strict=True))
+        return tuple(from_bits(bits, d) for bits, d in zip(sums, dtypes, strict=True))
 
     return jax.jit(summed, out_shardings=targets)(*stacks)
-
-
-def _to_bits(array: jax.Array) -> jax.Array:
-    """Unsigned integers of at least a byte; of complex numbers two, in a last dim."""
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        array = jnp.stack([array.real, array.imag], axis=-1)
-    if array.dtype == jnp.bool_:
-        return array.astype(jnp.uint8)
-    num_bits = _num_bits(array.dtype)
-    bits = jax.lax.bitcast_convert_type(array, f"uint{num_bits}")
-    return bits.astype(jnp.uint8) if num_bits < 8 else bits
-
-
-def _from_bits(bits: jax.Array, dtype: str) -> jax.Array:
-    """What ``_to_bits`` was given."""
-    target = jnp.dtype(dtype)
-    if target == jnp.bool_:
-        return bits != 0
-    if jnp.issubdtype(target, jnp.complexfloating):
-        real, imag = jnp.moveaxis(_from_bits(bits, f"float{target.itemsize * 4}"), -1, 0)
-        return jax.lax.complex(real, imag)
-    num_bits = _num_bits(target)
-    narrow = bits.astype(f"uint{num_bits}") if num_bits < 8 else bits
-    return jax.lax.bitcast_convert_type(narrow, target)
-
-
-def _num_bits(dtype: Any) -> int:
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return int((jnp.iinfo if is_integer else jnp.finfo)(dtype).bits)

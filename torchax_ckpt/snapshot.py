@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from torchax_ckpt.bits import from_bits, to_bits
 from torchax_ckpt.errors import DonatedBufferError
 from torchax_ckpt.layout.plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout, SnapshotMode
@@ -324,10 +325,9 @@ def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
 def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
     """Joins arrays; small floats by their bits: XLA converts them on the way and changes NaNs."""
     dtype = arrays[0].dtype
-    if not jnp.issubdtype(dtype, jnp.floating) or (num_bits := jnp.finfo(dtype).bits) >= 32:
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
         return join(arrays)
-    bits = [jax.lax.bitcast_convert_type(array, f"uint{num_bits}") for array in arrays]
-    return jax.lax.bitcast_convert_type(join(bits), dtype)
+    return from_bits(join([to_bits(array) for array in arrays]), dtype)
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterable[list[Any]]:

@@ -118,11 +118,11 @@ class Writer:
             digests.prefetch(stored.values())
 
         def manifest() -> dict[str, Any]:
-            parts = {name: list(digests.shards(array)) for name, array in stored.items()}
+            hosts = {name: list(digests.shards(array)) for name, array in stored.items()}
             progress.transferred.set()
             progress.enter("digesting and writing the arrays")
             taken = {
-                name: digests.take(array, parts[name], is_stack=name in plan.stacks)
+                name: digests.take(array, hosts[name], is_stack=name in plan.stacks)
                 for name, array in stored.items()
             }
             known = digests.gathered(taken, stored, processes)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torchax_ckpt.bits import sum_of_bits
 from torchax_ckpt.sharding import Placement
 from torchax_ckpt.storage.placing import Wanted
 
@@ -74,7 +75,7 @@ def _way(placement: Placement, shape: tuple[int, ...], dtype: str) -> Spread | N
     """How a leaf is spread; None where each process reads what it needs."""
     if not isinstance(placement, NamedSharding) or placement.is_fully_addressable:
         return None
-    if _bits(dtype) is None:
+    if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
         return None
     if not isinstance(placement.mesh, Mesh) or _is_everywhere(_ways(placement)[0], placement):
         return None
@@ -162,19 +163,4 @@ def _with_zeros(source: jax.Array | None, way: Spread) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _sum_onto(summed: NamedSharding) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.jit(lambda *arrays: tuple(map(_summed, arrays)), out_shardings=summed)
-
-
-def _summed(array: jax.Array) -> jax.Array:
-    """The sum over replicas, of the bits: floats would lose the sign of zero."""
-    bits = np.dtype(_bits(array.dtype.name))
-    if array.dtype == bool:
-        return array.astype(bits).sum(0, dtype=bits).astype(bool)
-    as_bits = jax.lax.bitcast_convert_type(array, bits).sum(0, dtype=bits)
-    return jax.lax.bitcast_convert_type(as_bits, array.dtype)
-
-
-def _bits(dtype: str) -> str | None:
-    """The unsigned integers of a dtype's width; None for those that have none, or two parts."""
-    found = np.dtype(dtype)
-    return None if found.kind == "c" or dtype in _NIBBLES else f"uint{8 * found.itemsize}"
+    return jax.jit(lambda *arrays: tuple(map(sum_of_bits, arrays)), out_shardings=summed)

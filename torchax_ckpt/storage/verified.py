@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchax_ckpt.storage import modes
 
 if TYPE_CHECKING:
-    from torchax_ckpt.storage.directory import CommittedStep
+    from torchax_ckpt.storage.commits import CommittedStep
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ class Verified:
 
     def note(self, committed: CommittedStep, *, is_sound: bool) -> None:
         """Takes it that the step was read whole and is sound, or that it is damaged."""
-        self._noted[_key(committed)] = is_sound
-        self._written.discard(_key(committed))
+        self._noted[committed.key] = is_sound
+        self._written.discard(committed.key)
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
         """Has those of the steps that were noted say so to later programs."""
         for committed in steps:
-            key = _key(committed)
+            key = committed.key
             if key not in self._noted or key in self._written:
                 continue
             path = committed.path / MARK
@@ -45,7 +45,7 @@ class Verified:
                 logger.info("%s is not changed: %s", path, error)
 
     def __contains__(self, committed: CommittedStep) -> bool:
-        found = self._noted.get(_key(committed))
+        found = self._noted.get(committed.key)
         return (committed.path / MARK).exists() if found is None else found
 
     def newest_of(
@@ -57,7 +57,3 @@ class Verified:
                 newer = (s for s in steps if s.step > candidate.step)
                 return None if any(s in self for s in newer) else candidate
         return None
-
-
-def _key(committed: CommittedStep) -> tuple[int, int]:
-    return committed.step, committed.commit_timestamp_nsecs

@@ -1,0 +1,34 @@
+"""Arrays as the integers of their bits come back as they were, whatever they hold."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from strategies import random_bits
+
+from torchax_ckpt.bits import from_bits, sum_of_bits, to_bits
+
+DTYPES = [
+    *("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_come_back(dtype: str) -> None:
+    array = jnp.asarray(random_bits(dtype, (64, 8), seed=1))
+    back = jax.jit(lambda x: from_bits(to_bits(x), dtype))(array)
+    assert back.dtype == array.dtype
+    assert np.asarray(back).tobytes() == np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_add_nothing(dtype: str) -> None:
+    array = jnp.asarray(random_bits(dtype, (64, 8), seed=1))
+    zeros = np.zeros(array.shape, array.dtype)
+    stack = jax.device_put(np.stack([zeros, np.asarray(array), zeros]))
+    summed = jax.jit(sum_of_bits)(stack)
+    assert summed.dtype == array.dtype
+    assert np.asarray(summed).tobytes() == np.asarray(array).tobytes()
