@@ -36,6 +36,6 @@ def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_rest
 def test_a_program_that_writes_less_carefully_is_found_out(
     weakening: str, findings: list[str]
 ) -> None:
-    code, table, output = run_torture(PROGRAM, "--kills", "5", "--weakened", weakening)
+    code, table, output = run_torture(PROGRAM, "--kills", "60", "--weakened", weakening)
     assert code == 1, output
     assert sum(table[finding] for finding in findings) > 0, output
