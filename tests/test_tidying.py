@@ -50,22 +50,23 @@ def steps_in(directory: Path) -> list[int]:
 
 def test_a_dry_run_only_says_what_would_go(directory: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
-    result = run_json("prune", directory, "--keep-latest", 2)
+    result = run_json("prune", directory, "--policy", "LatestN(2)")
     assert result["dry_run"] is True
     assert (result["kept"], result["deleted"]) == ([4, 5], [1, 2, 3])
     files = [p for step in (1, 2, 3) for p in (directory / str(step)).rglob("*") if p.is_file()]
     assert result["freed_bytes"] == sum(p.stat().st_size for p in files)
-    assert "would delete 3 of 5 steps" in run("prune", directory, "--keep-latest", 2)
+    assert "would delete 3 of 5 steps" in run("prune", directory, "--policy", "LatestN(2)")
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
     ("rules", "kept"),
     [
-        (("--keep-latest", 2), [4, 5]),
-        (("--keep-every", 2), [2, 4, 5]),
-        (("--keep-best", "loss:min"), [2, 5]),
-        (("--keep-best", "loss:max", "--keep-latest", 1), [3, 5]),
+        (("--policy", "LatestN(2)"), [4, 5]),
+        (("--policy", "EveryNSteps(2)"), [2, 4, 5]),
+        (("--policy", "BestN(loss)"), [2, 5]),
+        (("--policy", "CustomSteps(1, 3)"), [1, 3, 5]),
+        (("--policy", "BestN( loss, max,1 )", "--policy", "LatestN(1)"), [3, 5]),
     ],
 )
 def test_what_no_rule_keeps_is_deleted(
@@ -83,7 +84,11 @@ def test_what_no_rule_keeps_is_deleted(
 def test_the_newest_verified_step_is_spared_in_dry_runs_too(directory: Path) -> None:
     run("verify", directory, 2)
     for flags in ((), ("--delete",)):
-        assert run_json("prune", directory, "--keep-latest", 1, *flags)["deleted"] == [1, 3, 4]
+        assert run_json("prune", directory, "--policy", "LatestN(1)", *flags)["deleted"] == [
+            1,
+            3,
+            4,
+        ]
     assert steps_in(directory) == [2, 5]
 
 
@@ -92,15 +97,38 @@ def test_a_directory_that_is_being_written_to_is_not_pruned(directory: Path) -> 
         ckpt.save(6, state=state(6), force=True)
         ckpt.wait_until_finished()
         before = sorted(directory.rglob("*"))
-        said = run("prune", directory, "--keep-latest", 1, "--delete", code=outcome.UNAVAILABLE)
+        said = run(
+            "prune", directory, "--policy", "LatestN(1)", "--delete", code=outcome.UNAVAILABLE
+        )
         assert "writes to" in said
         assert sorted(directory.rglob("*")) == before
-        assert run_json("prune", directory, "--keep-latest", 1)["kept"] == [6]
+        assert run_json("prune", directory, "--policy", "LatestN(1)")["kept"] == [6]
 
 
 @pytest.mark.parametrize(
     "rules",
-    [(), ("--keep-latest", 0), ("--keep-best", "loss"), ("--keep-best", ":min")],
+    [
+        (),
+        *(
+            ("--policy", rule)
+            for rule in (
+                *(
+                    "LatestN",
+                    "LatestN(0)",
+                    "LatestN(x)",
+                    "LatestN(1, 2)",
+                    "AnyPreservationPolicy()",
+                ),
+                *(
+                    "BestN()",
+                    "BestN(loss, low)",
+                    "BestN(loss, min, 0)",
+                    "CustomSteps(a)",
+                    "eval(1)",
+                ),
+            )
+        ),
+    ],
 )
 def test_what_to_keep_must_be_said(rules: tuple[Any, ...], directory: Path) -> None:
     run("prune", directory, *rules, "--delete", code=outcome.USAGE)

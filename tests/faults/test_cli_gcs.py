@@ -51,7 +51,7 @@ PROGRAM = """
     assert found["leaves"][0]["max_abs"] == 1.0
     assert command("copy", run + "/1", target)["steps"] == [1]
     assert (load_torch_state_dict(target, at="state/p")["w"] == 1).all()
-    assert command("prune", run, "--keep-latest", 1, "--delete")["kept"] == [2]
+    assert command("prune", run, "--policy", "LatestN(1)", "--delete")["kept"] == [2]
 """
 
 

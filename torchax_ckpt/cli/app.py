@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchax_ckpt.cli.outcome import EPILOG, UsageError, ends_well
+from torchax_ckpt.cli.outcome import EPILOG, ends_well
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -342,15 +342,13 @@ def import_(
 @ends_well
 def prune(
     directory: Directory,
-    keep_latest: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the latest N.")
-    ] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the multiples of N.")
-    ] = None,
-    keep_best: Annotated[
-        str | None,
-        typer.Option(metavar="METRIC", help="Keep the best by a metric: loss:min, accuracy:max."),
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE",
+            help="Keep what this keeps, as ls says it: 'LatestN(3)', 'EveryNSteps(1000)', "
+            "'BestN(loss, min)'. May be given several times.",
+        ),
     ] = None,
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete; without it, only say what would go.")
@@ -363,19 +361,8 @@ def prune(
     training that runs prunes by itself, and is not disturbed.
     """
     from torchax_ckpt.cli import tidying
-    from torchax_ckpt.storage import policies
 
-    rules: list[object] = []
-    if keep_latest is not None:
-        rules.append(policies.LatestN(keep_latest))
-    if keep_every is not None:
-        rules.append(policies.EveryNSteps(keep_every))
-    if keep_best is not None:
-        metric, _, mode = keep_best.rpartition(":")
-        if not metric or mode not in ("min", "max"):
-            raise UsageError(f"prune: --keep-best: expected METRIC:min or :max, found {keep_best}")
-        rules.append(policies.BestN(metric=metric, mode="min" if mode == "min" else "max"))
-    return tidying.prune(directory, rules, delete=delete, as_json=json)
+    return tidying.prune(directory, policy or [], delete=delete, as_json=json)
 
 
 @app.command("copy", epilog=EPILOG)

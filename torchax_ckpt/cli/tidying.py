@@ -10,17 +10,21 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing, named_or_all
 from torchax_ckpt.copying import copy_steps
+from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import inspection, policies
+from torchax_ckpt.storage import inspection, policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
 
-def prune(directory: str, rules: Sequence[Any], *, delete: bool, as_json: bool) -> int:
+def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) -> int:
     """``torchax-ckpt prune``."""
-    if not rules:
-        raise UsageError("prune: say what to keep: --keep-latest, --keep-every or --keep-best")
+    if not words:
+        raise UsageError("prune: say what to keep: --policy 'LatestN(3)'")
+    try:
+        policy = policies.AnyPreservationPolicy([rules.parsed(rule) for rule in words])
+    except PolicyError as error:
+        raise UsageError(f"prune: --policy: {error}") from None
     run = existing(directory, read_only=not delete)
-    policy = policies.AnyPreservationPolicy(list(rules))
     if delete:
         try:
             run.claim()

@@ -7,18 +7,24 @@ comes from a directory that anybody may have written to: what makes no sense is 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.storage import policies
 
 _MAX_STEPS = 1000
 _MAX_NAME = 100
 # A hundred years: what dates can be computed from.
 _MAX_SECS = 100 * 365 * 86400
+
+_WORDS = re.compile(r"(?P<name>\w+)\((?P<given>.*)\)")
+_COMMA = re.compile(r"\s*,\s*")
 
 NEWEST = "newest"
 VERIFIED = "newest verified"
@@ -66,6 +72,35 @@ def kept_by(
         yield _in_words(rule), answer
 
 
+def parsed(words: str) -> Any:
+    """The policy that ``kept_by`` has such words for: ``LatestN(3)``, ``BestN(loss, min)``.
+
+    Raises:
+      PolicyError: it has them for none.
+    """
+    match = _WORDS.fullmatch(words.strip())
+    name, given = (match["name"], _values(match["given"])) if match else ("", [])
+    if name == "CustomSteps":
+        given = [given]
+    is_positive = all(value > 0 for value in given if isinstance(value, (int, float)))
+    if 0 < len(given) <= len(_FIELDS.get(name, ())) and is_positive:
+        rule = {"rule": name, **dict(zip(_FIELDS[name], given, strict=False))}
+        if (policy := _policy_of(rule)) is not None:
+            return policy
+    known = ", ".join(f"{name}({', '.join(fields)})" for name, fields in _FIELDS.items())
+    raise PolicyError(f"expected one of {known}, found {words[:_MAX_NAME]!r}")
+
+
+def _values(words: str) -> list[Any]:
+    def value(word: str) -> Any:
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(word)
+        return word
+
+    return [value(word) for word in _COMMA.split(words.strip()) if word]
+
+
 def _policy_of(rule: Mapping[str, Any]) -> Any:
     """The policy of a noted rule; None if it is none that is known."""
     values = {key: value for key, value in rule.items() if key != "rule"}
@@ -88,7 +123,7 @@ def _count(value: Any) -> int:
     return _number(value)
 
 
-def _best_n(*, metric: str, mode: Any, n: int) -> Any:
+def _best_n(*, metric: str, mode: Any = "min", n: int = 1) -> Any:
     if not isinstance(metric, str) or len(metric) > _MAX_NAME:
         raise ValueError(metric)
     return policies.BestN(metric=metric, mode=mode, n=_count(n))
@@ -119,6 +154,17 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
     ),
     "LatestN": lambda *, n=None: policies.LatestN(None if n is None else _count(n)),
     "PreserveAll": lambda: policies.PreserveAll(),
+}
+
+
+# In the order of their words.
+_FIELDS: Mapping[str, Sequence[str]] = {
+    "LatestN": ("n",),
+    "EveryNSteps": ("interval_steps",),
+    "EveryNSeconds": ("interval_secs",),
+    "LatestDuration": ("duration_secs",),
+    "BestN": ("metric", "mode", "n"),
+    "CustomSteps": ("steps",),
 }
 
 
