@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before JAX is imported anywhere: one process plays a host with eight chips.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+# Programs that tests start compile the same again and again: each does once in a session. The first
+# to come here, before it starts others, makes the place.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    COMPILED = tempfile.mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 import torch
 import torchax
+
+# Not the tests themselves, two of which may compile and look up the same at the same time.
+jax.config.update("jax_enable_compilation_cache", False)
 
 hypothesis.settings.register_profile(
     "default",

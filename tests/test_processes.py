@@ -50,7 +50,7 @@ STRAIGHT = (
 RESUMED = (
     TRAIN
     + """
-    import os, pathlib, re, warnings
+    import os, pathlib, re, time, warnings
     import jax
     import numpy as np
     from etils import epath
@@ -83,8 +83,21 @@ RESUMED = (
     digests.take = take
     assert ckpt.save(9, force=True)               # tried again, on both
     ckpt.wait_until_finished()
+    # User code cannot say what to save, on process 1: the other does not wait for it in vain.
+    give = training.loader.state_dict
+    def unsaid():
+        raise ValueError("cannot say")
+    training.loader.state_dict = unsaid if INDEX == 1 else give
     training.step()
-    assert ckpt.save(10, force=True)
+    began = time.monotonic()
+    try:
+        assert ckpt.save(10, force=True)
+        ckpt.wait_until_finished()
+    except Exception as error:                    # not told(): what it compares is gathered
+        unsaid = [type(error).__name__, str(error)]
+    unsaid_secs = time.monotonic() - began
+    training.loader.state_dict = give
+    assert ckpt.save(10, force=True)              # the same step, once it can be said
     ckpt.wait_until_finished()
     files = sorted(os.listdir(directory))
 
@@ -115,7 +128,8 @@ RESUMED = (
         warnings.simplefilter("always")
         restored = ckpt.restore()
     report(
-        failure=failure, files=files, refused=refused, verified=verified,
+        failure=failure, files=files, unsaid=unsaid, unsaid_secs=unsaid_secs,
+        refused=refused, verified=verified,
         restored=[restored.step, *restored.skipped_steps], is_verified=restored.is_verified,
         warned=[str(w.message) for w in warned], steps=ckpt.all_steps(),
         damaged=told(ckpt.verify, 10), missing=told(ckpt.restore, 77),
@@ -202,6 +216,8 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         kind, message, _ = outcome["failure"]
         assert kind == "SaveError"
         assert "No space left on device" in message
+        assert "cannot say" in outcome["unsaid"][1]
+        assert outcome["unsaid_secs"] < 30, "process_timeout_secs is 60"
         assert outcome["files"] == ["10", "4", "8", "9", "abandoned-8", "events", "lease"]
         kind, message, is_unchanged = outcome["refused"]
         assert (kind, is_unchanged) == ("MismatchError", True)
@@ -217,6 +233,7 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         # Both slices have all of it; each has written half, from its own devices.
         for nbytes in end["written"]:
             assert end["nbytes"] / 2 <= nbytes < end["nbytes"] * 0.6
+    assert [outcome["unsaid"][0] for _, _, outcome, *_ in resumed] == ["SaveError", "ValueError"]
     # Slice by slice, or one for both: what the second does not read came over the devices' network.
     (*_, each_0, one_0, end), (*_, each_1, one_1, _) = resumed
     assert each_0["read"] >= end["nbytes"] <= each_1["read"]

@@ -85,19 +85,37 @@ def assert_ends_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]
     assert len({report["own"]["torch"] for report in expected}) == len(expected)
 
 
-@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-def test_a_lost_slice_comes_back_from_the_other_and_both_from_the_durable_tier(
-    lost: tuple[int, ...], tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    place, never_killed = two_slices
+def left(place: Path, tmp_path: Path, *lost: int) -> tuple[Path, Path]:
+    """What is left after the loss of some hosts: the run's directory, and the ramdisks."""
     for name in ("run", "ramdisks"):
         shutil.copytree(place / name, tmp_path / name)
     for index in lost:
         shutil.rmtree(tmp_path / "ramdisks" / str(index))
-    found = resumed(tmp_path / "run", tmp_path / "ramdisks", 2)
-    expected = (4, "durable") if len(lost) == 2 else (6, "local")
-    assert [(report["start"], report["tier"]) for report in found] == [expected] * 2
+    return tmp_path / "run", tmp_path / "ramdisks"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_slice_comes_back_from_the_other(
+    lost: int, tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    place, never_killed = two_slices
+    found = resumed(*left(place, tmp_path, lost), 2)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
     assert_ends_alike(found, never_killed)
+
+
+def test_two_lost_slices_come_back_from_the_durable_tier_and_what_a_host_kept_is_stale(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    place, never_killed = two_slices
+    directory, ramdisks = left(place, tmp_path, 0, 1)
+    for _ in range(2):
+        found = resumed(directory, ramdisks, 2)
+        assert [(report["start"], report["tier"]) for report in found] == [(4, "durable")] * 2
+        assert_ends_alike(found, never_killed)
+        # The run went on without the first host, which comes back as it was; the second is lost.
+        shutil.rmtree(ramdisks)
+        shutil.copytree(place / "ramdisks" / "0", ramdisks / "0")
 
 
 def test_hosts_lost_in_different_slices_come_back_from_the_same_places_in_others(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import re
 import shutil
 import signal
@@ -493,6 +496,63 @@ def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
         assert other.all_steps() == [7]
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == []  # nothing of it was durable
+
+
+def test_what_an_absent_host_has_kept_is_not_resumed_from(directory: Path, ramdisk: Path) -> None:
+    """The run goes on without it, from an older step, on another host or without a local tier."""
+    elsewhere = ramdisk.with_name("elsewhere")
+    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+        save(ckpt, 1, 2, 3)
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.load()["w"].tolist() == [1, 1, 1]
+        assert ckpt.all_steps("local") == []
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == [1, 2, 3], "only who saves goes on"
+    with two_tiers(directory, elsewhere) as ckpt:
+        save(ckpt, 2)
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == [1]
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+        save(ckpt, 3)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as alone:
+        alone.delete(1)
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.all_steps() == [2, 3], "who deletes does not"
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as alone:
+        save(alone, 4)
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.all_steps() == [4]
+        save(ckpt, 5)
+        assert ckpt.all_steps("local") == [5]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
+    call: int, directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 1)
+    replace, count = os.replace, itertools.count(1)
+
+    def killed(draft: Any, path: Any) -> None:
+        if Path(path).name == identity.NAME and next(count) == call:
+            raise KeyboardInterrupt
+        replace(draft, path)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        two_tiers(directory, ramdisk) as ckpt,
+    ):
+        save(ckpt, 2)
+    monkeypatch.undo()
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == ([1] if call < 3 else [1, 2])
+        save(ckpt, 3)
+    assert sorted(c.name for c in ramdisk.iterdir() if c.name.startswith("run")) == ["run"]
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.latest_step() == 3
 
 
 @pytest.mark.parametrize("linked", ["durable", "local"])

@@ -484,25 +484,15 @@ class TorchaxCheckpointer:
         metrics_room.require_ranking(pending, ranked, step)
         began = time.perf_counter()
         pending = metrics_room.hold(pending)
-        self._tiers.claim()
-        for tier in due:
-            tier.saver.wait()
+        self._tiers.prepare(due)
         if raises:
             self.check_for_errors()
-        captured = (attached or self._unattached).capture(state)
-        names = [name for part in captured.values() for name in part.form.names]
-        arrays = [array for part in captured.values() for array in part.arrays]
-        mine = None
-        if self._processes.count > 1:
-            names, arrays, mine = own.split(captured)
-        capture = Capture(
-            step,
-            self._snapshotter.take(names, arrays),
-            {name: part.form.node for name, part in captured.items()},
-            mine,
-            functools.partial(metrics_room.fetch_ranked, pending, ranked, step),
-            began,
-        )
+        fetch_metrics = functools.partial(metrics_room.fetch_ranked, pending, ranked, step)
+        try:
+            capture = self._capture(step, state, fetch_metrics, began)
+        except Exception as error:
+            self._tiers.abstain(step, due, error)
+            raise
         self._position = step  # also if what follows is not waited for
         self._tiers.begin(capture, due)
         if is_preempted:
@@ -512,6 +502,19 @@ class TorchaxCheckpointer:
                 self._saver.wait()
             return self._history.has(step)
         return True
+
+    def _capture(
+        self, step: int, state: Any, fetch_metrics: Callable[[], Any], began: float
+    ) -> Capture:
+        captured = (self._attached or self._unattached).capture(state)
+        names = [name for part in captured.values() for name in part.form.names]
+        arrays = [array for part in captured.values() for array in part.arrays]
+        mine = None
+        if self._processes.count > 1:
+            names, arrays, mine = own.split(captured)
+        document = {name: part.form.node for name, part in captured.items()}
+        snapshot = self._snapshotter.take(names, arrays)
+        return Capture(step, snapshot, document, mine, fetch_metrics, began)
 
     def reached_preemption(self, step: int | None = None) -> bool:
         """Whether this run was told to end; True from then on. Ask after completing each step.

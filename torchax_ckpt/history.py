@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage import commits
+from torchax_ckpt.storage.commits import CommittedStep
+from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.policies import CheckpointInfo
 from torchax_ckpt.storage.processes import Processes
 
@@ -59,9 +61,9 @@ class History:
 
     def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
         """What process 0 finds in the directory now, on all processes."""
-        directory, processes = self._directory, self._processes
-        with processes.round("looking for steps"):
-            return directory.named(processes.first(lambda: directory.described(find())))
+        with self._processes.round("looking for steps"):
+            found = self._processes.first(lambda: commits.described(find()))
+        return commits.named(found, self.path)
 
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""

@@ -12,6 +12,7 @@ once; a save succeeds on all of them or fails on all.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -33,7 +34,7 @@ from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
 from torchax_ckpt.in_flight import InFlight, SaveCost
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import medium
+from torchax_ckpt.storage import commits, medium
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.policies import preserved
 from torchax_ckpt.storage.processes import Processes
@@ -108,11 +109,11 @@ class Saver:
             self._recover()
             self._directory.delete(self._directory.find(step))
             self._telemetry.steps_gone("deleted", [step])
-            return self._directory.described(self._in_place())
+            return commits.described(self._in_place())
 
         with self._calls.round(f"deleting step {step}"):
             left = self._calls.first(delete)
-        self._history.refresh(self._directory.named(left))
+        self._history.refresh(commits.named(left, self._directory.path))
 
     def _recover(self) -> None:
         """Finishes or removes what killed and failed saves have left; for process 0."""
@@ -151,6 +152,11 @@ class Saver:
         finally:  # also when interrupted: the save's thread waits for this
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
+
+    def abstain(self, step: int, error: BaseException) -> None:
+        """Fails the save of a step that other processes have begun, and this one cannot."""
+        with contextlib.suppress(Exception), self._saves.round(_round_of(step)):
+            raise error
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; failures are left for ``check_for_errors``.
@@ -228,7 +234,7 @@ class Saver:
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:
-            with self._saves.round(f"saving step {capture.step}"):
+            with self._saves.round(_round_of(capture.step)):
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
         except BaseException as error:  # whatever it is, it must reach the training thread
@@ -268,12 +274,12 @@ class Saver:
             gone = self._directory.prune(keep, history.committed)
             self._telemetry.steps_gone("deleted", gone)
             history.forget(gone)
-            return self._directory.described(history.committed)
+            return commits.described(history.committed)
 
         try:
             with self._saves.round(f"tidying up after step {durable.step}"):
                 left = self._saves.first(tidy)
-            self._history.refresh(self._directory.named(left))
+            self._history.refresh(commits.named(left, self._directory.path))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "
@@ -320,6 +326,10 @@ class Saver:
                 self._directory.recover()  # if the medium lets it: a full disk needs the room now
         except Exception as in_the_way:
             logger.debug("leftovers stay until the next save: %s", in_the_way)
+
+
+def _round_of(step: int) -> str:
+    return f"saving step {step}"
 
 
 _unfinished: weakref.WeakSet[Saver] = weakref.WeakSet()

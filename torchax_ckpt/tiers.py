@@ -23,7 +23,7 @@ from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.restoring import Source
 from torchax_ckpt.saving import Saver
 from torchax_ckpt.slices import HostSteps
-from torchax_ckpt.storage import policies, rules
+from torchax_ckpt.storage import identity, policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Apart, Processes
 from torchax_ckpt.telemetry.events import Event
@@ -99,7 +99,7 @@ class Tiers:
         )
         self._tiers.append(self.durable)
         self._local: Tier | None = None
-        self._is_open = False
+        self._is_open = self._is_renamed = False
         if local is not None:
             if options.restore_in_budget and self.processes.count > 1:
                 raise TierError(
@@ -258,6 +258,26 @@ class Tiers:
         """Makes sure, before the first save, that all can be written, and takes them."""
         for tier in self._tiers:
             tier.saver.claim()
+
+    def prepare(self, tiers: Sequence[Tier]) -> None:
+        """Makes sure that some of the tiers can take a capture, and have none in flight."""
+        self.claim()
+        if self._local is not None and not self._is_renamed:
+            local = self._local
+            with self.processes.round("naming the run"):
+                name = self.processes.first(identity.new)
+                local.directory.rename_run(name)
+                self.processes.meet()
+                self.processes.first(lambda: self.durable.directory.rename_run(name))
+            self._is_renamed = True
+        for tier in tiers:
+            tier.saver.wait()
+
+    def abstain(self, step: int, tiers: Sequence[Tier], error: BaseException) -> None:
+        """Lets other processes, which save a step that this one cannot capture, fail at once."""
+        for tier in tiers:
+            tier.decisions.begun()
+            tier.saver.abstain(step, error)
 
     def begin(self, capture: Capture, tiers: Sequence[Tier]) -> None:
         """Starts to write a capture to some of the tiers, at the same time."""

@@ -25,9 +25,10 @@ from torchax_ckpt.sharding import to_host_part
 from torchax_ckpt.snapshot import Array, Snapshot, beside
 from torchax_ckpt.state.own import Own, joined
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import digests
+from torchax_ckpt.storage import commits, digests
+from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.compression import Compression
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
 
@@ -107,7 +108,7 @@ class Writer:
         directory, processes = self._directory, self._processes
         progress.enter("cleaning up the directory")
         name, there = processes.first(lambda: self._prepare(capture.step, recover))
-        self._history.refresh(directory.named(there))
+        self._history.refresh(commits.named(there, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
@@ -147,7 +148,8 @@ class Writer:
             processes=processes,
         )
         at = processes.agreed_time()
-        (durable,) = directory.named(processes.first(lambda: self._commit(capture.step, name, at)))
+        committed = processes.first(lambda: self._commit(capture.step, name, at))
+        (durable,) = commits.named(committed, directory.path)
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
@@ -157,7 +159,7 @@ class Writer:
         """The name to write a step under, and the steps of this run that are there."""
         recover()
         known = (*self._history.committed, *self._history.abandoned)
-        return self._directory.path_for(step).name, self._directory.described(known)
+        return self._directory.path_for(step).name, commits.described(known)
 
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
         """The document, the plan, and what this process writes, alone or with others.
@@ -186,7 +188,7 @@ class Writer:
 
     def _commit(self, step: int, name: str, at: int | None) -> list[Any]:
         durable = self._directory.commit(step, self._directory.path / name, at)
-        return self._directory.described([durable])
+        return commits.described([durable])
 
     def _read_back(self, durable: CommittedStep) -> None:
         """Reads the step on all processes, each its share; deletes it if that fails on any."""

@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import json
 import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from etils import epath
 
@@ -46,6 +48,16 @@ class CommittedStep:
     def key(self) -> tuple[int, int]:
         """What tells it from every other step of the run."""
         return self.step, self.commit_timestamp_nsecs
+
+
+def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
+    """Steps as JSON, for other processes of the run."""
+    return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
+
+
+def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
+    """The steps that ``described`` has described, perhaps in another process, in a directory."""
+    return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]
 
 
 def is_marked(path: epath.Path) -> bool:

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
-    rf"|{lease_room.NAME}-.*{re.escape(DRAFT_SUFFIX)}"
+    rf"|({lease_room.NAME}|{identity.NAME})-.*{re.escape(DRAFT_SUFFIX)}"
 )
 # What is no step, nor one set aside, as long as it has no commit mark.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
@@ -101,6 +101,7 @@ class StepDirectory:
         self.told_abandoned: set[tuple[int, int]] = set()
         self._is_read_only = read_only
         self._num_writes = 0
+        self._is_alone = False
         self._given: set[str] = set()
         self._lease = lease_room.Lease(self.path)
         self._durable = durable
@@ -159,14 +160,6 @@ class StepDirectory:
             metrics=self.metrics(committed),
         )
 
-    def described(self, steps: Iterable[CommittedStep]) -> list[list[Any]]:
-        """Steps as JSON, for other processes of the run."""
-        return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
-
-    def named(self, described: Iterable[Sequence[Any]]) -> list[CommittedStep]:
-        """The steps that ``described`` has described, perhaps in another process."""
-        return [CommittedStep(n, self.path / name, *rest) for n, name, *rest in described]
-
     def _visible(self) -> Iterator[CommittedStep]:
         found = [(child, m) for child in self._children() if (m := _STEP.fullmatch(child.name))]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
@@ -211,8 +204,6 @@ class StepDirectory:
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
             probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
-            if self._durable is None and self._other is not None:
-                identity.give(self.path)
             if self._durable is not None and not self._is_of_the_run():
                 left = list(self._visible())
                 identity.require_local(self.path, [s.step for s in left])
@@ -220,6 +211,15 @@ class StepDirectory:
                     logger.warning("%s: removing step %d of another run", self.path, committed.step)
                     self.delete(committed)
                 identity.copy(self._durable.path, self.path)
+
+    def rename_run(self, name: str) -> None:
+        """Gives the run a new name. The local directories take it first, beside the present one."""
+        with self._translated("write"):
+            self.fence()
+            if self._durable is None:
+                identity.give(self.path, name)
+            else:
+                identity.copy(self._durable.path, self.path, name)
 
     def fence(self) -> None:
         """Makes sure, right before something becomes visible, that this program may write.
@@ -285,6 +285,9 @@ class StepDirectory:
         Raises:
           LeaseError: another program writes to the directory by now.
         """
+        if self._other is None and not self._is_alone:
+            identity.forget(self.path)  # local tiers that there were have missed this step
+            self._is_alone = True
         path = written
         if at is not None:
             commits.set_time(written, at)
