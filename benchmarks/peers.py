@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.policies import LatestN, PreserveAll
 
@@ -136,7 +136,9 @@ class Ours:
     ) -> None:
         self._module, self._optimizer, self._flat = module, optimizer, flat
         policy = LatestN(keep) if keep else PreserveAll()
-        self._ckpt = TorchaxCheckpointer(directory, preservation_policy=policy)
+        does_verify = os.environ.get("VERIFY") != "never"
+        options = CheckpointOptions(verify="restore" if does_verify else "never")
+        self._ckpt = TorchaxCheckpointer(directory, preservation_policy=policy, options=options)
         self._is_attached = False
 
     def save(self, step: int) -> None:

@@ -26,11 +26,14 @@ PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt")
 RESULTS = HERE / "results.json"
 
 
-def measure(what: str, state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
+def measure(
+    what: str, state: str, peer: str, directory: Path, repeats: int, **env: str
+) -> dict[str, Any]:
     """One measurement in a fresh process."""
     print(f"  {what:8} {state:5} {peer}", flush=True)
     done = subprocess.run(
         [sys.executable, HERE / "measure.py", what, state, peer, str(directory), str(repeats)],
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=1800,
@@ -57,7 +60,10 @@ def measure_state(
     directory = root / f"{state}-modes"
     modes = measure("modes", state, "-", directory, repeats)
     shutil.rmtree(directory)
-    digests = measure("digests", state, "-", directory, 2 * repeats)
+    digests = measure("digests", state, "-", directory, 4 * repeats)
+    for name, verify in (("first, trusted", "never"), ("first, compared", "restore")) * repeats:
+        found = measure("restore", state, "torchax_ckpt", directory, 1, VERIFY=verify)
+        digests.setdefault(name, []).extend(found["restore"])
     shutil.rmtree(directory)
     return {"peers": results, "modes": modes, "digests": digests}
 

@@ -15,7 +15,7 @@ from support import run_python
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 
-PAGE = Path(__file__).parents[1] / "docs" / "maxtext.md"
+PAGE = Path(__file__).parents[1] / "README.md"
 ROWS = {
     match[1]: match[2].split("`")[1::2]
     for match in re.finditer(r"^\| `(\w+)=[^`]*` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
