@@ -36,6 +36,8 @@ def random_bits(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.asarray(generator.integers(0, 2, shape).astype(bool))
     if kind == ml_dtypes.int4:
         return np.asarray(generator.integers(-8, 8, shape)).astype(kind)
+    if kind in (ml_dtypes.uint4, ml_dtypes.float4_e2m1fn):  # in the low half of a byte
+        return np.asarray(generator.integers(0, 16, shape).astype(np.uint8)).view(kind)
     size = int(np.prod(shape)) * kind.itemsize
     return np.frombuffer(generator.bytes(size), kind).reshape(shape).copy()
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from strategies import random_bits
 
-from torchax_ckpt.bits import from_bits, sum_of_bits, to_bits
+from torchax_ckpt.bits import from_bits, sums, to_bits
 
 DTYPES = [
     *("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    *("float8_e8m0fnu", "float4_e2m1fn", "int4", "uint4"),
 ]
 
 
@@ -27,8 +28,8 @@ def test_bits_come_back(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_add_nothing(dtype: str) -> None:
     array = jnp.asarray(random_bits(dtype, (64, 8), seed=1))
-    zeros = np.zeros(array.shape, array.dtype)
-    stack = jax.device_put(np.stack([zeros, np.asarray(array), zeros]))
-    summed = jax.jit(sum_of_bits)(stack)
+    bits = to_bits(array)
+    stack = jnp.stack([jnp.zeros_like(bits), bits, jnp.zeros_like(bits)])
+    (summed,) = jax.jit(lambda stack: sums([stack], [dtype]))(stack)
     assert summed.dtype == array.dtype
     assert np.asarray(summed).tobytes() == np.asarray(array).tobytes()

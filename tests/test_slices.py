@@ -50,9 +50,9 @@ RUN = """
 """
 
 
-def killed(directory: Path, ramdisks: Path, count: int, *, at: int) -> None:
+def killed(directory: Path, ramdisks: Path, count: int, *, at: int, seed: int = 0) -> None:
     """A run whose processes were all killed after a step, with what they had saved until then."""
-    with Running(RUN, count, str(directory), str(ramdisks), str(at), "0") as running:
+    with Running(RUN, count, str(directory), str(ramdisks), str(at), str(seed)) as running:
         assert running.wait() == [-signal.SIGKILL] * count, running.output(0)[1][-3000:]
         for index in range(count):
             assert running.reports(index) == [{"start": 0, "tier": None, "local": [at - 1, at]}]
@@ -116,6 +116,19 @@ def test_two_lost_slices_come_back_from_the_durable_tier_and_what_a_host_kept_is
         # The run went on without the first host, which comes back as it was; the second is lost.
         shutil.rmtree(ramdisks)
         shutil.copytree(place / "ramdisks" / "0", ramdisks / "0")
+
+
+def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """A host has lost its steps, and still has those of the same numbers of another run."""
+    place, never_killed = two_slices
+    killed(tmp_path / "other", tmp_path / "others", 2, at=6, seed=5)
+    directory, ramdisks = left(place, tmp_path, 0)
+    shutil.copytree(tmp_path / "others" / "0", ramdisks / "0")
+    found = resumed(directory, ramdisks, 2)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
+    assert_ends_alike(found, never_killed)
 
 
 def test_hosts_lost_in_different_slices_come_back_from_the_same_places_in_others(

@@ -64,7 +64,7 @@ def test_a_dry_run_only_says_what_would_go(directory: Path) -> None:
     [
         (("--policy", "LatestN(2)"), [4, 5]),
         (("--policy", "EveryNSteps(2)"), [2, 4, 5]),
-        (("--policy", "BestN(loss)"), [2, 5]),
+        (("--policy", "BestN(loss, min)"), [2, 5]),
         (("--policy", "CustomSteps(1, 3)"), [1, 3, 5]),
         (("--policy", "BestN( loss, max,1 )", "--policy", "LatestN(1)"), [3, 5]),
     ],

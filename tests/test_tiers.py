@@ -527,6 +527,36 @@ def test_what_an_absent_host_has_kept_is_not_resumed_from(directory: Path, ramdi
         assert ckpt.all_steps("local") == [5]
 
 
+def test_what_users_call_run_is_left_alone(directory: Path, ramdisk: Path) -> None:
+    directory.mkdir()
+    (directory / "run").write_text("#!/bin/sh\n")
+    with TorchaxCheckpointer(directory) as alone:
+        save(alone, 1)
+    assert (directory / "run").read_text() == "#!/bin/sh\n"
+    with (
+        two_tiers(directory, ramdisk) as ckpt,
+        pytest.raises(DirectoryError, match="expected the name of a run, found something else"),
+    ):
+        ckpt.save(2, state=state(2))
+    assert (directory / "run").read_text() == "#!/bin/sh\n"
+
+
+def test_a_directory_that_was_removed_under_the_run_belongs_to_it_again(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
+        save(ckpt, 1)
+        shutil.rmtree(directory)
+        shutil.rmtree(ramdisk)
+        for step in (2, 3):
+            ckpt.save(step, state=state(step))
+            with contextlib.suppress(SaveError):
+                ckpt.wait_until_finished()
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.latest_step("local") == ckpt.latest_step("durable") == 3
+        save(ckpt, 4)
+
+
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
     call: int, directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ and sums of narrow integers come out wide.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,10 +37,12 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(narrow, target)
 
 
-def sum_of_bits(array: jax.Array) -> jax.Array:
-    """The sum over the leading axis where all but one are zeros: that one, as it is."""
-    bits = to_bits(array)
-    return from_bits(bits.sum(axis=0, dtype=bits.dtype), array.dtype)
+def sums(stacks: Sequence[jax.Array], dtypes: Sequence[str]) -> tuple[jax.Array, ...]:
+    """Of stacks of bits, over the leading axis, where all but one are zeros: that one."""
+    return tuple(
+        from_bits(jnp.sum(stack, axis=0, dtype=stack.dtype), dtype)
+        for stack, dtype in zip(stacks, dtypes, strict=True)
+    )
 
 
 def _num_bits(dtype: Any) -> int:

@@ -490,8 +490,12 @@ class TorchaxCheckpointer:
         fetch_metrics = functools.partial(metrics_room.fetch_ranked, pending, ranked, step)
         try:
             capture = self._capture(step, state, fetch_metrics, began)
-        except Exception as error:
-            self._tiers.abstain(step, due, error)
+        except BaseException as error:
+            if self._processes.count > 1:
+                self._position = step  # as on those that begin to save it
+                # They try the durable tier again where there is no later save.
+                again = [self._tiers.durable] if is_preempted else []
+                self._tiers.abstain(step, [*due, *again], error)
             raise
         self._position = step  # also if what follows is not waited for
         self._tiers.begin(capture, due)

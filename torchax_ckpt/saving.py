@@ -12,7 +12,6 @@ once; a save succeeds on all of them or fails on all.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -91,6 +90,11 @@ class Saver:
         """Whether a save is in flight."""
         return self._in_flight is not None and self._in_flight.thread.is_alive()
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the directory was taken, and is not known to be lost."""
+        return self._was_claimed
+
     def claim(self) -> None:
         """Makes sure, before the first save, that the directory can be written, and takes it."""
         # Once only: after a failure the save's own thread does it, as the medium may keep it long.
@@ -107,7 +111,9 @@ class Saver:
 
         def delete() -> list[Any]:
             self._recover()
-            self._directory.delete(self._directory.find(step))
+            for committed in self._directory.steps():  # of a local tier perhaps on other hosts only
+                if committed.step == step:
+                    self._directory.delete(committed)
             self._telemetry.steps_gone("deleted", [step])
             return commits.described(self._in_place())
 
@@ -154,9 +160,10 @@ class Saver:
             save.handed_over.set()
 
     def abstain(self, step: int, error: BaseException) -> None:
-        """Fails the save of a step that other processes have begun, and this one cannot."""
-        with contextlib.suppress(Exception), self._saves.round(_round_of(step)):
-            raise error
+        """Fails the save of a step that the other processes begin, and this one cannot."""
+        self._saves.refuse(_round_of(step), error)
+        self._history.begin(step)
+        self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; failures are left for ``check_for_errors``.
@@ -238,7 +245,7 @@ class Saver:
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
         except BaseException as error:  # whatever it is, it must reach the training thread
-            self._fail(capture, save.age_secs, error)
+            self._fail(capture.step, save.age_secs, _named(capture, error))
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
@@ -293,13 +300,8 @@ class Saver:
         else:
             self._failures.over("tidying")
 
-    def _fail(self, capture: Capture, age_secs: float, error: BaseException) -> None:
-        step, path = capture.step, self._directory.path
-        if "has been deleted" in str(error):  # an array held by reference is gone: say which
-            try:
-                capture.snapshot.require_alive()
-            except DonatedBufferError as donated:
-                error = donated.with_traceback(None)
+    def _fail(self, step: int, age_secs: float, error: BaseException) -> None:
+        path = self._directory.path
         if isinstance(error, DonatedBufferError):
             self._on_donated()
         does_end = isinstance(error, LeaseError)
@@ -330,6 +332,16 @@ class Saver:
 
 def _round_of(step: int) -> str:
     return f"saving step {step}"
+
+
+def _named(capture: Capture, error: BaseException) -> BaseException:
+    """The error, or one that names the array which was held by reference, and is gone."""
+    if "has been deleted" in str(error):
+        try:
+            capture.snapshot.require_alive()
+        except DonatedBufferError as donated:
+            return donated.with_traceback(None)
+    return error
 
 
 _unfinished: weakref.WeakSet[Saver] = weakref.WeakSet()

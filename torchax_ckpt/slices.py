@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchax_ckpt import content, parts
-from torchax_ckpt.bits import from_bits, to_bits
+from torchax_ckpt.bits import sums, to_bits
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions
@@ -34,8 +34,8 @@ from torchax_ckpt.sharding import from_host_part, put, spans_hosts
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.own import Own
+from torchax_ckpt.storage.apart import Apart
 from torchax_ckpt.storage.commits import CommittedStep
-from torchax_ckpt.storage.processes import Apart
 
 logger = logging.getLogger(__name__)
 
@@ -282,8 +282,4 @@ def _merge(
 ) -> tuple[jax.Array, ...]:
     """The sums over slices, on all of them, as what their bits mean."""
 
-    def summed(*stacks: jax.Array) -> tuple[jax.Array, ...]:
-        sums = (jnp.sum(stack, axis=0, dtype=stack.dtype) for stack in stacks)
-        return tuple(from_bits(bits, d) for bits, d in zip(sums, dtypes, strict=True))
-
-    return jax.jit(summed, out_shardings=targets)(*stacks)
+    return jax.jit(lambda *given: sums(given, dtypes), out_shardings=targets)(*stacks)

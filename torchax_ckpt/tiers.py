@@ -24,8 +24,9 @@ from torchax_ckpt.restoring import Source
 from torchax_ckpt.saving import Saver
 from torchax_ckpt.slices import HostSteps
 from torchax_ckpt.storage import identity, policies, rules
+from torchax_ckpt.storage.apart import Apart
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import Apart, Processes
+from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 from torchax_ckpt.writing import Capture
@@ -99,7 +100,8 @@ class Tiers:
         )
         self._tiers.append(self.durable)
         self._local: Tier | None = None
-        self._is_open = self._is_renamed = False
+        self._is_open = self._is_named = False
+        self._name = identity.new()
         if local is not None:
             if options.restore_in_budget and self.processes.count > 1:
                 raise TierError(
@@ -193,7 +195,7 @@ class Tiers:
         return self.durable.directory.find(step)
 
     def _compared(self) -> dict[tuple[int, int], CommittedStep]:
-        """The steps that any host has in its local tier, as they lie, or would lie, on this one.
+        """The steps that any host has in its local tier, as they lie on this one, if they do.
 
         Tells the directories what other hosts know to be abandoned, and the history of the local
         tier what not all hosts have.
@@ -201,6 +203,8 @@ class Tiers:
         if self._local is None or self.processes.count == 1:
             return {}
         directory = self._local.directory
+        # Another step may lie here under its number.
+        elsewhere = "{}-on-another-host".format
         with self.processes.round("comparing local steps"):
             mine = {s.key: s for s in directory.steps()}
             told = json.dumps([list(mine), sorted(directory.abandons())])
@@ -210,7 +214,7 @@ class Tiers:
         keys = [{(a, b) for a, b in there} for there, _ in sent]
         self._on_all = set.intersection(*keys) - directory.told_abandoned
         return {
-            key: mine.get(key) or CommittedStep(key[0], directory.path / str(key[0]), key[1])
+            key: mine.get(key) or CommittedStep(key[0], directory.path / elsewhere(key[0]), key[1])
             for key in set.union(*keys) - directory.told_abandoned
         }
 
@@ -261,20 +265,29 @@ class Tiers:
 
     def prepare(self, tiers: Sequence[Tier]) -> None:
         """Makes sure that some of the tiers can take a capture, and have none in flight."""
+        if not all(tier.saver.is_claimed for tier in self._tiers):
+            self._name, self._is_named = identity.new(), False
         self.claim()
-        if self._local is not None and not self._is_renamed:
-            local = self._local
-            with self.processes.round("naming the run"):
-                name = self.processes.first(identity.new)
-                local.directory.rename_run(name)
-                self.processes.meet()
-                self.processes.first(lambda: self.durable.directory.rename_run(name))
-            self._is_renamed = True
+        if not self._is_named:
+            self._name_run()
         for tier in tiers:
             tier.saver.wait()
 
+    def _name_run(self) -> None:
+        """So that local tiers that miss what this program saves do not count; ``identity.py``."""
+        with self.processes.round("naming the run"):
+            durable = self.durable.directory
+            if self._local is None:
+                self.processes.first(durable.leave_tiers)
+            else:
+                name = self.processes.first(lambda: self._name)
+                self._local.directory.join(self.processes.first(durable.runs), name)
+                self.processes.meet()
+                self.processes.first(lambda: durable.join([], name))
+        self._is_named = True
+
     def abstain(self, step: int, tiers: Sequence[Tier], error: BaseException) -> None:
-        """Lets other processes, which save a step that this one cannot capture, fail at once."""
+        """Fails a save that the other processes begin, and this one cannot."""
         for tier in tiers:
             tier.decisions.begun()
             tier.saver.abstain(step, error)

@@ -346,8 +346,8 @@ def prune(
         list[str] | None,
         typer.Option(
             metavar="RULE",
-            help="Keep what this keeps, as ls says it: 'LatestN(3)', 'EveryNSteps(1000)', "
-            "'BestN(loss, min)'. May be given several times.",
+            help="Keep what this keeps: 'LatestN(3)', 'EveryNSteps(1000)', 'BestN(loss, min)'. "
+            "May be given several times.",
         ),
     ] = None,
     delete: Annotated[

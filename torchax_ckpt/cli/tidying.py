@@ -66,7 +66,14 @@ def _doomed(
     run: StepDirectory, steps: Sequence[CommittedStep], policy: Any
 ) -> tuple[list[CommittedStep], list[int]]:
     """What no rule keeps, but the newest verified step, and what each takes."""
-    keep = policies.preserved(policy, [run.info(committed) for committed in steps])
+    infos = [run.info(committed) for committed in steps]
+    for rule in policies.best_rules(policy):
+        if steps and not rule.ranked(infos):
+            known = ", ".join(sorted({name for info in infos for name in info.metrics or {}}))
+            raise UsageError(
+                f"prune: no step has the metric {rule.metric!r}; they have: {known or 'none'}"
+            )
+    keep = policies.preserved(policy, infos)
     doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
     spared = run.verified.newest_of(doomed, steps)
     doomed = [committed for committed in doomed if committed is not spared]

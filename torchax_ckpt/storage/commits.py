@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import errno
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ MARK = "commit_success.txt"
 _RECORD = "_CHECKPOINT_METADATA"
 # What a step of this package, or one of bare Orbax, consists of.
 _PARTS = {inspection.STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
+_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 # Nanoseconds since 1970, until 2262: what dates are computed from.
 _MAX_TIME = 2**63 - 1
 
@@ -80,6 +83,18 @@ class CommitTimes:
 
     def __init__(self) -> None:
         self._doubtful: set[str] = set()
+
+    def steps_among(self, children: Iterable[epath.Path]) -> list[CommittedStep]:
+        """The folders of a run that are committed steps."""
+        found = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
+            times = pool.map(self.read, (child for child, _ in found))
+            # Any directory may have a number for a name; only a commit leaves a time.
+            return [
+                CommittedStep(int(match[2]), child, time, is_incoming=bool(match[1]))
+                for (child, match), time in zip(found, times, strict=True)
+                if time is not None
+            ]
 
     def read(self, path: epath.Path) -> int | None:
         """When a step was committed, in nanoseconds since 1970; None if it was not, or is none."""

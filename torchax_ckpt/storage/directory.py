@@ -34,13 +34,12 @@ processes of one run that is the first, which claims, cleans up, commits and del
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -56,7 +55,6 @@ from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
     rf"|({lease_room.NAME}|{identity.NAME})-.*{re.escape(DRAFT_SUFFIX)}"
@@ -76,8 +74,7 @@ class StepDirectory:
     Args:
       directory: a local path or ``gs://bucket/prefix``.
       read_only: refuse to write; a bucket that this account may not write to is good enough.
-      durable: the durable directory of the run, if this is the local one in front of it. That one
-        must be claimed first.
+      durable: the durable directory of the run, if this is the local one in front of it.
 
     Raises:
       DirectoryError: it is a file, or not a path; a bucket that is not there or may not be used.
@@ -101,7 +98,7 @@ class StepDirectory:
         self.told_abandoned: set[tuple[int, int]] = set()
         self._is_read_only = read_only
         self._num_writes = 0
-        self._is_alone = False
+        self._runs: Sequence[str] = ()  # as this program has named it
         self._given: set[str] = set()
         self._lease = lease_room.Lease(self.path)
         self._durable = durable
@@ -122,11 +119,8 @@ class StepDirectory:
 
     def _found(self) -> list[CommittedStep]:
         with self._translated("read"):
-            return list(self._visible()) if self._is_of_the_run() else []
-
-    def _is_of_the_run(self) -> bool:
-        """Whether what is here belongs to the run, as all does in a durable directory."""
-        return self._durable is None or identity.is_before(self.path, self._durable.path)
+            is_ours = self._durable is None or identity.is_before(self.path, self._durable.path)
+            return self._visible() if is_ours else []
 
     def find(self, step: int) -> CommittedStep:
         """The step of this number.
@@ -134,16 +128,12 @@ class StepDirectory:
         Raises:
           StepNotFoundError: there is none; names those there are.
         """
-        steps = self.steps()
-        for committed in steps:
-            if committed.step == step:
-                return committed
-        there = ", ".join(str(s.step) for s in steps) or "none"
-        raise StepNotFoundError(
-            f"{self.path}: no checkpoint at step {step}; there are: {there}",
-            step=step,
-            path=self.path,
-        )
+        steps = {committed.step: committed for committed in self.steps()}
+        if step in steps:
+            return steps[step]
+        there = ", ".join(map(str, steps)) or "none"
+        text = f"{self.path}: no checkpoint at step {step}; there are: {there}"
+        raise StepNotFoundError(text, step=step, path=self.path)
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """The metrics saved with a step; {} if there are none."""
@@ -160,14 +150,8 @@ class StepDirectory:
             metrics=self.metrics(committed),
         )
 
-    def _visible(self) -> Iterator[CommittedStep]:
-        found = [(child, m) for child in self._children() if (m := _STEP.fullmatch(child.name))]
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
-            times = pool.map(self._commit_times.read, (child for child, _ in found))
-            for (child, match), commit_time in zip(found, times, strict=True):
-                # Any directory may have a number for a name; only a commit leaves a time.
-                if commit_time is not None:
-                    yield CommittedStep(int(match[2]), child, commit_time, bool(match[1]))
+    def _visible(self) -> list[CommittedStep]:
+        return self._commit_times.steps_among(self._children())
 
     def _children(self) -> list[epath.Path]:
         try:
@@ -204,22 +188,39 @@ class StepDirectory:
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
             probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
-            if self._durable is not None and not self._is_of_the_run():
-                left = list(self._visible())
+            if self._runs and not (self.path / identity.NAME).exists():  # it was removed meanwhile
+                identity.write(self.path, self._runs, is_local=self._durable is not None)
+
+    def runs(self) -> list[str]:
+        """The name that the run of a durable directory has, if it has one; for the one writer."""
+        with self._translated("read"):
+            self.fence()
+            return identity.names(self.path)
+
+    def join(self, present: Sequence[str], name: str) -> None:
+        """Makes it a directory of a run; what a local tier has of another is removed first.
+
+        Args:
+          present: the name that the run has now, if it has one.
+          name: which it is about to be given.
+        """
+        with self._translated("write"):
+            self.fence()
+            is_local = self._durable is not None
+            if is_local and not set(present) & set(identity.names(self.path, is_local=True)):
+                left = self._visible()
                 identity.require_local(self.path, [s.step for s in left])
                 for committed in left:
                     logger.warning("%s: removing step %d of another run", self.path, committed.step)
                     self.delete(committed)
-                identity.copy(self._durable.path, self.path)
+            self._runs = [*present, name]
+            identity.write(self.path, self._runs, is_local=is_local)
 
-    def rename_run(self, name: str) -> None:
-        """Gives the run a new name. The local directories take it first, beside the present one."""
+    def leave_tiers(self) -> None:
+        """A program without a local tier goes on: those that there were miss its steps."""
         with self._translated("write"):
             self.fence()
-            if self._durable is None:
-                identity.give(self.path, name)
-            else:
-                identity.copy(self._durable.path, self.path, name)
+            identity.forget(self.path)
 
     def fence(self) -> None:
         """Makes sure, right before something becomes visible, that this program may write.
@@ -237,7 +238,7 @@ class StepDirectory:
         """Finishes or removes what a killed process left behind. For the one writer only."""
         with self._translated("clean up"):
             self.fence()
-            visible = list(self._visible())
+            visible = self._visible()
             # Not durable steps on the word of local ones, which may yet be lost with their host.
             told = self._abandoned_by if self._durable is None else self._abandoned
             abandoned = told(visible)
@@ -285,9 +286,6 @@ class StepDirectory:
         Raises:
           LeaseError: another program writes to the directory by now.
         """
-        if self._other is None and not self._is_alone:
-            identity.forget(self.path)  # local tiers that there were have missed this step
-            self._is_alone = True
         path = written
         if at is not None:
             commits.set_time(written, at)

@@ -8,31 +8,30 @@ must never be the steps of a directory that was given as a local tier by mistake
 
 A host may also be absent while the run goes on without it, and come back with steps that the run
 has left behind. So every program that saves gives the run a new name, which an absent host does not
-hear of. The local directories learn it first, beside the old one: wherever a program is killed, the
-durable directory has a name that all those that took part know.
+hear of. The local directories learn it first, beside the present one, so that a program may be
+killed at any moment: whichever of the two the durable directory has then, those that took part know
+it. A program that saves without a local tier takes the name away.
+
+As for the lease, a name is only replaced by whoever knows the present one: on a bucket a request
+may be carried out long after its answer was lost.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage import inspection, location, modes
-from torchax_ckpt.storage.record import DRAFT_SUFFIX
+from torchax_ckpt.storage import inspection
+from torchax_ckpt.storage.record import Conflict, Record, record_at
 
 NAME = "run"
 _LOCAL = "local "
 _RUN = re.compile(rf"(?P<local>{_LOCAL})?(?P<names>[0-9a-f]{{32}}( [0-9a-f]{{32}})?)")
-
-
-def is_before(local: epath.Path, durable: epath.Path) -> bool:
-    """Whether a directory is a local tier of the run of a durable one."""
-    return any(run in _names(local, is_local=True) for run in _names(durable))
 
 
 def new() -> str:
@@ -40,46 +39,8 @@ def new() -> str:
     return uuid.uuid4().hex
 
 
-def give(durable: epath.Path, name: str) -> None:
-    """Gives the run of a durable directory a name. For whoever holds the lease."""
-    _write(durable, name)
-
-
-def forget(durable: epath.Path) -> None:
-    """From now on no local tier is of the run of a durable directory."""
-    if (durable / NAME).exists():
-        (durable / NAME).unlink(missing_ok=True)
-
-
-def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
-    """Refuses to take a directory for a local tier that has steps, and was none before.
-
-    Raises:
-      DirectoryError: that is so.
-    """
-    if steps and not _names(directory, is_local=True):
-        there = ", ".join(map(str, sorted(steps)))
-        raise DirectoryError(
-            f"{directory}: expected an empty directory or a local tier of some run, found steps "
-            f"{there} that no local tier has written. LocalTier(path) removes "
-            "what is not of its run: give it a directory of its own.",
-            path=directory,
-        )
-
-
-def copy(durable: epath.Path, local: epath.Path, name: str | None = None) -> None:
-    """Makes a directory a local tier of the run of a durable one.
-
-    Args:
-      durable, local: the directories.
-      name: which the durable one is about to be given.
-    """
-    if names := [*_names(durable), *([name] if name else [])]:
-        _write(local, _LOCAL + " ".join(names))
-
-
-def _names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """Which run a durable directory, or a local tier, is of; [] if it is none."""
+def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
+    """Which run a durable directory, or a local tier, is of, or may be; [] if it is none."""
     try:
         if not inspection.is_plain_file(directory / NAME):
             return []
@@ -89,11 +50,68 @@ def _names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
     return found["names"].split() if found and bool(found["local"]) == is_local else []
 
 
-def _write(directory: epath.Path, content: str) -> None:
-    """At once: a process that is killed meanwhile has changed nothing."""
-    if location.is_bucket(directory):
-        (directory / NAME).write_text(content)
-        return
-    draft = directory / f"{NAME}-{uuid.uuid4().hex}{DRAFT_SUFFIX}"
-    modes.write_file(draft, content.encode())
-    os.replace(draft, directory / NAME)
+def is_before(local: epath.Path, durable: epath.Path) -> bool:
+    """Whether a directory is a local tier of the run of a durable one."""
+    return any(run in names(local, is_local=True) for run in names(durable))
+
+
+def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None:
+    """Names the run of a directory; for whoever holds the lease.
+
+    Args:
+      directory: a durable one, or a local tier.
+      runs: the name; of a local tier perhaps the present one and the next.
+      is_local: whether it is a local tier.
+
+    Raises:
+      DirectoryError: there is a file of that name that this package has not written, or another
+        program names the run right now.
+    """
+    content = (_LOCAL if is_local else "") + " ".join(runs)
+    with _exchanged(directory) as record:
+        record.swap(record.read(), content.encode())
+
+
+def forget(durable: epath.Path) -> None:
+    """From now on no local tier is of the run of a durable directory."""
+    if names(durable):
+        with _exchanged(durable) as record:
+            if seen := record.read():
+                record.remove(seen)
+
+
+def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
+    """Refuses to take a directory for a local tier that has steps, and was none before.
+
+    Raises:
+      DirectoryError: that is so.
+    """
+    if steps and not names(directory, is_local=True):
+        there = ", ".join(map(str, sorted(steps)))
+        raise DirectoryError(
+            f"{directory}: expected an empty directory or a local tier of some run, found steps "
+            f"{there} that no local tier has written. LocalTier(path) removes "
+            "what is not of its run: give it a directory of its own.",
+            path=directory,
+        )
+
+
+@contextlib.contextmanager
+def _exchanged(directory: epath.Path) -> Iterator[Record]:
+    path = directory / NAME
+    is_ours = names(directory) or names(directory, is_local=True)
+    if path.exists() and not is_ours:
+        raise DirectoryError(
+            f"{path}: expected the name of a run, found something else. A run with a local tier "
+            "keeps its name there: rename what is there, or give the run another directory.",
+            path=directory,
+        )
+    record = record_at(path)
+    try:
+        yield record
+    except Conflict:
+        raise DirectoryError(
+            f"{path}: another program names the run at this moment", path=directory
+        ) from None
+    finally:
+        record.close()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import threading
@@ -120,6 +119,15 @@ class Processes:
                     raise
                 if agreed is not None:
                     raise agreed from agreed.__cause__
+
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Fails a round on all processes but this one, which does not enter it, nor wait."""
+        if self.count == 1:
+            return
+        with self._one_round:
+            self._enter(what)
+            kind = "verdict/0" if self.is_first else f"failed/{self.index}"
+            self._set(f"{self._here}/{kind}", _described(error, self.index))
 
     def _enter(self, what: str) -> None:
         digest = _digest(what)
@@ -318,43 +326,6 @@ class Processes:
             self._client.key_value_delete(self._rounds.pop(0))
 
 
-class Apart(Processes):
-    """Processes that do each for itself, in a place of its own, what else the first does for all.
-
-    They enter the same rounds, so that what fails on one fails on all, and can hear each other.
-
-    Args:
-      processes: the same, as they are when they do something together.
-    """
-
-    def __init__(self, processes: Processes) -> None:
-        super().__init__("", 0, index=0, count=1)
-        self._processes = processes
-
-    @contextlib.contextmanager
-    def round(self, what: str) -> Iterator[None]:
-        """As for those that do something together."""
-        with self._processes.round(what):
-            yield
-
-    def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """The values of all processes, on all of them."""
-        sent = self._processes.gather(value, topic)
-        lengths = json.dumps([len(message) for message in sent]).encode()
-        packed = self._processes.share(b"\n".join([lengths, b"".join(sent)]), topic)
-        header, _, body = packed.partition(b"\n")
-        ends = list(itertools.accumulate(json.loads(header), initial=0))
-        return [body[start:end] for start, end in itertools.pairwise(ends)]
-
-    def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have come here."""
-        self._processes.meet(topic)
-
-    def agreed_time(self) -> int:
-        """The time of process 0, once all have come here."""
-        return int.from_bytes(self.gather(time.time_ns().to_bytes(8))[0])
-
-
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
@@ -362,13 +333,14 @@ def _digest(text: str) -> int:
 def _described(error: BaseException, index: int) -> bytes:
     """An error of this process, for others."""
     cause = error.__cause__
+    is_ours = isinstance(error, CheckpointError)  # else it may have anything under these names
     return json.dumps(
         {
             "process": index,
             "kind": type(error).__name__,
             "message": str(error),
-            "step": getattr(error, "step", None),
-            "path": getattr(error, "path", None),
+            "step": getattr(error, "step", None) if is_ours else None,
+            "path": getattr(error, "path", None) if is_ours else None,
             "cause": type(cause).__name__,
         }
     ).encode()

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchax_ckpt.bits import sum_of_bits
+from torchax_ckpt.bits import sums, to_bits
 from torchax_ckpt.sharding import Placement
 from torchax_ckpt.storage.placing import Wanted
 
@@ -139,7 +139,8 @@ def _broadcast(leaves: dict[str, Any], spread: Mapping[str, Spread]) -> None:
         by_summed[way.summed].append(name)
     for onto, names in by_summed.items():
         given = [_with_zeros(leaves.get(name), spread[name]) for name in names]
-        for name, summed in zip(names, _sum_onto(onto)(*given), strict=True):
+        dtypes = tuple(spread[name].dtype for name in names)
+        for name, summed in zip(names, _sum_onto(onto, dtypes)(*given), strict=True):
             leaves[name] = _placed(summed, spread[name].final)
 
 
@@ -150,17 +151,20 @@ def _placed(summed: jax.Array, final: NamedSharding) -> jax.Array:
 
 
 def _with_zeros(source: jax.Array | None, way: Spread) -> jax.Array:
-    """The leaf with a leading axis of replicas: the first, and zeros for the others."""
+    """The bits of the leaf with a leading axis of replicas: the first, and zeros for the others."""
     shape = (way.all.mesh.devices.shape[0], *way.shape)
     own = {} if source is None else {s.device: s.data for s in source.addressable_shards}
     zeros = (1, *way.final.shard_shape(way.shape))
+    bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct((), np.dtype(way.dtype))).dtype
     parts = [
-        own[device][None] if device in own else jnp.zeros(zeros, np.dtype(way.dtype), device=device)
+        to_bits(own[device])[None] if device in own else jnp.zeros(zeros, bits, device=device)
         for device in way.all.addressable_devices_indices_map(shape)
     ]
     return jax.make_array_from_single_device_arrays(shape, way.all, parts)
 
 
 @functools.lru_cache(maxsize=256)
-def _sum_onto(summed: NamedSharding) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.jit(lambda *arrays: tuple(map(sum_of_bits, arrays)), out_shardings=summed)
+def _sum_onto(
+    summed: NamedSharding, dtypes: tuple[str, ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    return jax.jit(lambda *stacks: sums(stacks, dtypes), out_shardings=summed)

@@ -7,7 +7,6 @@ comes from a directory that anybody may have written to: what makes no sense is 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +21,6 @@ _MAX_STEPS = 1000
 _MAX_NAME = 100
 # A hundred years: what dates can be computed from.
 _MAX_SECS = 100 * 365 * 86400
-
-_WORDS = re.compile(r"(?P<name>\w+)\((?P<given>.*)\)")
-_COMMA = re.compile(r"\s*,\s*")
 
 NEWEST = "newest"
 VERIFIED = "newest verified"
@@ -73,32 +69,35 @@ def kept_by(
 
 
 def parsed(words: str) -> Any:
-    """The policy that ``kept_by`` has such words for: ``LatestN(3)``, ``BestN(loss, min)``.
+    """The policy that somebody has written down: ``LatestN(3)``, ``BestN(loss, min)``.
 
     Raises:
-      PolicyError: it has them for none.
+      PolicyError: it is none of ``_WRITTEN``.
     """
-    match = _WORDS.fullmatch(words.strip())
-    name, given = (match["name"], _values(match["given"])) if match else ("", [])
-    if name == "CustomSteps":
-        given = [given]
-    is_positive = all(value > 0 for value in given if isinstance(value, (int, float)))
-    if 0 < len(given) <= len(_FIELDS.get(name, ())) and is_positive:
-        rule = {"rule": name, **dict(zip(_FIELDS[name], given, strict=False))}
-        if (policy := _policy_of(rule)) is not None:
-            return policy
-    known = ", ".join(f"{name}({', '.join(fields)})" for name, fields in _FIELDS.items())
-    raise PolicyError(f"expected one of {known}, found {words[:_MAX_NAME]!r}")
+    for pattern, make in _WRITTEN.values():
+        if match := re.fullmatch(pattern, words.strip()):
+            return make(*match.groups())
+    raise PolicyError(f"expected one of {'; '.join(_WRITTEN)}; found {words[:_MAX_NAME]!r}")
 
 
-def _values(words: str) -> list[Any]:
-    def value(word: str) -> Any:
-        for kind in (int, float):
-            with contextlib.suppress(ValueError):
-                return kind(word)
-        return word
-
-    return [value(word) for word in _COMMA.split(words.strip()) if word]
+_N = r"\s*([1-9][0-9]{0,8})\s*"
+_WRITTEN: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "LatestN(N)": (rf"LatestN\({_N}\)", lambda n: policies.LatestN(int(n))),
+    "EveryNSteps(N)": (rf"EveryNSteps\({_N}\)", lambda n: policies.EveryNSteps(int(n))),
+    "EveryNSeconds(N)": (rf"EveryNSeconds\({_N}\)", lambda n: policies.EveryNSeconds(int(n))),
+    "LatestDuration(SECONDS)": (
+        rf"LatestDuration\({_N}\)",
+        lambda n: policies.LatestDuration(datetime.timedelta(seconds=int(n))),
+    ),
+    "BestN(METRIC, min or max, N)": (
+        rf"BestN\(\s*(.+?)\s*,\s*(min|max)\s*(?:,{_N})?\)",
+        lambda metric, mode, n: policies.BestN(metric=metric, mode=mode, n=int(n or 1)),
+    ),
+    "CustomSteps(STEP, STEP, ...)": (
+        r"CustomSteps\((\s*[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*\s*)\)",
+        lambda steps: policies.CustomSteps([int(step) for step in steps.split(",")]),
+    ),
+}
 
 
 def _policy_of(rule: Mapping[str, Any]) -> Any:
@@ -123,7 +122,7 @@ def _count(value: Any) -> int:
     return _number(value)
 
 
-def _best_n(*, metric: str, mode: Any = "min", n: int = 1) -> Any:
+def _best_n(*, metric: str, mode: Any, n: int) -> Any:
     if not isinstance(metric, str) or len(metric) > _MAX_NAME:
         raise ValueError(metric)
     return policies.BestN(metric=metric, mode=mode, n=_count(n))
@@ -157,19 +156,9 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-# In the order of their words.
-_FIELDS: Mapping[str, Sequence[str]] = {
-    "LatestN": ("n",),
-    "EveryNSteps": ("interval_steps",),
-    "EveryNSeconds": ("interval_secs",),
-    "LatestDuration": ("duration_secs",),
-    "BestN": ("metric", "mode", "n"),
-    "CustomSteps": ("steps",),
-}
-
-
 def _in_words(rule: Mapping[str, Any]) -> str:
     """``LatestN(3)``, ``BestN(loss, min, 1)``."""
     # What is a default of Orbax's goes without saying.
-    said = [v for k, v in rule.items() if k != "rule" and v is not True and k != "steps"]
+    values = [v for k, v in rule.items() if k != "rule" and v is not True]
+    said = [each for v in values for each in (v if isinstance(v, list) else [v])]
     return f"{rule['rule']}({', '.join(map(str, said))})"[: 2 * _MAX_NAME]
