@@ -99,8 +99,11 @@ def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
 @contextlib.contextmanager
 def _exchanged(directory: epath.Path) -> Iterator[Record]:
     path = directory / NAME
-    is_ours = names(directory) or names(directory, is_local=True)
-    if path.exists() and not is_ours:
+    try:
+        content = path.read_bytes() if inspection.is_plain_file(path) else b"another kind of file"
+    except FileNotFoundError:
+        content = b""  # as a power cut may also leave it
+    if content and not names(directory) and not names(directory, is_local=True):
         raise DirectoryError(
             f"{path}: expected the name of a run, found something else. A run with a local tier "
             "keeps its name there: rename what is there, or give the run another directory.",
