@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from support import P, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Layout, SnapshotMode
+from torchax_ckpt.sharding import shards_of
 from torchax_ckpt.snapshot import Planner, Snapshot, Snapshotter, free_device_bytes
 from torchax_ckpt.storage import arrays as storage
 
@@ -360,3 +362,33 @@ def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves(
     planner(list(state), list(state.values()))
     assert planner(Interrupted(state), list(state.values())) == expected
     assert planner(list(state), list(state.values())) == expected
+
+
+def test_threads_that_ask_for_shards_at_the_same_time_are_each_given_all() -> None:
+    """As two tiers do; JAX alone gives one of them a part, or makes the list longer."""
+    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
+    begin = threading.Barrier(2)
+    arrays: list[jax.Array] = []
+    counts: list[int] = []
+
+    def look() -> None:
+        for _ in range(20):
+            begin.wait()
+            counts.extend(len(shards_of(array)) for array in arrays)
+            begin.wait()
+
+    thread = threading.Thread(target=look)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(20):
+            arrays[:] = [jax.device_put(np.zeros(64), sharding) + 1 for _ in range(64)]
+            begin.wait()
+            counts.extend(len(shards_of(array)) for array in arrays)
+            begin.wait()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert counts == [8] * len(counts)
+    assert len(counts) == 20 * 64 * 2

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import MismatchError
+
+_listing = threading.Lock()
+_MAX_LOOKS = 1000
 
 
 class Local(enum.Enum):
@@ -141,17 +146,44 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
     )
 
 
+def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
+    """The shards of an array on devices of this process, all of them, once each.
+
+    JAX makes this list when it is first asked for, and of two threads that ask at the same time one
+    gets what is there so far, or both add to it: with eight devices in eight of a hundred cases
+    where threads change quickly (jax 0.10.2). So whoever has arrays that another thread has, or
+    will have, asks here first.
+
+    Raises:
+      RuntimeError: code elsewhere has asked at the same time, and left the list wrong.
+    """
+    count = len(array.sharding.addressable_devices)
+    with _listing:
+        found = array.addressable_shards
+        for _ in range(_MAX_LOOKS):
+            if len(found) >= count:
+                break
+            time.sleep(0.001)  # another thread is making it
+            found = array.addressable_shards
+    if len(found) != count:
+        raise RuntimeError(
+            f"JAX lists {len(found)} shards of an array that lies on {count} devices of this "
+            "process: two threads have asked for them at the same time"
+        )
+    return found
+
+
 def to_host_part(array: jax.Array) -> jax.Array:
     """The part of an array that this host holds, as an array of its own; copies nothing."""
     part = host_part(array.sharding, array.shape)
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
+    here = [shard.data for shard in shards_of(array)]
+    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, here)
 
 
 def from_host_part(part: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
     """The array that this host's part, and those of all other hosts, make up; copies nothing."""
-    shards = [shard.data for shard in part.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    here = [shard.data for shard in shards_of(part)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here)
 
 
 def resolve_rule(

@@ -30,7 +30,7 @@ from torchax_ckpt.bits import sums, to_bits
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.sharding import from_host_part, put, spans_hosts
+from torchax_ckpt.sharding import from_host_part, put, shards_of, spans_hosts
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.own import Own
@@ -265,7 +265,7 @@ def _beside_zeros(
     shape, dtype = spec.shape, np.dtype(spec.dtype)
     stacked = NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
     empty = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype))
-    given = {} if value is None else {s.device: s.data for s in value.addressable_shards}
+    given = {} if value is None else {s.device: s.data for s in shards_of(value)}
     shards = [
         jnp.expand_dims(to_bits(given[device]), 0)
         if device in given

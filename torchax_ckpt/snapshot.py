@@ -34,7 +34,7 @@ from torchax_ckpt.bits import from_bits, to_bits
 from torchax_ckpt.errors import DonatedBufferError
 from torchax_ckpt.layout.plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout, SnapshotMode
-from torchax_ckpt.sharding import stacked
+from torchax_ckpt.sharding import shards_of, stacked
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def _parts(array: Any) -> list[Any]:
     """
     if array.is_fully_addressable:
         return [array]
-    return [shard.data for shard in array.addressable_shards]
+    return [shard.data for shard in shards_of(array)]
 
 
 def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> jax.Array:

@@ -21,7 +21,7 @@ from torchax_ckpt.history import History
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.layout.plan import Plan
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.sharding import to_host_part
+from torchax_ckpt.sharding import shards_of, to_host_part
 from torchax_ckpt.snapshot import Array, Snapshot, beside
 from torchax_ckpt.state.own import Own, joined
 from torchax_ckpt.storage import arrays as storage
@@ -115,6 +115,9 @@ class Writer:
             self._failures.report(problem)
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
+        for array in stored.values():
+            if isinstance(array, jax.Array):
+                shards_of(array)  # before Orbax and the digests do, each on threads of their own
         if self._options.max_host_bytes is None:
             digests.prefetch(stored.values())
 

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
+from torchax_ckpt.sharding import shards_of
+
 logger = logging.getLogger(__name__)
 
 # A quarter of what two cores compress, 1.1 GB/s.
@@ -68,7 +70,7 @@ class Compression:
 def stored_bytes(arrays: Iterable[jax.Array | np.ndarray]) -> int:
     """How many bytes of the arrays this process stores: of each part one replica."""
     return sum(
-        sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
+        sum(shard.data.nbytes for shard in shards_of(array) if shard.replica_id == 0)
         if isinstance(array, jax.Array)
         else array.nbytes
         for array in arrays

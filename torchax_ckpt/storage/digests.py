@@ -24,6 +24,7 @@ from etils import epath
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.sharding import shards_of
 from torchax_ckpt.storage import cutting
 from torchax_ckpt.storage.processes import Processes
 
@@ -148,7 +149,7 @@ def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
     """Starts the transfer to the host of all that ``take`` will ask for."""
     for array in arrays:
         if isinstance(array, jax.Array):
-            for shard in array.addressable_shards:
+            for shard in shards_of(array):
                 if shard.replica_id == 0:
                     shard.data.copy_to_host_async()
 
@@ -163,7 +164,7 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
         return
-    for shard in array.addressable_shards:
+    for shard in shards_of(array):
         if shard.replica_id == 0:
             yield tuple(part.start or 0 for part in shard.index), np.asarray(shard.data)
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_ckpt.bits import sums, to_bits
-from torchax_ckpt.sharding import Placement
+from torchax_ckpt.sharding import Placement, shards_of
 from torchax_ckpt.storage.placing import Wanted
 
 _REPLICA = "__replica__"
@@ -146,14 +146,14 @@ def _broadcast(leaves: dict[str, Any], spread: Mapping[str, Spread]) -> None:
 
 def _placed(summed: jax.Array, final: NamedSharding) -> jax.Array:
     """The same shards, on the mesh that was asked for."""
-    shards = [shard.data for shard in summed.addressable_shards]
+    shards = [shard.data for shard in shards_of(summed)]
     return jax.make_array_from_single_device_arrays(summed.shape, final, shards)
 
 
 def _with_zeros(source: jax.Array | None, way: Spread) -> jax.Array:
     """The bits of the leaf with a leading axis of replicas: the first, and zeros for the others."""
     shape = (way.all.mesh.devices.shape[0], *way.shape)
-    own = {} if source is None else {s.device: s.data for s in source.addressable_shards}
+    own = {} if source is None else {s.device: s.data for s in shards_of(source)}
     zeros = (1, *way.final.shard_shape(way.shape))
     bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct((), np.dtype(way.dtype))).dtype
     parts = [
