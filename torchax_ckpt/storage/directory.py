@@ -188,8 +188,6 @@ class StepDirectory:
             probe = self.path / ".torchax_ckpt_write_test"
             probe.write_text("")
             probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
-            if self._runs and not (self.path / identity.NAME).exists():  # it was removed meanwhile
-                identity.write(self.path, self._runs, is_local=self._durable is not None)
 
     def runs(self) -> list[str]:
         """The name that the run of a durable directory has, if it has one; for the one writer."""
@@ -255,6 +253,8 @@ class StepDirectory:
 
     def path_for(self, step: int) -> epath.Path:
         """Where to write a step until it is committed."""
+        if self._runs and not (self.path / identity.NAME).exists():  # it was removed meanwhile
+            identity.write(self.path, self._runs, is_local=self._durable is not None)
         if not self._is_bucket:
             # Every save under a name of its own: what a failed one still has in flight, or a writer
             # that was stalled and lost its lease, must not write into the step of a later one.
