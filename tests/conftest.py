@@ -12,26 +12,20 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-# Programs that tests start compile the same again and again: each does once in a session. The first
-# to come here, before it starts others, makes the place.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+# Where the programs that tests start again and again keep what JAX compiles; see support.py. The
+# first process to come here makes the place, for those it starts.
+if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
     COMPILED = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    os.environ["TORCHAX_CKPT_TESTS_COMPILED"] = COMPILED
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import jax
 import pytest
 import torch
 import torchax
-
-# Not the tests themselves, two of which may compile and look up the same at the same time.
-jax.config.update("jax_enable_compilation_cache", False)
 
 hypothesis.settings.register_profile(
     "default",

@@ -25,6 +25,12 @@ from torchax import interop
 from torchax_ckpt import torchax_backend as backend
 
 P = PartitionSpec
+# For the environment of programs that come several times: they compile the same.
+COMPILED_ONCE = {
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get("TORCHAX_CKPT_TESTS_COMPILED", ""),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def bits(value: Any) -> tuple[Any, ...]:
@@ -221,7 +227,7 @@ class Running:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", lines, str(index), str(count), port, *args],
-                env=_environment(devices, env),
+                env=_environment(devices, {**COMPILED_ONCE, **env}),
                 stdout=self._outputs[2 * index],
                 stderr=self._outputs[2 * index + 1],
             )

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import COMPILED_ONCE
 
 from torchax_ckpt import TorchaxCheckpointer
 
@@ -60,7 +61,12 @@ class Outcome:
 
 
 def start(*command: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        **COMPILED_ONCE,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONUNBUFFERED": "1",
+    }
     del environment["XLA_FLAGS"]  # as a user starts it: the example sees to its devices
     return subprocess.Popen(
         [sys.executable, *map(str, command)],

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgr
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
 from support import (
+    COMPILED_ONCE,
     assert_trees_identical,
     fsdp_mesh,
     fsdp_rule,
@@ -80,6 +81,7 @@ def spawn(run: Run, directory: Path, seed: int, *blow: Any) -> subprocess.Comple
         check=False,
         env={
             **os.environ,
+            **COMPILED_ONCE,
             "PYTHONPATH": f"{PROGRAM.parent}{os.pathsep}{PROGRAM.parents[1]}",
         },
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from support import COMPILED_ONCE
 
 from torchax_ckpt.options import Layout, SnapshotMode
 
@@ -26,18 +27,9 @@ def start(style: str, directory: Path | str, first: int, last: int, seed: int, *
         env={
             **os.environ,
             "PYTHONPATH": f"{PROGRAM.parent}{os.pathsep}{PROGRAM.parents[1]}",
-            **(kept_programs(directory) if ways else {}),
+            **COMPILED_ONCE,
         },
     )
-
-
-def kept_programs(directory: Path | str) -> dict[str, str]:
-    """Has JAX keep what it compiles: the same programs come a dozen times."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": f"{directory}/compiled",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
 
 def result(process: Any) -> Any:
