@@ -203,8 +203,6 @@ class Tiers:
         if self._local is None or self.processes.count == 1:
             return {}
         directory = self._local.directory
-        # Another step may lie here under its number.
-        elsewhere = "{}-on-another-host".format
         with self.processes.round("comparing local steps"):
             mine = {s.key: s for s in directory.steps()}
             told = json.dumps([list(mine), sorted(directory.abandons())])
@@ -213,10 +211,13 @@ class Tiers:
             tier.directory.told_abandoned |= {(a, b) for _, gone in sent for a, b in gone}
         keys = [{(a, b) for a, b in there} for there, _ in sent]
         self._on_all = set.intersection(*keys) - directory.told_abandoned
-        return {
-            key: mine.get(key) or CommittedStep(key[0], directory.path / elsewhere(key[0]), key[1])
-            for key in set.union(*keys) - directory.told_abandoned
+        there = set.union(*keys) - directory.told_abandoned
+        # Under a name that nothing has: another step may lie here under its number.
+        elsewhere = {
+            (step, at): CommittedStep(step, directory.path / f"{step}-on-another-host", at)
+            for step, at in there - mine.keys()
         }
+        return {key: mine[key] for key in there & mine.keys()} | elsewhere
 
     def opened(self, committed: CommittedStep) -> Source:
         """A step as it can be read. In a round.

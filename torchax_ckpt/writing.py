@@ -115,11 +115,13 @@ class Writer:
             self._failures.report(problem)
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
-        for array in stored.values():
-            if isinstance(array, jax.Array):
-                shards_of(array)  # before Orbax and the digests do, each on threads of their own
+        # Either way all shards are asked for now, before Orbax and the digests do on their threads.
         if self._options.max_host_bytes is None:
             digests.prefetch(stored.values())
+        else:
+            for array in stored.values():
+                if isinstance(array, jax.Array):
+                    shards_of(array)
 
         def manifest() -> dict[str, Any]:
             hosts = {name: list(digests.shards(array)) for name, array in stored.items()}

@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support import P, assert_trees_identical, bits, fsdp_mesh
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import DirectoryError, SaveError
 from torchax_ckpt.storage import location
@@ -424,3 +424,32 @@ def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
     ):
         monkeypatch.setitem(context, "gcs_request_retries", retries)
+
+
+def test_a_run_on_a_bucket_is_named_anew_and_what_missed_it_does_not_count(
+    bucket_run: str, tmp_path: Path, gcs: gcs_proxy.FaultProxy
+) -> None:
+    def two_tiers(ramdisk: str) -> TorchaxCheckpointer:
+        always = policies.FixedIntervalPolicy(1)
+        return TorchaxCheckpointer(
+            bucket_run,
+            save_decision_policy=policies.SpecificStepsPolicy((1,)),
+            local=LocalTier(tmp_path / ramdisk, save_decision_policy=always),
+        )
+
+    for ramdisk, steps, there in (
+        ("here", (1, 2, 3), []),
+        ("here", (4,), [1, 2, 3]),
+        ("elsewhere", (2,), [1]),
+        ("here", (), [1]),
+        ("elsewhere", (), [1, 2]),
+    ):
+        with two_tiers(ramdisk) as ckpt:
+            assert ckpt.all_steps() == there
+            for step in steps:
+                assert ckpt.save(step, state=state(step))
+                ckpt.wait_until_finished()
+    with TorchaxCheckpointer(bucket_run) as alone:
+        save(alone, 5)
+    with two_tiers("elsewhere") as ckpt:
+        assert ckpt.all_steps() == [1, 5]

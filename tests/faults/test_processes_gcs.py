@@ -13,53 +13,44 @@ import gcs_proxy
 import gcs_server
 import pytest
 from support import Running, run_processes
-
-RUN = """
-    import os, signal, sys
-    from processes_program import Training, digest, report, rule
-    import numpy as np
-    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, warm_start
-
-    directory, seed = sys.argv[4], int(sys.argv[5])
-    training = Training(seed)
-    ckpt = TorchaxCheckpointer(
-        directory,
-        options=CheckpointOptions(process_timeout_secs=60),
-        save_decision_policy=policies.FixedIntervalPolicy(2),
-        preservation_policy=policies.LatestN(1),
-    )
-    start = training.attach(ckpt)
-    for step in range(start + 1, 7):
-        training.step()
-        if step < 6:
-            ckpt.save(step)
-    ckpt.wait_until_finished()
-    report(start=start, steps=ckpt.all_steps(), whole=training.whole(), own=training.own())
-"""
+from test_processes import TRAIN
 
 KILLED = (
-    RUN
+    TRAIN
     + """
-    ckpt.save(6, force=True)
+    import os, signal
+    assert training.attach(ckpt) == 0
+    train(1, 7)
+    ckpt.wait_until_finished()
+    report(steps=ckpt.all_steps())
+    ckpt.save(7, force=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 )
 
 RESUMED = (
-    RUN
+    TRAIN
     + """
-    ckpt.save(6, force=True)
+    import numpy as np
+    from processes_program import digest, rule
+    from torchax_ckpt import warm_start
+
+    def held(training):
+        return {n: [digest(np.asarray(s.data)) for s in a.addressable_shards]
+                for n, a in training.arrays().items()}
+
+    assert training.attach(ckpt) == 4
+    train(5, 7)
+    ckpt.save(7, force=True)
     ckpt.wait_until_finished()
     verified = ckpt.verify()
     ckpt.close()
     # Another run, from its weights.
     fresh = Training(5)
     taken = warm_start(fresh.model, directory, shardings=rule)
-    weights = {n: [digest(np.asarray(s.data)) for s in a.addressable_shards]
-               for n, a in fresh.arrays().items()}
-    original = {n: [digest(np.asarray(s.data)) for s in a.addressable_shards]
-                for n, a in training.arrays().items() if n in weights}
-    report(verified=verified, step=taken.step, alike=weights == original, count=len(weights))
+    weights = held(fresh)
+    alike = weights == {n: d for n, d in held(training).items() if n in weights}
+    report(verified=verified, step=taken.step, alike=alike, count=len(weights))
 """
 )
 
@@ -79,11 +70,10 @@ def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
     environment = gcs.environment()
     with Running(KILLED, 2, "gs://bucket/run", "0", env=environment) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output(0)[1][-3000:]
-        expected = [running.reports(index)[0] for index in range(2)]
-    assert [(report["start"], report["steps"]) for report in expected] == [(0, [4])] * 2
+        before = [running.reports(index) for index in range(2)]
+    assert [steps for _, steps in before] == [{"steps": [4]}] * 2
     resumed = run_processes(RESUMED, 2, "gs://bucket/run", "77", env=environment)
-    for (found, after), before in zip(resumed, expected, strict=True):
-        assert found["start"] == 4
-        assert found["whole"] == before["whole"]
-        assert found["own"] == before["own"]
-        assert after == {"verified": 6, "step": 6, "alike": True, "count": 10}
+    for (found, after), (expected, _) in zip(resumed, before, strict=True):
+        assert (found["whole"], found["own"]) == (expected["whole"], expected["own"])
+        assert found["seen"] == expected["seen"][4:]
+        assert after == {"verified": 7, "step": 7, "alike": True, "count": 10}

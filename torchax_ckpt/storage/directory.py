@@ -254,6 +254,7 @@ class StepDirectory:
     def path_for(self, step: int) -> epath.Path:
         """Where to write a step until it is committed."""
         if self._runs and not (self.path / identity.NAME).exists():  # it was removed meanwhile
+            self.fence()
             identity.write(self.path, self._runs, is_local=self._durable is not None)
         if not self._is_bucket:
             # Every save under a name of its own: what a failed one still has in flight, or a writer

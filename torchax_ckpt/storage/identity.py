@@ -27,7 +27,7 @@ from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage import inspection
-from torchax_ckpt.storage.record import Conflict, Record, record_at
+from torchax_ckpt.storage.record import Conflict, Record, Seen, record_at
 
 NAME = "run"
 _LOCAL = "local "
@@ -68,15 +68,15 @@ def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None
         program names the run right now.
     """
     content = (_LOCAL if is_local else "") + " ".join(runs)
-    with _exchanged(directory) as record:
-        record.swap(record.read(), content.encode())
+    with _exchanged(directory) as (record, seen):
+        record.swap(seen, content.encode())
 
 
 def forget(durable: epath.Path) -> None:
     """From now on no local tier is of the run of a durable directory."""
     if names(durable):
-        with _exchanged(durable) as record:
-            if seen := record.read():
+        with _exchanged(durable) as (record, seen):
+            if seen is not None:
                 record.remove(seen)
 
 
@@ -97,21 +97,23 @@ def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def _exchanged(directory: epath.Path) -> Iterator[Record]:
+def _exchanged(directory: epath.Path) -> Iterator[tuple[Record, Seen | None]]:
+    """The record of the name, and what it is now; in the block it may be replaced."""
     path = directory / NAME
-    try:
-        content = path.read_bytes() if inspection.is_plain_file(path) else b"another kind of file"
-    except FileNotFoundError:
-        content = b""  # as a power cut may also leave it
-    if content and not names(directory) and not names(directory, is_local=True):
-        raise DirectoryError(
-            f"{path}: expected the name of a run, found something else. A run with a local tier "
-            "keeps its name there: rename what is there, or give the run another directory.",
-            path=directory,
-        )
+    foreign = DirectoryError(
+        f"{path}: expected the name of a run, found something else. A run with a local tier "
+        "keeps its name there: rename what is there, or give the run another directory.",
+        path=directory,
+    )
+    if not inspection.is_plain_file(path):
+        raise foreign
     record = record_at(path)
     try:
-        yield record
+        seen = record.read()
+        # Empty is what a power cut may leave of it.
+        if seen and seen.content and not _RUN.fullmatch(seen.content.decode(errors="replace")):
+            raise foreign
+        yield record, seen
     except Conflict:
         raise DirectoryError(
             f"{path}: another program names the run at this moment", path=directory
