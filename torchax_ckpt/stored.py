@@ -27,7 +27,7 @@ from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, medium, reading
 from torchax_ckpt.storage.commits import MANIFEST
 from torchax_ckpt.storage.directory import CommittedStep
-from torchax_ckpt.storage.placing import Wanted
+from torchax_ckpt.storage.placing import Wanted, empty
 from torchax_ckpt.storage.processes import ALONE, Processes
 
 Index = tuple[slice, ...]
@@ -193,7 +193,7 @@ class StoredStep:
                 path=self.committed.path,
             )
         found = {
-            name: (allocate or np.empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
+            name: (allocate or empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names
         }
         with progress.bar(f"reading step {self.committed.step}", lambda: total) as on_bytes:
