@@ -1,6 +1,6 @@
 """Runs the measurements of `make bench`, each in a process of its own; writes tables and a plot.
 
-    python benchmarks/run.py [--states deep,gpt2] [--loops deep] [--no-declined] [--repeats 5]
+    python benchmarks/run.py [--states deep,gpt2] [--loop deep] [--no-declined] [--repeats 5]
     python benchmarks/run.py --report-only
 
 Raw figures go to results.json beside this file, with the date and the versions of each run; what is
@@ -100,12 +100,12 @@ def measure_declined(root: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", default="deep,gpt2,wide,moe", help="'' for none")
-    parser.add_argument("--loops", default="deep,gpt2", help="states to train; '' for none")
+    parser.add_argument("--loop", default="deep,gpt2", help="states to train; '' for none")
     parser.add_argument("--declined", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=5, help="saves of each peer")
     parser.add_argument("--restores", type=int, default=5, help="processes that restore")
     parser.add_argument("--intervals", type=int, default=30, help="of each peer's loop")
-    parser.add_argument("--loop-secs", type=float, default=450, help="at most, for each peer")
+    parser.add_argument("--max-secs", type=float, default=450, help="at most, for each peer")
     parser.add_argument("--compute-secs", type=float, help="of a loop's step")
     parser.add_argument("--donate", action="store_true", help="loops donate what is saved")
     parser.add_argument("--directory", help="where checkpoints go; default: a temporary one")
@@ -126,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found = measure_state(state, args.repeats, args.restores, root)
                 results.setdefault("states", {})[state] = found
                 write()
-            for state in filter(None, args.loops.split(",")):
-                found = measure_loop(state, args.intervals, args.loop_secs, flags, root)
+            for state in filter(None, args.loop.split(",")):
+                found = measure_loop(state, args.intervals, args.max_secs, flags, root)
                 name = f"{state}, donated" if args.donate else state
                 results.setdefault("loops", {})[name] = found
                 write()

@@ -192,8 +192,8 @@ def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_re
     assert ("declined", "-", "torchax_ckpt") in asked
 
     monkeypatch.setattr(run, "measure", measured_at("2020-02-02", []))
-    run.main(["--states", "deep", "--loops", "gpt2", "--no-declined"])
-    run.main(["--states", "", "--loops", "gpt2", "--no-declined", "--donate"])
+    run.main(["--states", "deep", "--loop", "gpt2", "--no-declined"])
+    run.main(["--states", "", "--loop", "gpt2", "--no-declined", "--donate"])
     results = json.loads((tmp_path / "results.json").read_text())
     dates = {
         n: r["taken"]["date"] for kind in ("states", "loops") for n, r in results[kind].items()
