@@ -10,7 +10,7 @@ import pytest
 import synthetic
 from test_cli import run, run_json
 
-from torchax_ckpt import TorchaxCheckpointer, planning
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
 from torchax_ckpt.cli import outcome
 
 LARGE = (
@@ -24,8 +24,9 @@ def test_a_plan_says_what_the_library_says() -> None:
     assert said["checkpoint_bytes"] == planning.state_bytes(70_000_000_000).total_bytes
     assert (said["hosts"], said["hosts_per_slice"]) == (1024, 512)
     assert said["ramdisk_bytes_per_host"] == planning.ramdisk_bytes_per_host(
-        840_000_000_000, hosts_per_slice=512
+        840_000_000_000, hosts_per_slice=512, num_copies=LocalTier("ramdisk").keep + 1
     )
+    assert said["write_bytes_per_sec_and_host"] == 840_000_000_000 / 1024 / 120
     assert said["mtbf_secs"] == 365 * 86_400 / 1024
     tier = planning.Tier(blocking_secs=1, durable_secs=120, slowdown=0.05)
     assert said["save_cost_secs"] == tier.cost_secs
@@ -66,6 +67,8 @@ def test_a_table_for_people() -> None:
     lines = run(*LARGE).splitlines()
     said = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[1:12])
     assert said["one checkpoint"] == "840 GB"
+    assert said["ramdisk of each host, keep=2"] == "5.66 GB"
+    assert said["each host writes"] == "6.84 MB/s"
     assert said["restart, then restore"] == "5 min + 2 min"
     assert said["best interval"] == "11 min"
     assert said["it costs, slower steps counted"] == "6.67 s"
