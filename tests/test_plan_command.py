@@ -12,6 +12,7 @@ from test_cli import run, run_json
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
 from torchax_ckpt.cli import outcome
+from torchax_ckpt.telemetry.events import Event
 
 LARGE = (
     *("plan", "--params", "70B", "--chips", 4096, "--slices", 2, "--host-mtbf", "365d"),
@@ -91,6 +92,16 @@ def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
     # What is said counts.
     assert run_json("plan", "--measured", directory, "--durable", "60")["durable_secs"] == 60
     assert "(measured)" in run("plan", "--measured", directory)
+
+
+def test_what_a_local_tier_restored_says_nothing_of_the_durable_one(directory: Path) -> None:
+    told = synthetic.run(first=25, last=500, at_secs=synthetic.BEGAN_SECS)
+    local = [
+        Event("restored", told[0].time_secs - back, 25, {"secs": 0.1, "tier": "local"})
+        for back in (1, 2, 3)
+    ]
+    synthetic.write(directory, [[*local, *told]])
+    assert run_json("plan", "--measured", directory)["restore_secs"] == 21.5
 
 
 def test_a_plan_from_a_real_run(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import identity
 from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.telemetry.events import Event
 
 ALWAYS = policies.FixedIntervalPolicy(1)
 KEEP_ALL = policies.PreserveAll()
@@ -124,6 +126,28 @@ def test_each_tier_has_policies_of_its_own_and_the_newest_step_of_either_wins(
         report = ckpt.restore(tier="durable")
         assert (report.step, report.tier, report.skipped_steps) == (4, "durable", ())
         assert_trees_identical(training_state(fresh, fresh_optimizer), held[4])
+
+
+def test_a_restore_says_which_tier_has_served_it(
+    directory: Path, ramdisk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+        ckpt.attach(stateful={})
+        save(ckpt, 1, 2)
+    events: list[Event] = []
+    with (
+        TorchaxCheckpointer(directory, local=LocalTier(ramdisk), on_event=events.append) as ckpt,
+        caplog.at_level(logging.INFO, "torchax_ckpt"),
+    ):
+        assert ckpt.attach(stateful={}) == 2
+        assert f"restored step 2 from the local tier, {ramdisk}" in caplog.messages
+        ckpt.restore(1)
+        assert f"restored step 1 from the local tier, {ramdisk}" in caplog.messages
+        ckpt.restore(1, tier="durable")
+        assert f"restored step 1 from the durable tier, {directory}" in caplog.messages
+    read = [Event.of_line(event.to_line()) for event in events]
+    said = [event.values["tier"] for event in read if event and event.name == "restored"]
+    assert said == ["local", "local", "durable"]
 
 
 def test_a_step_that_both_tiers_want_is_captured_once(

@@ -278,7 +278,10 @@ class TorchaxCheckpointer:
                 source, attached, strict, self._options, self._processes, selection
             )
         secs = time.perf_counter() - began
-        self._telemetry.emit("restored", report.step, secs=secs, is_verified=report.is_verified)
+        where = tier.directory.path  # in which this host may lack the step that others gave it
+        logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
+        values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
+        self._telemetry.emit("restored", report.step, **values)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
         return dataclasses.replace(report, tier=tier.name)

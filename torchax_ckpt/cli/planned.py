@@ -178,7 +178,8 @@ def _measured(directory: str) -> dict[str, float]:
         ("durable", "durable_secs", "durable_secs"),
         ("restored", "secs", "restore_secs"),
     ):
-        if values := [e.values[key] for e in events if e.name == name and key in e.values]:
+        of_name = (e for e in events if e.name == name and e.values.get("tier") != "local")
+        if values := [e.values[key] for e in of_name if key in e.values]:
             found[known_as] = float(statistics.median(values))
     if "durable_secs" not in found:
         raise UsageError(f"plan: --measured: {directory}: no durable save is recorded there")
