@@ -355,7 +355,7 @@ class TorchaxCheckpointer:
             try:
                 with reading(committed, place.directory, self._processes):
                     if is_here:
-                        stored = StoredStep(committed)
+                        stored = StoredStep(committed, allow_part=True)
                         name = f"step {committed.step}"
                         with progress.bar(name, functools.partial(_size, stored)) as done:
                             stored.verify(self._options, place.processes, on_bytes=done)

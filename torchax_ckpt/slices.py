@@ -76,7 +76,7 @@ class HostSteps:
         self._mine: content.StoredLeaves | None = None
         if committed.path.exists():
             with _left_aside():
-                self._mine = content.StoredLeaves(committed, self._options)
+                self._mine = content.StoredLeaves(committed, self._options, allow_part=True)
         said: list[Any] = []
         if self._mine is not None:
             said = [parts.whole(self._mine.document), parts.specs(self._mine.document)]

@@ -198,7 +198,7 @@ class Writer:
     def _read_back(self, durable: CommittedStep) -> None:
         """Reads the step on all processes, each its share; deletes it if that fails on any."""
         try:
-            StoredStep(durable).verify(self._options, self._processes)
+            StoredStep(durable, allow_part=True).verify(self._options, self._processes)
             self._processes.meet()
         except Exception:  # damaged, or not to be read: it must not be the newest step
             if self._processes.is_first:

@@ -1,0 +1,165 @@
+"""One slice of several hosts, each of which saves its part for itself; no part has another copy."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes_program import Training
+from support import Running, before_enabling, run_processes
+from test_cli import run
+from typer.testing import CliRunner
+
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, policies
+from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli.app import app
+from torchax_ckpt.errors import CorruptCheckpointError
+
+OPENED = """
+    import os, pathlib, shutil, signal, sys, time, warnings
+    from processes_program import INDEX, Training, report
+    from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+
+    directory, mine = sys.argv[4], pathlib.Path(sys.argv[5], str(INDEX))
+    training = Training(int(sys.argv[6]))
+
+    def opened(durable, keep=2):
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=durable,
+            local=LocalTier(
+                mine, save_decision_policy=policies.FixedIntervalPolicy(1), keep=keep
+            ),
+            options=CheckpointOptions(process_timeout_secs=60),
+        )
+"""
+
+RUN = (
+    OPENED
+    + """
+    kill_at = int(sys.argv[7])
+    ckpt = opened(policies.FixedIntervalPolicy(4))
+    with warnings.catch_warnings(record=True) as said:
+        start = training.attach(ckpt)
+    tier = ckpt.restore(start).tier if start else None
+    for step in range(start + 1, 8):
+        training.step()
+        ckpt.save(step)
+        if step == kill_at:
+            ckpt.wait_until_finished()
+            report(start=start, local=ckpt.all_steps("local"))
+            os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.close()
+    report(
+        start=start, tier=tier, skipped=len(said), own=training.own(), whole=training.whole()
+    )
+"""
+)
+
+
+def started(directory: Path, ramdisks: Path, seed: int) -> list[dict[str, Any]]:
+    reports = run_processes(RUN, 2, str(directory), str(ramdisks), str(seed), "0")
+    return [report for (report,) in reports]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where a run of two killed hosts has left its steps, and how one that was not killed ends."""
+    place = tmp_path_factory.mktemp("parts")
+    arguments = str(place / "run"), str(place / "ramdisks"), "0", "6"
+    with Running(RUN, 2, *arguments) as running:
+        assert running.wait() == [-signal.SIGKILL] * 2, running.output(0)[1][-3000:]
+        for index in range(2):
+            assert running.reports(index) == [{"start": 0, "local": [5, 6]}]
+    return place, started(place / "straight", place / "straight-ramdisks", 0)
+
+
+@pytest.fixture
+def left(killed: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of what the killed run has left: its directory, and the ramdisks of both hosts."""
+    for name in ("run", "ramdisks"):
+        shutil.copytree(killed[0] / name, tmp_path / name)
+    return tmp_path / "run", tmp_path / "ramdisks"
+
+
+@pytest.mark.parametrize(("lost", "start", "tier"), [(None, 6, "local"), (1, 4, "durable")])
+def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durable_step(
+    lost: int | None,
+    start: int,
+    tier: str,
+    killed: tuple[Path, list[dict[str, Any]]],
+    left: tuple[Path, Path],
+) -> None:
+    directory, ramdisks = left
+    if lost is not None:
+        shutil.rmtree(ramdisks / str(lost))
+    found = started(directory, ramdisks, 77)
+    for here, there in zip(found, killed[1], strict=True):
+        assert (here["start"], here["tier"]) == (start, tier)
+        assert here["skipped"] == (0 if lost is None else 2)
+        assert (here["own"], here["whole"]) == (there["own"], there["whole"])
+    assert len({report["own"]["torch"] for report in found}) == 2
+
+
+# --- where fewer hosts look at it ----------------------------------------------------------------
+
+REFUSED = r"expected all of it, \[256, 8\], found \[128, 8\]: .* holds one host's part"
+OF_TWO = "step 4 was saved by 2 processes and is restored by 1"
+
+
+def test_one_process_takes_no_hosts_part_for_the_whole(
+    left: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, ramdisks = left
+    with (
+        TorchaxCheckpointer(
+            directory,
+            save_decision_policy=policies.FixedIntervalPolicy(4),
+            local=LocalTier(ramdisks / "0", save_decision_policy=policies.FixedIntervalPolicy(1)),
+        ) as ckpt,
+        caplog.at_level(logging.INFO, "torchax_ckpt"),
+    ):
+        assert ckpt.all_steps("local") == [5, 6]
+        with pytest.warns(UserWarning, match=REFUSED), pytest.warns(UserWarning, match=OF_TWO):
+            state = ckpt.load()
+        assert state["model"]["0.weight"].shape == (256, 8)
+        with pytest.raises(CorruptCheckpointError, match=REFUSED) as raised:
+            ckpt.load(6, tier="local")
+        assert (raised.value.step, raised.value.key_path) == (6, "model/0.weight")
+        assert ckpt.verify(6, tier="local") == 6  # every byte is as it was saved
+        with before_enabling():
+            training = Training(77)
+        with pytest.warns(UserWarning, match=REFUSED), pytest.warns(UserWarning, match=OF_TWO):
+            assert training.attach(ckpt) == 4
+        assert f"restored step 4 from the durable tier, {directory}" in caplog.text
+        training.step()
+        assert ckpt.save(5)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps("local") == [5]
+
+
+def test_a_reader_takes_no_hosts_part_for_the_whole(
+    left: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory, ramdisks = left
+    local = ramdisks / "1"
+    assert load_torch_state_dict(directory)["0.weight"].shape == (256, 8)
+    with pytest.raises(CorruptCheckpointError, match=REFUSED):
+        load_torch_state_dict(local)
+    for command in (
+        ("show", local),
+        ("export", local, "6", tmp_path / "out"),
+        ("copy", local / "6", tmp_path / "copy"),
+        ("diff", local / "6", directory / "4"),
+    ):
+        result = CliRunner().invoke(app, list(map(str, command)))
+        assert result.exit_code == outcome.FOUND, result.output
+        assert re.search(REFUSED, " ".join(result.stderr.split())), command
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "copy").exists()
+    assert "step 6:" in run("verify", local)
