@@ -163,3 +163,87 @@ def test_a_reader_takes_no_hosts_part_for_the_whole(
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "copy").exists()
     assert "step 6:" in run("verify", local)
+
+
+# --- what one host meets, all do -----------------------------------------------------------------
+
+FAULTS = (
+    OPENED
+    + """
+    from torchax_ckpt import errors
+    from torchax_ckpt.storage.directory import StepDirectory
+
+    ckpt = opened(policies.SpecificStepsPolicy((4,)), keep=9)
+    training.attach(ckpt)
+
+    def train(*steps):
+        for step in steps:
+            training.step()
+            assert ckpt.save(step)
+        ckpt.wait_until_finished()
+
+    train(1, 2)
+    for step in (1, 2):
+        assert ckpt.verify(step, tier="local") == step
+    marks = {step: mine / str(step) / "verified" for step in (1, 2)}
+    assert all(mark.exists() for mark in marks.values())
+
+    # The copy of one host is damaged.
+    if INDEX == 1:
+        for file in (mine / "1" / "state").rglob("d/*"):
+            content = bytearray(file.read_bytes())
+            content[-20] ^= 1
+            file.write_bytes(content)
+    told = []
+    for call in (ckpt.restore, ckpt.load):
+        try:
+            call(1, tier="local")
+        except errors.CheckpointError as error:
+            told.append(type(error).__name__)
+    train(3, 4)
+    report(told=told, marked=[step for step in marks if marks[step].exists()])
+
+    # One host has lost a step.
+    if INDEX == 1:
+        shutil.rmtree(mine / "4")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = ckpt.restore()
+    report(step=found.step, tier=found.tier, skipped=found.skipped_steps, said=len(said))
+
+    # One host's disk fails when the others have committed.
+    commit = StepDirectory.commit
+    def failing(self, step, written, at=None):
+        if str(self.path) == str(mine):
+            time.sleep(1)
+            raise OSError(5, "Input/output error")
+        return commit(self, step, written, at)
+    if INDEX == 1:
+        StepDirectory.commit = failing
+    training.step()
+    assert ckpt.save(5)
+    try:
+        ckpt.wait_until_finished()
+    except errors.SaveError as error:
+        failure = str(error)
+    StepDirectory.commit = commit
+    report(failed="Input/output error" in failure, there=sorted(os.listdir(mine)))
+    train(6)
+    ckpt.close()
+    report(local=ckpt.all_steps("local"), there=[n for n in os.listdir(mine) if n[0].isdigit()])
+"""
+)
+
+
+def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Path) -> None:
+    places = str(tmp_path / "run"), str(tmp_path / "ramdisks")
+    first, second = run_processes(FAULTS, 2, *places, "0")
+    damaged = {"told": ["CorruptCheckpointError"] * 2}
+    assert first[0] == {**damaged, "marked": [1, 2]}, "its own copy is sound"
+    assert second[0] == {**damaged, "marked": [2]}
+    assert first[1] == second[1] == {"step": 4, "tier": "durable", "skipped": [4], "said": 1}
+    for _, _, failed, end in (first, second):
+        assert failed["failed"]
+        assert "5" not in failed["there"]
+        assert end["local"] == [1, 2, 3, 6]
+        assert sorted(end["there"]) == ["1", "2", "3", "6"]

@@ -110,6 +110,8 @@ def reading(
 ) -> Iterator[None]:
     """A round in which a step is read; notes it if the step is damaged, and offers others.
 
+    Where each process has a place of its own, a failure says nothing of the copy there.
+
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
@@ -117,7 +119,7 @@ def reading(
         with processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
-        if not is_damage(error):
+        if processes.is_apart or not is_damage(error):
             raise
         if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
             raise StepNotFoundError(
