@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,36 @@ def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Pa
         assert "5" not in failed["there"]
         assert end["local"] == [1, 2, 3, 6]
         assert sorted(end["there"]) == ["1", "2", "3", "6"]
+
+
+TOLD_TO_END = (
+    OPENED
+    + """
+    ckpt = opened(policies.SpecificStepsPolicy(()))
+    training.attach(ckpt)
+    report(ready=True)
+    for step in range(1, 3000):
+        training.step()
+        ckpt.save(step)
+        if ckpt.reached_preemption(step):
+            break
+    ckpt.close()
+    report(step=step, durable=ckpt.all_steps("durable"), local=ckpt.all_steps("local"))
+    sys.exit(143)
+"""
+)
+
+
+def test_one_host_that_is_told_to_end_has_all_save_the_same_durable_step(tmp_path: Path) -> None:
+    places = str(tmp_path / "run"), str(tmp_path / "ramdisks"), "0"
+    with Running(TOLD_TO_END, 2, *places) as running:
+        while not (tmp_path / "ramdisks" / "1" / "2").exists():
+            assert [process.poll() for process in running.processes] == [None] * 2
+            time.sleep(0.1)
+        running.processes[1].terminate()
+        assert running.wait() == [128 + signal.SIGTERM] * 2, running.output(0)[1][-3000:]
+        ends = [running.reports(index)[-1] for index in range(2)]
+    step = ends[0]["step"]
+    for end in ends:
+        assert (end["step"], end["durable"]) == (step, [step])
+        assert end["local"] == [step - 2, step - 1]
