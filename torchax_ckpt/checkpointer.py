@@ -330,7 +330,8 @@ class TorchaxCheckpointer:
         """Reads a step back whole and compares every byte with what was saved.
 
         The step then counts as verified, also for later programs unless this one only reads
-        (``read_only``); no keep rule deletes the newest verified step. Live state is not touched.
+        (``read_only``); no keep rule deletes the newest verified durable step. Live state is not
+        touched.
 
         Args:
           step: completed steps of the checkpoint; None for the newest, damaged or not.
