@@ -18,7 +18,7 @@ from support import mlp, run_python
 from test_verified import damage
 from typer.testing import CliRunner
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import TorchaxCheckpointer, stored
 from torchax_ckpt.cli import outcome
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
@@ -259,6 +259,56 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
 def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
     damage(copy / "2", b'"format"')
     assert run_json("verify", copy, code=outcome.FOUND)["steps"][0]["ok"] is False
+
+
+READING = {
+    "verify": ("verify", "{run}", "2"),
+    "diff": ("diff", "{run}/1", "{run}/2"),
+    "export": ("export", "{run}", "2", "{tmp}/out.safetensors", "--at", "state"),
+    "export-pt": ("export", "{run}", "2", "{tmp}/out.pt", "--format", "pt", "--at", "state"),
+    "copy": ("copy", "{run}/2", "{tmp}/other"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "when"),
+    [("show", "before"), *((name, when) for name in READING for when in ("before", "after"))],
+)
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    command: str, when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(2, when, monkeypatch)
+    words = READING.get(command, (command, "{run}", "2"))
+    filled = [word.format(run=copy, tmp=copy.parent) for word in words]
+    assert "step 2 was deleted meanwhile" in run(*filled, code=outcome.USAGE)
+    assert {path.name for path in copy.parent.iterdir()} <= {"copy", "other"}
+    assert not list(copy.parent.glob("other/*2*"))  # nothing is left of a copy
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_verify_all_goes_on_where_a_step_is_deleted_meanwhile(
+    when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(1, when, monkeypatch)
+    result = CliRunner().invoke(app, ["verify", str(copy), "--all", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [step["step"] for step in json.loads(result.stdout)["steps"]] == [2]
+    assert "step 1 was deleted meanwhile" in result.stderr
+
+
+def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a training pruned it, before or after its manifest is read."""
+    parse = stored.parse_manifest
+
+    def parse_and_delete(committed: Any) -> Any:
+        if when == "before" and committed.step == step:
+            shutil.rmtree(committed.path)
+        manifest = parse(committed)
+        if committed.step == step:
+            shutil.rmtree(committed.path)
+        return manifest
+
+    monkeypatch.setattr(stored, "parse_manifest", parse_and_delete)
 
 
 def test_verify_says_when_a_step_cannot_be_marked(

@@ -41,6 +41,7 @@ from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.stored import still_there
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,17 +117,11 @@ def reading(
       StepNotFoundError: it was deleted while it was read.
     """
     try:
-        with processes.round(f"reading step {committed.step}"):
+        with still_there(committed), processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
         if not is_damage(error):
             raise
-        if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
-            raise StepNotFoundError(
-                f"{committed.path}: step {committed.step} was deleted meanwhile",
-                step=committed.step,
-                path=committed.path,
-            ) from error
         directory.verified.note(committed, is_sound=False)
         others = [s for s in directory.steps() if s.step != committed.step]
         named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])

@@ -10,7 +10,7 @@ from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.steps import chosen, existing
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import inspection, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
@@ -161,7 +161,13 @@ def verify(
     options = CheckpointOptions(max_host_bytes=max_bytes)
     results = []
     for committed in steps:
-        result = _verify_one(run, committed, options, read_only=read_only)
+        try:
+            result = _verify_one(run, committed, options, read_only=read_only)
+        except StepNotFoundError as error:  # whoever writes there has deleted it meanwhile
+            if not verify_all:
+                raise
+            output.note(str(error))
+            continue
         results.append(result)
         if not as_json and result["ok"]:
             said = f"step {committed.step}: {output.size(result['num_bytes'])}, as it was saved"
@@ -184,6 +190,8 @@ def _verify_one(
         stored = StoredStep(committed)
         with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes=on_bytes)
+    except StepNotFoundError:
+        raise
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and not read_only:
             run.verified.note(committed, is_sound=False)
