@@ -110,7 +110,7 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
 def test_every_exit_code_is_stated_in_help_and_manual() -> None:
     manual = (Path(__file__).parents[1] / "docs/command-line.md").read_text()
     for name, code in vars(outcome).items():
-        if name.isupper() and isinstance(code, int) and code != outcome.INTERRUPTED:
+        if name.isupper() and isinstance(code, int):
             assert f"| {code} |" in manual
             assert re.search(rf"\b{code} [a-z]", outcome.EPILOG)
     for command in app.registered_commands:
@@ -155,6 +155,22 @@ def test_an_error_of_the_command_itself_is_no_finding(
     result = CliRunner().invoke(app, ["ls", str(saved)])
     assert result.exit_code == outcome.FAILED
     assert "ZeroDivisionError" in result.stderr
+
+
+def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
+    program = """
+        import os, signal, sys, time
+        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.stored import StoredStep
+        def interrupted(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        StoredStep.verify = interrupted
+        sys.argv[1:] = ["verify", sys.argv[1]]
+        main()
+    """
+    result = run_python(program, str(saved), check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
 
 
 # --- ls ---
