@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import pty
 import re
 import shutil
+import subprocess
+import sys
+import termios
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,6 +239,31 @@ def test_show_says_how_leaves_were_sharded() -> None:
     # In storage it is a row of a stack, whose first dim is no dim of the leaf.
     assert leaves["state/layers/0/w"]["stack"] == "state/layers/*/w"
     assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
+
+
+def test_at_a_terminal_show_draws_a_tree() -> None:
+    golden = Path(__file__).parent / "golden/v1/stacked"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 120))
+    command = [sys.executable, "-m", "torchax_ckpt.cli", "show", str(golden)]
+    with subprocess.Popen(command, stdout=theirs) as program:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while more := os.read(ours, 4096):
+                said += more
+        assert program.wait(60) == 0
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).splitlines()
+    assert lines[:4] == [
+        "state",
+        "├── layers",
+        "│   ├── 0",
+        "│   │   └── w  float32[8, 4]  128 B  (fsdp) on fsdp=8  in state/layers/*/w",
+    ]
+    leaves = run_json("show", golden)["leaves"]
+    assert len([line for line in lines if "]  " in line]) == len(leaves)
+    assert lines[-1] == f"step 3: {len(leaves)} leaves, 8.98 kB"
 
 
 def test_names_cannot_command_a_terminal(directory: Path) -> None:

@@ -134,11 +134,20 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
         )
         for leaf in leaves
     ]
-    columns = ("name", "dtype", "shape", "size", "sharding", "stack")
-    output.print_table(columns, rows, right=("size",))
+    if output.is_watched():
+        said = {row[0]: _said(*row[1:]) for row in rows}
+        output.print_tree(said)
+    else:  # a line of its own for each, with its whole name
+        columns = ("name", "dtype", "shape", "size", "sharding", "stack")
+        output.print_table(columns, rows, right=("size",))
     shown = "" if pattern is None else f" of {len(stored.leaves)}"
     output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
     return OK
+
+
+def _said(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
+    parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
+    return "  ".join(part for part in parts if part)
 
 
 _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
