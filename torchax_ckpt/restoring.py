@@ -40,6 +40,7 @@ from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.stored import still_there
 
 T = TypeVar("T")
 
@@ -115,18 +116,13 @@ def reading(
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
+    looked = contextlib.nullcontext() if processes.is_apart else still_there(committed)
     try:
-        with processes.round(f"reading step {committed.step}"):
+        with looked, processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
         if processes.is_apart or not is_damage(error):
             raise
-        if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
-            raise StepNotFoundError(
-                f"{committed.path}: step {committed.step} was deleted meanwhile",
-                step=committed.step,
-                path=committed.path,
-            ) from error
         directory.verified.note(committed, is_sound=False)
         others = [s for s in directory.steps() if s.step != committed.step]
         named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from torchax_ckpt import progress
-from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, StepNotFoundError
 from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import inspection, medium, reading
+from torchax_ckpt.storage import commits, inspection, medium, reading
 from torchax_ckpt.storage.commits import MANIFEST
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.placing import Wanted, empty
@@ -47,6 +47,27 @@ def about(committed: CommittedStep) -> Iterator[None]:
             error.step = committed.step
             error.path = error.path or str(committed.path)
         raise
+
+
+@contextlib.contextmanager
+def still_there(committed: CommittedStep) -> Iterator[None]:
+    """Has a step that whoever writes there deletes while it is read not be called damaged.
+
+    Raises:
+      StepNotFoundError: it was deleted.
+    """
+    try:
+        yield
+    except StepNotFoundError:
+        raise
+    except (CorruptCheckpointError, FileNotFoundError) as error:
+        if commits.is_there(committed):
+            raise
+        raise StepNotFoundError(
+            f"{committed.path}: step {committed.step} was deleted meanwhile",
+            step=committed.step,
+            path=committed.path,
+        ) from error
 
 
 def parse_manifest(committed: CommittedStep) -> Manifest:
@@ -128,12 +149,14 @@ class StoredStep:
     Raises:
       ForeignCheckpointError: bare Orbax wrote it.
       CorruptCheckpointError: its manifest is damaged, or it is a part.
+      StepNotFoundError: it was deleted meanwhile; so do the methods.
       DirectoryError: it cannot be read now.
     """
 
     def __init__(self, committed: CommittedStep, *, allow_part: bool = False) -> None:
         self.committed = committed
-        self.manifest = parse_manifest(committed)
+        with still_there(committed):
+            self.manifest = parse_manifest(committed)
         if not allow_part:
             require_whole(committed, self.manifest)
         located = self.manifest.plan.locate()
@@ -180,7 +203,7 @@ class StoredStep:
           DirectoryError: it cannot be read now.
         """
         asked = set(names)
-        with about(self.committed):
+        with still_there(self.committed), about(self.committed):
             wanted = self._wanted(asked)
             for stored, piece, host in reading.stream_arrays(self.committed, wanted, options):
                 members = wanted[stored].members
@@ -237,7 +260,7 @@ class StoredStep:
 
         Of several processes each does so with its share of the stored arrays.
         """
-        with about(self.committed):
+        with still_there(self.committed), about(self.committed):
             wanted = self._wanted(self.leaves)
             mine = itertools.islice(wanted, processes.index, None, processes.count)
             wanted = {name: wanted[name] for name in mine}
