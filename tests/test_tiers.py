@@ -187,7 +187,6 @@ def test_a_step_is_found_verified_and_deleted_in_either_tier(
         ({"path": 3}, "expected a path on this host, found 3"),
         ({"path": "x", "keep": 0}, "keep: expected a positive int, found 0"),
         ({"path": "x", "keep": True}, "keep: expected a positive int, found True"),
-        ({"path": "x", "replica_axis": ""}, "replica_axis: expected the name of a mesh axis"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -133,14 +133,12 @@ class LocalTier:
         removed.
       save_decision_policy: when a step is saved there; None for whenever the last one is.
       keep: how many steps stay there; one more has to fit while it is being written.
-      replica_axis: the axis of the arrays' mesh along which slices hold the same.
     """
 
     path: str | os.PathLike[str]
     _: dataclasses.KW_ONLY
     save_decision_policy: Any = None
     keep: int = 2
-    replica_axis: str = "replica"
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or "://" in str(self.path):
@@ -149,8 +147,3 @@ class LocalTier:
             )
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
             raise ValueError(f"LocalTier: keep: expected a positive int, found {self.keep!r}")
-        if not isinstance(self.replica_axis, str) or not self.replica_axis:
-            raise ValueError(
-                "LocalTier: replica_axis: expected the name of a mesh axis, found "
-                f"{self.replica_axis!r}"
-            )

@@ -108,7 +108,6 @@ class Tiers:
                     "on several processes a local tier is restored together, and restore_in_budget "
                     "takes leaves in parts that differ between processes: give one of the two"
                 )
-            self._replica_axis = local.replica_axis
             saves = Processes(f"local saves {durable.path}", options.process_timeout_secs)
             self._local = self._tier(
                 "local",
@@ -227,8 +226,7 @@ class Tiers:
         """
         processes = self.holding(committed).processes
         if self.processes.count > 1 and isinstance(processes, Apart):
-            index = self.processes.index
-            return HostSteps(committed, self._options, index, processes, self._replica_axis)
+            return HostSteps(committed, self._options, self.processes.index, processes)
         return StoredLeaves(committed, self._options, self.processes.meet)
 
     def numbers(self, name: TierName | None = None) -> list[int]:
