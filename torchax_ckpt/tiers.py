@@ -150,6 +150,11 @@ class Tiers:
         decisions = Decisions(save_policy, history, saver, agreed)
         return Tier(name, directory, history, saver, decisions, telemetry, calls)
 
+    @property
+    def has_local(self) -> bool:
+        """Whether there is a local tier."""
+        return self._local is not None
+
     # --- the steps there are ---
 
     def candidates(
