@@ -278,3 +278,47 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     for secs in (None, 0, -1.0, float("inf"), True, "1"):
         with pytest.raises(ValueError, match="process_timeout_secs: expected a positive number"):
             CheckpointOptions(process_timeout_secs=secs)  # type: ignore[arg-type]
+
+
+LOADED_ON_A_THREAD = """
+    import sys, threading
+    from processes_program import INDEX, report
+    import torchax, numpy as np
+    from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
+
+    torchax.enable_globally()
+    for name, settings in {
+        "plain": dict(),
+        "one reads for all": dict(
+            options=CheckpointOptions(single_replica_restore=True, process_timeout_secs=60)
+        ),
+        "a local tier": dict(local=LocalTier(f"{sys.argv[4]}/ramdisk-{INDEX}")),
+    }.items():
+        with TorchaxCheckpointer(f"{sys.argv[4]}/{name}", **settings) as ckpt:
+            ckpt.save(1, state={"w": np.arange(3)}, force=True)
+            ckpt.wait_until_finished()
+            found = []
+
+            def load():
+                try:
+                    found.append(ckpt.load()["w"].tolist())
+                except Exception as error:
+                    found.append(f"{type(error).__name__}: {error}")
+
+            thread = threading.Thread(target=load, name="other")
+            thread.start()
+            thread.join()
+            report(name=name, found=found[0], here=ckpt.load()["w"].tolist())
+"""
+
+
+def test_load_belongs_to_the_training_thread_where_processes_send_each_other_what_they_read(
+    tmp_path: Path,
+) -> None:
+    for reports in run_processes(LOADED_ON_A_THREAD, 2, str(tmp_path)):
+        found = {told["name"]: told["found"] for told in reports}
+        assert found.pop("plain") == [0, 1, 2]
+        assert len(found) == 2
+        for refused in found.values():
+            assert refused.startswith("CallError: load was called on thread 'other'")
+        assert [told["here"] for told in reports] == [[0, 1, 2]] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import signal
 from collections.abc import Mapping
@@ -11,9 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, strategies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multislice
 from support import Running, run_processes
+
+from torchax_ckpt.exchange import routes
 
 RUN = """
     import os, signal, sys
@@ -147,17 +152,158 @@ def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
     assert_ends_alike(found, never_killed)
 
 
-def test_hosts_lost_in_different_slices_come_back_from_the_same_places_in_others(
-    tmp_path: Path,
-) -> None:
-    """Two slices of two hosts; none of the slices is whole any more."""
+def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) -> None:
+    """Two slices of two hosts; the two that are left come up as each other's process."""
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
     killed(directory, ramdisks, 4, at=6)
-    for index in (0, 3):
+    for index in (1, 2):
         shutil.rmtree(ramdisks / str(index))
+    (ramdisks / "0").rename(ramdisks / "was 0")
+    (ramdisks / "3").rename(ramdisks / "0")
+    (ramdisks / "was 0").rename(ramdisks / "3")
     found = resumed(directory, ramdisks, 4)
     assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
     assert_ends_alike(found, straight(tmp_path, 4))
+
+
+@given(strategies.data())
+def test_routes_bring_every_part_to_all_that_need_it(data: strategies.DataObject) -> None:
+    count = data.draw(strategies.integers(1, 40))
+    part = strategies.sampled_from("abcde")
+    needs = data.draw(strategies.lists(part, min_size=count, max_size=count))
+    any_or_none = strategies.one_of(strategies.none(), part)
+    holds = data.draw(strategies.lists(any_or_none, min_size=count, max_size=count))
+    slices = data.draw(strategies.lists(strategies.integers(0, 2), min_size=count, max_size=count))
+    if not set(needs) <= set(holds):
+        with pytest.raises(LookupError):
+            routes(needs, holds, slices)
+        return
+    rounds = routes(needs, holds, slices)
+    has = list(holds)
+    for pairs in rounds:
+        senders, receivers = zip(*pairs, strict=True)
+        # What a collective permute asks for; and who has what it needs receives nothing.
+        assert len(set(senders)) == len(set(receivers)) == len(pairs)
+        assert all(has[i] != needs[i] for i in receivers)
+        for sender, i in pairs:
+            near = {j for j in range(count) if has[j] == needs[i] and slices[j] == slices[i]}
+            assert slices[sender] == slices[i] or near <= set(senders)
+        for i, sent in zip(receivers, [has[i] for i in senders], strict=True):
+            has[i] = sent
+    assert has == needs
+    # Who has received sends on, so that one copy is enough for many.
+    assert len(rounds) <= math.ceil(math.log2(count + 1))
+
+
+PLACES = """
+    import itertools, json, logging, pathlib, shutil, sys
+    from processes_program import INDEX, report
+    import jax, ml_dtypes, numpy as np, torchax
+    from jax.experimental.multihost_utils import sync_global_devices
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+    torchax.enable_globally()
+    logging.getLogger("torchax_ckpt.slices").setLevel(logging.INFO)
+    directory, ramdisks, places = sys.argv[4], pathlib.Path(sys.argv[5]), json.loads(sys.argv[6])
+    # A host is one place of replica and fsdp, and has all of tp.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "fsdp", "tp"))
+    random = np.random.default_rng(0)
+    expected, shardings = {}, {}
+    dtypes = ["float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "int8", "int4", "uint32"]
+    specs = [P("fsdp"), P("tp", "fsdp"), P(None, "tp"), P(), P(("fsdp", "tp"))]
+    for dtype, (i, spec) in itertools.product(dtypes, enumerate(specs)):
+        kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        bits = random.integers(0, 256, (8, 4 * kind.itemsize), np.uint8)
+        if dtype in ("bool", "int4"):
+            array = (bits & 1).astype(kind)
+        else:
+            array = bits.view(kind)  # any bits: zeros with signs, NaNs with payloads
+        expected[f"{dtype} {i}"], shardings[f"{dtype} {i}"] = array, NamedSharding(mesh, spec)
+    for name, array in {"scalar": np.float32(-0.0), "empty": np.zeros((0, 4), np.float32)}.items():
+        expected[name], shardings[name] = np.asarray(array), NamedSharding(mesh, P())
+    turned = {"float32 0": P(None, ("tp", "fsdp")), "uint32 1": P("replica")}
+
+    def bits(array):
+        return np.ascontiguousarray(array).tobytes()
+
+    def put(name):
+        array = expected[name]
+        return jax.make_array_from_callback(array.shape, shardings[name], lambda at: array[at])
+
+    class Place:
+        value = f"of {INDEX}"
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    def opened(mine):
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=policies.SpecificStepsPolicy(()),
+            local=LocalTier(mine, save_decision_policy=policies.FixedIntervalPolicy(1)),
+        )
+
+    with opened(ramdisks / str(INDEX)) as ckpt:
+        ckpt.attach(stateful={"place": Place()})
+        ckpt.save(1, state={name: put(name) for name in expected})
+    sync_global_devices("saved")
+    for number, hosts in enumerate(places):
+        mine = ramdisks / f"{number}-{INDEX}"
+        if hosts[INDEX] is not None:
+            shutil.copytree(ramdisks / str(hosts[INDEX]), mine)
+        sync_global_devices(f"moved {number}")
+        place = Place()
+        place.value = "none"
+        with opened(mine) as ckpt:
+            start = ckpt.attach(stateful={"place": place})
+            wanted = {
+                name: jax.ShapeDtypeStruct(
+                    array.shape,
+                    array.dtype,
+                    sharding=NamedSharding(mesh, turned[name])
+                    if name in turned
+                    else shardings[name],
+                )
+                for name, array in expected.items()
+            }
+            try:
+                found = ckpt.load(start, wanted)
+            except Exception as error:
+                report(hosts=hosts, error=type(error).__name__)
+                continue
+        wrong = [
+            name
+            for name, array in found.items()
+            if array.sharding != wanted[name].sharding
+            or array.dtype != expected[name].dtype
+            or any(bits(s.data) != bits(expected[name][s.index]) for s in array.addressable_shards)
+        ]
+        report(hosts=hosts, start=start, own=place.value, wrong=wrong)
+"""
+
+
+def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Path) -> None:
+    """Every dtype and way to shard; hosts 0 and 1 are one slice, and 2 and 3 the other."""
+    places = [
+        (0, 1, 2, 3),
+        (1, 0, 3, 2),  # exchanged within the slices
+        (2, 1, 0, 3),  # across slices
+        (1, 2, 3, 0),
+        (None, 1, 2, None),  # lost, and none of the slices is whole
+        (1, 3, 0, None),  # two have one part, and one the other
+        (None, 0, None, 1),
+        (1, None, 3, None),  # nobody has the first half
+    ]
+    arguments = str(tmp_path / "run"), str(tmp_path / "ramdisks"), json.dumps(places)
+    for index, reports in enumerate(run_processes(PLACES, 4, *arguments)):
+        *found, lost = reports
+        told = {"start": 1, "own": f"of {index}", "wrong": []}
+        assert found == [{"hosts": list(hosts), **told} for hosts in places[:-1]]
+        assert lost["error"] in ("CorruptCheckpointError", "StepNotFoundError")
 
 
 SAME_PARTS = """

@@ -287,7 +287,13 @@ class TorchaxCheckpointer:
             tier.directory.verified.note(committed, is_sound=True)
         return dataclasses.replace(report, tier=tier.name)
 
-    @guarded(trains=False)
+    def _reads_over_devices(self) -> bool:
+        """Whether processes send each other over their devices what they read."""
+        return self._processes.count > 1 and (
+            self._options.single_replica_restore or self._tiers.has_local
+        )
+
+    @guarded(trains=_reads_over_devices)
     def load(
         self,
         step: int | None = None,
@@ -298,7 +304,8 @@ class TorchaxCheckpointer:
         """Reads a step and returns its functional state. Changes nothing, here or on disk.
 
         Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
-        that bare Orbax wrote.
+        that bare Orbax wrote. On several processes, with ``single_replica_restore`` or a local
+        tier, from the training thread alone: processes then send each other what they read.
 
         Args:
           step: completed steps of the checkpoint; None for the newest that can be read.

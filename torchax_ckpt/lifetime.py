@@ -2,8 +2,8 @@
 
 torchax keeps its random key and its modes per thread. A forked process lacks the threads that
 JAX and TensorStore work with. What runs while JAX traces runs once, on tracers. And a signal
-handler finds the call that it interrupted half done. Each of these would hang, or save something
-wrong; here they are refused.
+handler finds the call that it interrupted half done. Collectives on another thread would cross
+those of the training. Each of these would hang, or save something wrong; here they are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -77,8 +77,10 @@ class Calls:
                 raise CallError(
                     f"{call.name} was called on thread {_name(thread)}, but this checkpointer "
                     f"belongs to thread {_name(self._training_thread)}, which used it first: "
-                    "torchax keeps random key and modes per thread. Call attach, save and "
-                    "restore on the thread that trains."
+                    "torchax keeps random key and modes per thread, and what processes send each "
+                    "other over their devices must not cross what training sends. Call attach, "
+                    "save and restore on the thread that trains; load too, on several processes "
+                    "with single_replica_restore or a local tier."
                 )
         self._running[thread] = call
 
@@ -102,12 +104,12 @@ S = TypeVar("S", bound=_HasCalls)
 
 
 def guarded(
-    *, trains: bool
+    *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """Makes a method raise CallError where it cannot work.
 
     Args:
-      trains: whether it touches what belongs to the training thread.
+      trains: whether it touches what belongs to the training thread; or tells that of the object.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -115,7 +117,7 @@ def guarded(
         def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             call = _Call(getattr(method, "__name__", "a method"))
             try:
-                self._calls.begin(call, trains=trains)
+                self._calls.begin(call, trains=trains(self) if callable(trains) else trains)
                 return method(self, *args, **kwargs)
             finally:
                 self._calls.end(call)

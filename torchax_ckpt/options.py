@@ -134,7 +134,8 @@ class LocalTier:
         removed.
       save_decision_policy: when a step is saved there; None for whenever the last one is.
       keep: how many steps stay there; one more has to fit while it is being written.
-      replica_axis: the axis of the arrays' mesh along which slices hold the same.
+      replica_axis: the axis of the arrays' mesh along which slices hold the same. What a host lacks
+        comes from its own slice, if a host there has it; from another otherwise.
     """
 
     path: str | os.PathLike[str]

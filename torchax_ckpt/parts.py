@@ -1,11 +1,12 @@
 """Owns the parts of leaves in a step that one host has saved for itself: what it says of them.
 
-Such a step holds what the host's devices hold. Where that is not the whole leaf, its node in the
-manifest has the shape of the part, and three fields more:
+Such a step holds what the host's devices hold. The node of a leaf that lies on several hosts has a
+field more in the manifest, and, where the host does not hold the whole, the shape of the part and
+another two:
 
+    spec      over which mesh axes each of its dims was sharded
     whole     the shape of the leaf
     starts    where in it the shard of each device begins, in the order of the host's own mesh
-    spec      over which mesh axes each of its dims was sharded
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.plan import Plan
@@ -41,13 +42,13 @@ def described(
                 continue
             is_member = node["array"] in located
             part = host_part(array.sharding, array.shape)
+            node["spec"] = [
+                list(dim) if isinstance(dim, tuple) else dim
+                for dim in part.sharding.spec[is_member:]
+            ]
             if part.shape != array.shape:
                 node["whole"], node["shape"] = node["shape"], list(part.shape[is_member:])
                 node["starts"] = [list(start[is_member:]) for start in part.starts]
-                node["spec"] = [
-                    list(dim) if isinstance(dim, tuple) else dim
-                    for dim in part.sharding.spec[is_member:]
-                ]
     return document
 
 
@@ -63,7 +64,7 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
 
 
 def specs(document: Mapping[str, Node]) -> dict[str, Any]:
-    """How the leaves were sharded of which hosts hold parts."""
+    """How the leaves were sharded that lay on several hosts."""
     return {name: node["spec"] for name, node in _nodes(document).items() if "spec" in node}
 
 
@@ -71,40 +72,68 @@ def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, R
     """The reads, onto the shardings that leaves had when they were saved, on the mesh of now."""
     found = dict(reads)
     for name, read in reads.items():
-        if name in specs and isinstance(read.placement, NamedSharding):
-            dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
-            with contextlib.suppress(ValueError):  # another mesh, on which that cannot be
-                sharding = NamedSharding(read.placement.mesh, PartitionSpec(*dims))
-                sharding.shard_shape(read.spec.shape)
-                found[name] = dataclasses.replace(read, placement=sharding)
+        now = read.placement
+        if name in specs and isinstance(now, NamedSharding):
+            # Another mesh, on which that cannot be; or no spec: the manifest of a step is data.
+            with contextlib.suppress(ValueError, TypeError):
+                dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
+                then = NamedSharding(now.mesh, PartitionSpec(*dims), memory_kind=now.memory_kind)
+                then.shard_shape(read.spec.shape)
+                if not then.is_equivalent_to(now, len(read.spec.shape)):
+                    found[name] = dataclasses.replace(read, placement=then)
     return found
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
     """What this host reads of its own step, where that holds a part of a leaf."""
-    found, parts_held = {}, held(document)
+    found, nodes = {}, _nodes(document)
     for name, read in reads.items():
-        if spans_hosts(read.placement) and parts_held.get(name) is not None:
+        if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
             part = host_part(read.placement, read.spec.shape)  # type: ignore[arg-type]
             spec = dataclasses.replace(read.spec, shape=part.shape)
             found[name] = Read(read.name, spec, part.sharding)
     return found
 
 
-def needed(reads: Mapping[str, Read]) -> dict[str, Any]:
-    """What tells the parts that this host needs from those that others need, by leaf."""
-    found: dict[str, Any] = {}
-    for name, read in reads.items():
-        if spans_hosts(read.placement):
-            part = host_part(read.placement, read.spec.shape)  # type: ignore[arg-type]
-            is_whole = part.shape == read.spec.shape
-            found[name] = None if is_whole else [list(start) for start in part.starts]
+def needed(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
+    """By leaf that lies on several hosts: where the shard of each of this host's devices begins.
+
+    Raises:
+      ValueError: a leaf lies on no mesh, or this host's devices are no block of it.
+    """
+    return {
+        name: [list(start) for start in host_part(read.placement, read.spec.shape).starts]
+        for name, read in reads.items()
+        if isinstance(read.placement, Sharding) and spans_hosts(read.placement)
+    }
+
+
+def held(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, list[list[int]]]:
+    """Which parts of these leaves a host's step holds, as ``needed`` says it.
+
+    They may be those of another place of the mesh. Of what it holds whole, it holds what is needed.
+
+    Raises:
+      ValueError: a part does not lie on this host's devices as one of now would.
+    """
+    found, nodes = needed(reads), _nodes(document)
+    for name, part in found.items():
+        starts = nodes.get(name, {}).get("starts")
+        if starts is None:
+            continue
+        if _blocks(starts) != _blocks(part):
+            raise ValueError(f"{name} is cut otherwise than on this host now")
+        found[name] = starts
     return found
 
 
-def held(document: Mapping[str, Node]) -> dict[str, Any]:
-    """Which part of each leaf a host's step holds, as ``needed`` says it; None for the whole."""
-    return {name: node.get("starts") for name, node in _nodes(document).items()}
+def _blocks(starts: Any) -> list[list[int]]:
+    """Which block of a host's part each of its devices has, counted along each dim."""
+    try:
+        along = [sorted(set(dim)) for dim in zip(*starts, strict=True)]
+        return [[dim.index(at) for dim, at in zip(along, s, strict=True)] for s in starts]
+    except TypeError as error:  # the manifest of a step is data
+        raise ValueError(f"expected where shards begin, found {starts!r:.80}") from error
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:

@@ -1,13 +1,11 @@
 """Owns restoring from the steps that hosts have saved for themselves, each what its devices hold.
 
 Slices hold the same, so what one host has lost another still has: the one at its place in another
-slice. Which part of the state that is follows from the shardings, not from process numbers, which
-may be given out anew. Each part is read by the first host that has it undamaged, and goes over the
-device network to those that have not; nothing goes to storage, and where all hosts have their own,
-nothing goes anywhere.
-
-On the way values are integers of their bits, added to zeros: sums of floats would lose the sign of
-zeros and the bits of NaNs, and those of narrow integers would be wide.
+slice. And hosts may come back at other places of the mesh than they had: which part of the state a
+host holds stands in its step, and which part it needs follows from the shardings. Each host reads
+what it holds, and who needs another part gets it over the device network from one that has it;
+nothing goes to storage, and where all hosts have their own, nothing goes anywhere. What is sharded
+otherwise now than it was is put together as it was, and then moved by the devices.
 """
 
 from __future__ import annotations
@@ -17,31 +15,26 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from torchax_ckpt import content, parts
-from torchax_ckpt.bits import sums, to_bits
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.exchange import exchange, routes
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.sharding import from_host_part, put, shards_of, spans_hosts
+from torchax_ckpt.sharding import from_host_part, put, spans_hosts
 from torchax_ckpt.state.component import Read
-from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.own import Own
 from torchax_ckpt.storage.apart import Apart
 from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
-
-# Arrays that go to other slices in one compiled call.
-_CHUNK = 64
 
 
 class HostSteps:
@@ -54,7 +47,7 @@ class HostSteps:
       options: how it is read.
       index: of this process.
       processes: of the run.
-      replica_axis: the mesh axis along which slices lie.
+      replica_axis: the mesh axis along which slices lie: a part comes from the own one, if it can.
       verified: is told if this host's copy is damaged; that of another says nothing of it.
 
     Raises:
@@ -72,11 +65,10 @@ class HostSteps:
         verified: Verified,
     ) -> None:
         self.committed = committed
-        self._verified = verified
+        self._verified, self._axis = verified, replica_axis
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._index = index
         self._processes = processes
-        self._axis = replica_axis
         self._mine: content.StoredLeaves | None = None
         if committed.path.exists():
             with self._left_aside():
@@ -94,14 +86,12 @@ class HostSteps:
         if self._mine is None:
             return
         reads = parts.as_saved(reads, self._specs)
-        try:
-            held, needed = parts.held(self._mine.document), parts.needed(reads)
-        except ValueError as error:  # not over a mesh, or not one block of it on each host
-            raise self._lost(str(error)) from error
+        self._needed(reads)
         mine, self._mine = self._mine, None
-        if others := [n for n in reads if held.get(n) not in (None, needed.get(n))]:
-            text = "%s holds other parts of %d leaves than this host needs now: %s"
-            logger.warning(text, self.committed.path, len(others), ", ".join(others[:3]))
+        try:
+            parts.held(reads, mine.document)
+        except ValueError as error:
+            logger.warning("%s is of no use here: %s", self.committed.path, error)
             return
         with self._left_aside():
             mine.require_plausible({**reads, **parts.of_reads(reads, mine.document)})
@@ -167,27 +157,40 @@ class HostSteps:
     # --- what is spread over hosts ---
 
     def _of_parts(self, reads: Mapping[str, Read], values: dict[str, Any] | None) -> dict[str, Any]:
-        place = [parts.needed(reads), _columns(reads, self._axis)]
-        needed = hashlib.sha256(json.dumps(place).encode()).hexdigest()
-        mine = json.dumps([needed, values is not None]).encode()
+        held = None
+        if values is not None and self._mine is not None:
+            held = _digest(parts.held(reads, self._mine.document))
+        place = _slice_of(reads, self._axis)
+        mine = json.dumps([_digest(self._needed(reads)), held, place]).encode()
         told = [json.loads(sent) for sent in self._processes.gather(mine)]
-        sources = {part: i for i, (part, has_it) in reversed(list(enumerate(told))) if has_it}
-        if any(part not in sources for part, _ in told):
-            lost = [i for i, (part, _) in enumerate(told) if part not in sources]
-            raise self._lost(f"no host has what processes {lost} need")
+        needs, holds, slices = zip(*told, strict=True)
+        try:
+            rounds = routes(needs, holds, slices)
+        except LookupError:
+            lost = [i for i, part in enumerate(needs) if part not in holds]
+            raise self._lost(f"no host has what processes {lost} need") from None
         logger.info(
-            "step %d: processes %s restore from their own hosts, the others from these",
+            "step %d: processes %s restore from their own hosts, the others from these or each "
+            "other's",
             self.committed.step,
-            [i for i, (_, has_it) in enumerate(told) if has_it],
+            [i for i, part in enumerate(needs) if part == holds[i]],
         )
-        if all(has_it for _, has_it in told):
-            assert values is not None
-            return {
-                name: from_host_part(values[name], read.placement, read.spec.shape)  # type: ignore[arg-type]
-                for name, read in reads.items()
-            }
-        is_source = sources[needed] == self._index
-        return broadcast(reads, values if is_source else None, self._axis, self._lost)
+        if rounds:
+            try:
+                return exchange(reads, values, rounds)
+            except ValueError as error:
+                raise self._lost(str(error)) from error
+        assert values is not None
+        return {
+            name: from_host_part(values[name], read.placement, read.spec.shape)  # type: ignore[arg-type]
+            for name, read in reads.items()
+        }
+
+    def _needed(self, reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
+        try:
+            return parts.needed(reads)
+        except ValueError as error:
+            raise self._lost(str(error)) from error
 
     @contextlib.contextmanager
     def _left_aside(self) -> Iterator[None]:
@@ -207,84 +210,16 @@ class HostSteps:
         )
 
 
-def broadcast(
-    reads: Mapping[str, Read],
-    values: Mapping[str, Any] | None,
-    axis: str,
-    lost: Callable[[str], Exception],
-) -> dict[str, Any]:
-    """Sends parts to the hosts at the same place of other slices. On the training thread.
-
-    Args:
-      reads: leaf -> what is read, on a mesh that has the axis.
-      values: leaf -> this host's part; None on all hosts but one for each part.
-      axis: of the mesh, along which slices lie.
-      lost: makes the error to raise.
-    """
-    shardings = {name: _named(read) for name, read in reads.items()}
-    for name, sharding in shardings.items():
-        mesh = sharding.mesh
-        if axis not in mesh.shape or mesh.local_mesh.shape[axis] != 1:
-            raise lost(
-                f"{name}: expected a mesh with an axis {axis!r} along which every host lies in one "
-                f"slice, found {dict(mesh.shape)}; LocalTier(replica_axis=...) names the axis"
-            )
-    found: dict[str, Any] = {}
-    names = list(reads)
-    for start in range(0, len(names), _CHUNK):
-        chunk = names[start : start + _CHUNK]
-        stacks = []
-        for name in chunk:
-            value = None if values is None else values[name]
-            stacks.append(_beside_zeros(shardings[name], reads[name].spec, value, axis))
-        targets = tuple(shardings[name] for name in chunk)
-        dtypes = tuple(reads[name].spec.dtype for name in chunk)
-        found.update(zip(chunk, _merge(dtypes, targets, stacks), strict=True))
-    return found
+def _digest(told: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def _columns(reads: Mapping[str, Read], axis: str) -> list[list[list[int]]]:
-    """Where on each mesh this host's devices lie, but for the axis along which parts are sent.
-
-    Hosts of one slice may hold the same part of everything, and yet none gets it from another.
-    """
-    found = set()
-    for mesh in {_named(read).mesh for read in reads.values()}:
-        if axis not in mesh.shape:
-            continue  # nothing is sent on it
+def _slice_of(reads: Mapping[str, Read], axis: str) -> int:
+    """The slice in which this process lies; 0 for all where there is no such axis."""
+    meshes = {
+        read.placement.mesh for read in reads.values() if isinstance(read.placement, NamedSharding)
+    }
+    for mesh in sorted((m for m in meshes if axis in m.shape), key=lambda m: m.axis_names):
         here = np.isin(mesh.device_ids, [device.id for device in mesh.local_devices])
-        across = np.any(here, axis=mesh.axis_names.index(axis))
-        found.add(tuple(map(tuple, np.argwhere(across).tolist())))
-    return [list(map(list, columns)) for columns in sorted(found)]
-
-
-def _named(read: Read) -> NamedSharding:
-    assert isinstance(read.placement, NamedSharding), "or it would have no part on a host"
-    return read.placement
-
-
-def _beside_zeros(
-    sharding: NamedSharding, spec: Spec, value: jax.Array | None, axis: str
-) -> jax.Array:
-    """The array with a leading axis of slices: the bits of this one's part, or zeros."""
-    shape, dtype = spec.shape, np.dtype(spec.dtype)
-    stacked = NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    empty = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype))
-    given = {} if value is None else {s.device: s.data for s in shards_of(value)}
-    shards = [
-        jnp.expand_dims(to_bits(given[device]), 0)
-        if device in given
-        else jax.device_put(np.zeros((1, *empty.shape), empty.dtype), device)
-        for device in stacked.addressable_devices
-    ]
-    num_slices = sharding.mesh.shape[axis]
-    whole = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype)).shape
-    return jax.make_array_from_single_device_arrays((num_slices, *whole), stacked, shards)
-
-
-def _merge(
-    dtypes: tuple[str, ...], targets: tuple[NamedSharding, ...], stacks: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """The sums over slices, on all of them, as what their bits mean."""
-
-    return jax.jit(lambda *given: sums(given, dtypes), out_shardings=targets)(*stacks)
+        return int(np.argwhere(here)[0][mesh.axis_names.index(axis)])
+    return 0

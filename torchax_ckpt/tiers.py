@@ -108,8 +108,8 @@ class Tiers:
                     "on several processes a local tier is restored together, and restore_in_budget "
                     "takes leaves in parts that differ between processes: give one of the two"
                 )
-            self._replica_axis = local.replica_axis
             saves = Processes(f"local saves {durable.path}", options.process_timeout_secs)
+            self._replica_axis = local.replica_axis
             self._local = self._tier(
                 "local",
                 StepDirectory(local.path, read_only=options.read_only, durable=durable),
@@ -150,6 +150,11 @@ class Tiers:
         agreed = Processes(f"{name} decisions {place.path}", self._options.process_timeout_secs)
         decisions = Decisions(save_policy, history, saver, agreed)
         return Tier(name, directory, history, saver, decisions, telemetry, calls)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there is a local tier."""
+        return self._local is not None
 
     # --- the steps there are ---
 
