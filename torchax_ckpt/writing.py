@@ -173,7 +173,7 @@ class Writer:
         array, from process 0, as host arrays do. A process that writes a step of its own writes its
         part of what lies on several hosts.
         """
-        plan, arrays = capture.snapshot.stored()
+        plan, arrays = capture.snapshot.stored(self._any)
         if capture.own is None:
             return capture.document, plan, arrays
         is_apart = self._processes.count == 1
@@ -190,6 +190,13 @@ class Writer:
         own, leaves = joined(sent)
         plan, more = beside(plan, leaves, self._options.layout)
         return {**document, **own}, plan, {**stored, **more}
+
+    def _any(self, is_so: bool) -> bool:
+        """Whether it is so on any process; a process by itself answers for itself."""
+        if self._processes.count == 1:
+            return is_so
+        sent = self._processes.gather(bytes([is_so]))
+        return self._processes.first(lambda: any(map(any, sent)))
 
     def _commit(self, step: int, name: str, at: int | None) -> list[Any]:
         durable = self._directory.commit(step, self._directory.path / name, at)
