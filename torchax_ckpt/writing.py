@@ -126,6 +126,7 @@ class Writer:
         def manifest() -> dict[str, Any]:
             hosts = {name: list(digests.shards(array)) for name, array in stored.items()}
             progress.transferred.set()
+            self._compression.begin(hosts)
             progress.enter("digesting and writing the arrays")
             taken = {
                 name: digests.take(array, hosts[name], is_stack=name in plan.stacks)
@@ -148,10 +149,11 @@ class Writer:
             manifest,
             summary,
             self._options,
-            self._compression,
+            self._compression.is_on,
             before_commit=directory.fence,
             processes=processes,
         )
+        self._compression.end()
         at = processes.agreed_time()
         committed = processes.first(lambda: self._commit(capture.step, name, at))
         (durable,) = commits.named(committed, directory.path)
