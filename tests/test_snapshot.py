@@ -365,6 +365,33 @@ def test_every_bit_of_every_number_is_kept(
         assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name
 
 
+@pytest.mark.parametrize("layout", ["stacked", "flat"])
+@pytest.mark.parametrize("mode", ["reference", "copy"])
+def test_no_program_of_more_arguments_than_compile_fast_is_compiled(
+    mode: Any, layout: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 3,000 arguments one takes seconds."""
+    # Of shapes that nothing else here compiles programs for.
+    shape = (8, 11 + 2 * (mode == "copy") + (layout == "flat"))
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    state = {f"layers.{i}.w": jax.device_put(np.full(shape, i), where) for i in range(300)}
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
+    try:
+        with TorchaxCheckpointer(directory, options=options) as ckpt:
+            ckpt.save(1, state=state)
+            ckpt.wait_until_finished()
+            loaded = ckpt.load(1, state)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert all(np.array_equal(loaded[name], state[name]) for name in state)
+    programs = [m for m in caplog.messages if m.startswith("Compiling")]
+    counts = [program.count("ShapedArray(") for program in programs if str(shape[1]) in program]
+    assert max(counts, default=0) <= 128
+    # Whatever is not copied or stacked needs no program at all.
+    assert bool(counts) == (mode == "copy" or layout == "stacked")
+
+
 def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves() -> None:
     planner = Planner("stacked")
     tier = {"other": jnp.ones(3)}
