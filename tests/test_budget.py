@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -14,15 +14,25 @@ from support import bits, mlp, train_step
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, restoring
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError, UnusableStateError
+from torchax_ckpt.options import Layout
 from torchax_ckpt.storage import reading
 
 IN_BUDGET = CheckpointOptions(restore_in_budget=True, layout="flat")
+layouts = pytest.mark.parametrize("layout", get_args(Layout))
 
 
-def trained(directory: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = mlp(width=64)
+def deep() -> torch.nn.Module:
+    """Layers that are alike, which are stored as stacks."""
+    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6))).to("jax")
+
+
+def trained(
+    directory: Path, model: torch.nn.Module | None = None, layout: Layout = "flat"
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = model or mlp(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt:
+    options = CheckpointOptions(layout=layout)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.attach(model, optimizer)
         for step in ckpt.steps(2):
             train_step(model, optimizer, step)
@@ -45,11 +55,12 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@layouts
 @pytest.mark.parametrize("in_budget", [True, False])
 def test_old_buffers_are_freed_as_new_ones_arrive(
-    in_budget: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+    in_budget: bool, layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = trained(directory)
+    model, optimizer = trained(directory, deep(), layout)
     expected = content(model, optimizer)
     for parameter in model.parameters():
         backend.set_buffer(parameter, backend.buffer(parameter) * 0)
@@ -78,10 +89,11 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
         assert peak >= expected_bytes + size
 
 
+@layouts
 def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = trained(directory)
+    model, optimizer = trained(directory, deep(), layout)
     expected = content(model, optimizer)
     leave_free(monkeypatch, 0)
     reads = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,26 @@ from support import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.storage import compression as room
-from torchax_ckpt.storage.compression import SLOW_BYTES_PER_SEC, Compression, stored_bytes
+from torchax_ckpt.storage import digests
+from torchax_ckpt.storage.compression import SLOW_BYTES_PER_SEC, Compression
 
 MANY = 100 << 20
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        told = types.SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(room, "time", told)
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_is_asked_for_stays(asked: bool) -> None:
     compression = Compression(asked)
     for _ in range(5):
-        with compression.observed([np.zeros(4)]):
-            pass
+        compression.observe(MANY, 1, 3600 if not asked else 1e-9)
     assert compression.is_on == asked
 
 
@@ -37,7 +46,7 @@ def test_it_begins_with_the_third_save_in_a_row_on_a_slow_medium(
     compression = Compression(None)
     slow, fast = MANY / SLOW_BYTES_PER_SEC * 1.1, MANY / SLOW_BYTES_PER_SEC * 0.9
     for secs, is_on in ((fast, False), (slow, False), (fast, False), (slow, True)):
-        compression.observe(MANY, secs)
+        compression.observe(MANY, 1, secs)
         assert compression.is_on == is_on
     assert "compressed from now on" in caplog.text
 
@@ -45,22 +54,37 @@ def test_it_begins_with_the_third_save_in_a_row_on_a_slow_medium(
 def test_small_saves_say_nothing_about_the_medium() -> None:
     compression = Compression(None)
     for _ in range(10):
-        compression.observe(1 << 20, 60.0)
+        compression.observe(1 << 20, 1, 60.0)
     assert not compression.is_on
 
 
-def test_replicas_and_other_hosts_shards_are_not_counted() -> None:
-    x = np.zeros((16, 8), np.float32)
-    sharded, replicated = (
-        jax.device_put(x, NamedSharding(fsdp_mesh(), spec)) for spec in (P("fsdp"), P())
-    )
-    assert stored_bytes([sharded, replicated, x]) == 3 * x.nbytes
+def test_many_small_arrays_say_nothing_about_the_medium() -> None:
+    compression = Compression(None)
+    for _ in range(10):
+        compression.observe(MANY, 1000, 60.0)
+    assert not compression.is_on
+
+
+def test_replicas_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    x = np.zeros((8, 4 << 20), np.uint8)
+    arrays = {
+        "sharded": jax.device_put(x, NamedSharding(fsdp_mesh(), P("fsdp"))),
+        "replicated": jax.device_put(x, NamedSharding(fsdp_mesh(), P())),
+        "host": x,
+    }
+    compression = Compression(None)
+    compression.begin({name: list(digests.shards(array)) for name, array in arrays.items()})
+    clock.now += 1
+    compression.end()
+    assert list(compression._rates) == [3 * x.nbytes]
 
 
 def test_a_run_on_a_slow_medium_ends_up_compressed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(room, "_LEAST_MEAN_BYTES", 1)
     monkeypatch.setattr(room, "SLOW_BYTES_PER_SEC", 1e12)
     state = {"w": jnp.zeros((512, 512))}
 
@@ -79,19 +103,44 @@ def test_a_run_on_a_slow_medium_ends_up_compressed(
             assert np.array_equal(ckpt.load(step)["w"], state["w"])
 
 
-def test_the_time_in_which_arrays_are_written_counts() -> None:
+def test_the_time_in_which_arrays_are_written_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
     compression = Compression(None)
-    array = np.broadcast_to(np.zeros((), np.uint8), (MANY,))
+    parts = {"w": [((0,), np.broadcast_to(np.zeros((), np.uint8), (MANY,)))]}
     for _ in range(3):
         assert not compression.is_on
-        with compression.observed([array]):
-            time.sleep(MANY / SLOW_BYTES_PER_SEC * 1.05)
+        compression.begin(parts)
+        clock.now += MANY / SLOW_BYTES_PER_SEC * 1.05
+        compression.end()
     assert compression.is_on
+
+
+def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(room, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(room, "_LEAST_MEAN_BYTES", 1)
+    shards = digests.shards
+
+    def slow(array: Any) -> Any:
+        clock.now += 3600
+        return shards(array)
+
+    monkeypatch.setattr(digests, "shards", slow)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, state={"w": jnp.zeros((512, 512))}, force=True)
+        ckpt.wait_until_finished()
+        compression = ckpt._saver._writer._compression
+    assert clock.now >= 4 * 3600
+    assert len(compression._rates) == 3
+    assert not compression.is_on
 
 
 def test_several_processes_compress_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     compression = Compression(None)
     for _ in range(5):
-        compression.observe(MANY, 3600)
+        compression.observe(MANY, 1, 3600)
     assert not compression.is_on

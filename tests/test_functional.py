@@ -23,6 +23,7 @@ from support import P, assert_trees_identical, bits, fsdp_mesh, mlp, train_step
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
+from torchax_ckpt.state import tree
 
 State = tuple[dict[str, jax.Array], Any]
 
@@ -367,6 +368,25 @@ def test_python_values_come_from_the_checkpoint_not_from_the_abstract_state(
     save(directory, {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"})
     loaded = load(directory, {"epoch": 0, "name": "", "rate": 0.0, "z": 0j, "bytes": b""})
     assert loaded == {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"}
+
+
+def test_each_part_of_what_is_stored_is_looked_through_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 500
+    state = {"layers": [{f"{i:03}": jnp.ones(2) for i in range(count)}] * 2}
+    save(directory, state)
+    looks = 0
+    key = tree._key
+
+    def counted(node: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return key(node)
+
+    monkeypatch.setattr(tree, "_key", counted)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state, shardings=False)
+    assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
 
 
 # --- mismatches ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strategies import fingerprint
 from support import mlp
 
-from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.errors import MetricsError
 from torchax_ckpt.state.metrics import check_metrics, fetch
@@ -150,11 +150,17 @@ def test_metrics_recorded_in_a_loop_belong_to_their_step(directory: Path) -> Non
     }
 
 
+# A transfer does wait.
+not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "reference"])
+
+
+@not_waiting
 @pytest.mark.parametrize("kind", ["jax", "torchax"])
 def test_neither_checking_nor_saving_metrics_waits_for_the_device(
-    directory: Path, kind: str
+    directory: Path, kind: str, mode: Any
 ) -> None:
-    with TorchaxCheckpointer(directory, preservation_policy=BEST) as ckpt:
+    options = CheckpointOptions(snapshot=mode)
+    with TorchaxCheckpointer(directory, preservation_policy=BEST, options=options) as ckpt:
         ckpt.save(1, state={"w": jnp.ones(2)}, metrics={"loss": 1e9})  # compiles the snapshot
         ckpt.wait_until_finished()
         result = pending_scalar()
@@ -167,8 +173,11 @@ def test_neither_checking_nor_saving_metrics_waits_for_the_device(
     assert fresh.metrics(2) == {"loss": expected, "recorded": expected}
 
 
-def test_saving_state_that_is_still_being_computed_does_not_wait_for_it(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
+@not_waiting
+def test_saving_state_that_is_still_being_computed_does_not_wait_for_it(
+    directory: Path, mode: Any
+) -> None:
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot=mode)) as ckpt:
         ckpt.save(1, state={"w": jnp.float32(0)})
         ckpt.wait_until_finished()
         result = pending_scalar()

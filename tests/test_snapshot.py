@@ -19,10 +19,11 @@ from jax.sharding import NamedSharding
 from support import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.device_memory import DeviceMemory
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.sharding import shards_of
-from torchax_ckpt.snapshot import Planner, Snapshot, Snapshotter, free_device_bytes
+from torchax_ckpt.snapshot import Planner, Snapshot, Snapshotter
 from torchax_ckpt.storage import arrays as storage
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
@@ -72,9 +73,9 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(next(writes))
         write(*args, **kwargs)
 
-    def late_look(self: Snapshot) -> Any:
+    def late_look(*args: Any) -> Any:
         time.sleep(next(looks))
-        return stored(self)
+        return stored(*args)
 
     monkeypatch.setattr(storage, "write_step", late_write)
     monkeypatch.setattr(Snapshot, "stored", late_look)
@@ -137,7 +138,7 @@ def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
 ) -> None:
     go = threading.Event()
     stored = Snapshot.stored
-    monkeypatch.setattr(Snapshot, "stored", lambda self: go.wait(60) and stored(self))
+    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
     options = CheckpointOptions(snapshot="reference", layout=layout)
     ckpt = TorchaxCheckpointer(directory, options=options)
     state = step_fn(start())
@@ -176,7 +177,7 @@ def test_a_deleted_reference_fails_that_save_by_name(
     if layout == "stacked":
         # A stack is made when the save's thread gets to it: here, after the deletion.
         stored = Snapshot.stored
-        monkeypatch.setattr(Snapshot, "stored", lambda self: slow.wait(60) and stored(self))
+        monkeypatch.setattr(Snapshot, "stored", lambda *args: slow.wait(60) and stored(*args))
     options = CheckpointOptions(snapshot="reference", layout=layout)
     state = start()
     ckpt = TorchaxCheckpointer(directory, options=options)
@@ -226,7 +227,7 @@ def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
     go = threading.Event()
     go.set()
     stored = Snapshot.stored
-    monkeypatch.setattr(Snapshot, "stored", lambda self: go.wait(60) and stored(self))
+    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
     ckpt = TorchaxCheckpointer(
         directory,
         options=CheckpointOptions(layout=layout),
@@ -256,7 +257,8 @@ def test_auto_transfers_where_memory_does_not_hold_copies(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = sum(x.nbytes for x in start().values())
-    snapshotter = Snapshotter("auto", "auto", free_bytes=lambda device: size // 2)
+    limit = {"bytes_limit": size // 2, "bytes_in_use": 0}
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit))
     state = start()
     names = [f"state/{n}" for n in state]
     assert snapshotter.take(names, list(state.values())).way == "transfer"
@@ -266,10 +268,27 @@ def test_auto_transfers_where_memory_does_not_hold_copies(
     assert "no memory for copies" in caplog.text
 
 
-def test_free_memory_is_known_here() -> None:
-    free = free_device_bytes(jax.devices()[0])
-    assert free is not None
-    assert free > 2**20
+@pytest.mark.parametrize("mode", ["reference", "copy", "transfer"])
+def test_each_way_is_said_once(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    snapshotter = Snapshotter(mode, "auto")
+    state = start()
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        for _ in range(2):
+            snapshotter.take(list(state), list(state.values()))
+    assert caplog.messages == [f"snapshots are taken by {mode}: the options say so"]
+
+
+@pytest.mark.parametrize("way", ["copy", "transfer"])
+def test_the_way_of_the_first_snapshot_is_said_too(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = {"bytes_limit": 0 if way == "transfer" else 1 << 30, "bytes_in_use": 0}
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit))
+    state = start()
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        snapshotter.take([f"state/{n}" for n in state], list(state.values()))
+    (message,) = caplog.messages
+    assert message.startswith(f"snapshots are taken by {way}: the next save will show")
 
 
 def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
@@ -344,6 +363,33 @@ def test_every_bit_of_every_number_is_kept(
         loaded = ckpt.load(1, dict.fromkeys(names, array))
     for name in names:
         assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name
+
+
+@pytest.mark.parametrize("layout", ["stacked", "flat"])
+@pytest.mark.parametrize("mode", ["reference", "copy"])
+def test_no_program_of_more_arguments_than_compile_fast_is_compiled(
+    mode: Any, layout: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 3,000 arguments one takes seconds."""
+    # Of shapes that nothing else here compiles programs for.
+    shape = (8, 11 + 2 * (mode == "copy") + (layout == "flat"))
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    state = {f"layers.{i}.w": jax.device_put(np.full(shape, i), where) for i in range(300)}
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
+    try:
+        with TorchaxCheckpointer(directory, options=options) as ckpt:
+            ckpt.save(1, state=state)
+            ckpt.wait_until_finished()
+            loaded = ckpt.load(1, state)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert all(np.array_equal(loaded[name], state[name]) for name in state)
+    programs = [m for m in caplog.messages if m.startswith("Compiling")]
+    counts = [program.count("ShapedArray(") for program in programs if str(shape[1]) in program]
+    assert max(counts, default=0) <= 128
+    # Whatever is not copied or stacked needs no program at all.
+    assert bool(counts) == (mode == "copy" or layout == "stacked")
 
 
 def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves() -> None:

@@ -441,9 +441,11 @@ class TorchaxCheckpointer:
     ) -> bool:
         """Saves the step if the policy says so, in the background.
 
-        What is saved is fixed when this returns; nothing waits for devices or storage, except
-        for an earlier save still in flight where the policy wants both. Once the run was told
-        to end, the step is saved whatever the policy says, and this waits for it.
+        What is saved is fixed when this returns. It waits for no device and no storage, except:
+        the first save, which takes the directory; an earlier save still in flight, where the
+        policy wants both; snapshots by "transfer", which wait until the arrays are on the host.
+        Once the run was told to end, the step is saved whatever the policy says, and this waits
+        for it.
 
         Args:
           step: completed optimizer steps.

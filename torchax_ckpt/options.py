@@ -21,8 +21,8 @@ class CheckpointOptions:
     Attributes:
       compression: compress array data with Zstandard. On float32 weights it saves some 8 % of the
         bytes, of bfloat16 22 %, and takes longer than a fast disk takes to write them. None, on
-        one process, compresses once of three saves of at least 64 MiB the median has shown that
-        the medium takes less than 250 MB/s.
+        one process, compresses once of three saves of at least 64 MiB, in arrays of at least 2
+        MiB on average, the median has shown that the medium takes less than 250 MB/s.
       layout: which leaves are stored as stacks, arrays with a leading axis of leaves whose names
         differ only in indices: "auto" the many small ones, "stacked" all, "flat" none. Names and
         values are the same whatever it is, and any reads what any other wrote.

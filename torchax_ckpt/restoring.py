@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from torchax_ckpt import content
+from torchax_ckpt.device_memory import free_device_bytes
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -30,7 +31,6 @@ from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.sharding import Local, put
-from torchax_ckpt.snapshot import free_device_bytes
 from torchax_ckpt.state import functional, own, random_state
 from torchax_ckpt.state.attached import STATE, Attached
 from torchax_ckpt.state.component import Read, Restoration, Values, Write

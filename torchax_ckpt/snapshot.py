@@ -3,8 +3,8 @@
 JAX arrays cannot change, but a jitted step may donate them, and then they are gone. A snapshot is
 taken in one of three ways:
 
-    reference  holds the arrays themselves. Costs nothing; an array that is donated before it was
-               fetched fails the save, since reading a deleted array raises and never lies.
+    reference  holds the arrays themselves, which costs nothing; an array that is donated before it
+               was fetched fails the save, since reading a deleted array raises and never lies.
     copy       copies on the devices, enqueued before anything that follows, stacked on the way as
                the plan says. Costs device memory, and waits for nothing.
     transfer   holds the arrays themselves, and the training thread until they were fetched.
@@ -12,6 +12,9 @@ taken in one of three ways:
 ``auto`` copies at first, looks at the next save whether the program had donated what was copied,
 and goes on with references if not. Should a later step donate after all, that one save fails, and
 copies are taken from then on. Where memory does not suffice for copies it transfers.
+
+Whatever is not copied at once is stacked on the devices later, on the save's own thread. Where
+memory does not suffice for that either, the leaves of that save are stored one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from torchax_ckpt.bits import from_bits, to_bits
-from torchax_ckpt.errors import DonatedBufferError
+from torchax_ckpt.device_memory import DeviceMemory, is_exhausted
+from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.layout.plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.sharding import shards_of, stacked
@@ -40,12 +44,9 @@ logger = logging.getLogger(__name__)
 
 Array = jax.Array | np.ndarray
 Way = Literal["reference", "copy", "transfer"]
-FreeBytes = Callable[[jax.Device], "int | None"]
 
 # Arguments of one jitted call: compiling grows faster than linearly with their number.
 _CHUNK = 128
-# Room that copies must leave on a device for the step that runs meanwhile.
-_HEADROOM = 1.25
 
 
 class Planner:
@@ -95,22 +96,51 @@ class Snapshot:
     names: Sequence[str]
     _arrays: Sequence[Array]
     _planner: Planner
+    _memory: DeviceMemory
     _ready: tuple[Plan, Mapping[str, Array]] | None = None
 
-    def stored(self) -> tuple[Plan, Mapping[str, Array]]:
+    def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Array]]:
         """The plan, and the arrays to store by stored name. May be called on any thread.
+
+        Args:
+          agree: from whether the devices of this process lack memory for stacks, to whether those
+            of any process that stores the same arrays do.
 
         Raises:
           DonatedBufferError: a reference was donated or deleted meanwhile.
+          SaveError: it is stacked here already, and cannot be elsewhere.
         """
         if self._ready is not None:
+            if agree(False):
+                raise SaveError(
+                    "the devices of another process have no memory for stacks, and the copies here "
+                    'are stacked already: use CheckpointOptions(layout="flat")'
+                )
             return self._ready
         plan = self._planner(self.names, self._arrays)
+        leaves = dict(zip(self.names, self._arrays, strict=True))
+        stored = self._stacked(plan, leaves)
+        if not agree(stored is None) and stored is not None:
+            return plan, stored
+        logger.info("no device memory for stacks: the leaves of this save are stored one by one")
+        plan = _on_host(plan, leaves)
+        return plan, execute(plan, leaves, copy=False)
+
+    def _stacked(self, plan: Plan, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
+        """The arrays to store; None where the devices have no memory for the stacks among them."""
+        members = (leaves[member] for group in plan.stacks.values() for member in group)
+        if not self._memory.holds(members):
+            return None
         try:
-            return plan, execute(plan, dict(zip(self.names, self._arrays, strict=True)), copy=False)
-        except Exception:  # of a jitted call JAX raises ValueError, of others RuntimeError
+            stored = execute(plan, leaves, copy=False)
+        except Exception as error:  # of a jitted call JAX raises ValueError, of others RuntimeError
             self.require_alive()
-            raise
+            if not is_exhausted(error):
+                raise
+            self._memory.failed()
+            return None
+        self._memory.took(stored[name] for name in plan.stacks)
+        return stored
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError, with its name, if an array held by reference is gone."""
@@ -131,97 +161,67 @@ class Snapshotter:
     Args:
       mode: see the module's docstring.
       layout: which leaves are stacked.
-      free_bytes: free memory of a device in bytes, None where it cannot be known.
+      memory: what there is on the devices.
     """
 
     def __init__(
-        self, mode: SnapshotMode, layout: Layout, free_bytes: FreeBytes | None = None
+        self, mode: SnapshotMode, layout: Layout, memory: DeviceMemory | None = None
     ) -> None:
         self._mode = mode
         self._planner = Planner(layout)
-        self._free_bytes = free_bytes or free_device_bytes
+        self._memory = memory or DeviceMemory()
         self._donates: bool | None = None
         self._samples: list[jax.Array] = []
-        self._told: set[str] = set()
+        self._told: set[tuple[Way, str]] = set()
 
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
         """A snapshot of the leaves. Runs on the training thread; waits for nothing."""
-        way = self._way(names, arrays)
-        if way != "copy":
-            return Snapshot(way, names, arrays, self._planner)
-        plan = self._planner(names, arrays)
-        try:
-            ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
-        except jax.errors.JaxRuntimeError as error:
-            if self._mode != "auto" or "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            self._tell("transfer", "the devices ran out of memory for copies")
-            return Snapshot("transfer", names, arrays, self._planner)
-        return Snapshot(way, names, (), self._planner, (plan, ready))
+        way, why = self._way(names, arrays)
+        if way == "copy":
+            try:
+                return self._copied(names, arrays, why)
+            except jax.errors.JaxRuntimeError as error:
+                if self._mode != "auto" or not is_exhausted(error):
+                    raise
+            self._memory.failed()
+            way, why = "transfer", "the devices ran out of memory for copies"
+        self._tell(way, why)
+        return Snapshot(way, names, arrays, self._planner, self._memory)
 
     def donated(self) -> None:
         """Tells that a reference was donated: from now on copies are taken."""
         self._donates = True
 
-    def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> Way:
+    def _copied(self, names: Sequence[str], arrays: Sequence[Array], why: str) -> Snapshot:
+        plan = self._planner(names, arrays)
+        ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
+        self._memory.took(ready.values())
+        self._tell("copy", why)
+        return Snapshot("copy", names, (), self._planner, self._memory, (plan, ready))
+
+    def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[Way, str]:
+        """How to take a snapshot, and why so."""
         if self._mode != "auto":
-            return self._mode
+            return self._mode, "the options say so"
         if self._donates is None and self._samples:
             self._donates = any(sample.is_deleted() for sample in self._samples)
             self._samples = []
         if self._donates is False:
-            return self._tell("reference", "the program donates nothing that is saved")
-        fits = self._fits(arrays)
+            return "reference", "the program donates nothing that is saved"
         if self._donates is None:
             self._samples = _samples(names, arrays)
-            return "copy" if fits else "transfer"
-        if fits:
-            return self._tell("copy", "the program donates what is saved")
-        return self._tell("transfer", "the program donates, and there is no memory for copies")
+            why = "the next save will show whether the program donates"
+        else:
+            why = "the program donates what is saved"
+        if self._memory.holds(arrays):
+            return "copy", why
+        return "transfer", f"{why}, and there is no memory for copies"
 
-    def _fits(self, arrays: Sequence[Array]) -> bool:
-        needed: dict[jax.Device, float] = collections.defaultdict(float)
-        for array in arrays:
-            if isinstance(array, jax.Array):
-                sharding = array.sharding
-                per_device = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-                for device in sharding.addressable_devices:
-                    needed[device] += per_device
-        # On CPU all devices share one memory.
-        share = len(needed) if any(d.platform == "cpu" for d in needed) else 1
-        return all(
-            (free := self._free_bytes(device)) is None or bytes_ * share * _HEADROOM <= free
-            for device, bytes_ in needed.items()
-        )
-
-    def _tell(self, way: Way, why: str) -> Way:
-        if way not in self._told:
-            self._told.add(way)
+    def _tell(self, way: Way, why: str) -> None:
+        """Says it once."""
+        if (way, why) not in self._told:
+            self._told.add((way, why))
             logger.info("snapshots are taken by %s: %s", way, why)
-        return way
-
-
-def free_device_bytes(device: jax.Device) -> int | None:
-    """Free memory of a device in bytes: what its peak so far has left over, or the host's.
-
-    The peak counts, not what is in use between two steps: the next step needs its room again.
-    """
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats and "bytes_in_use" in stats:
-        return stats["bytes_limit"] - stats.get("peak_bytes_in_use", stats["bytes_in_use"])
-    return _available_host_bytes() if device.platform == "cpu" else None
-
-
-def _available_host_bytes() -> int | None:
-    """What Linux says can be allocated, file caches that it would give up included."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return None
 
 
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
@@ -247,6 +247,12 @@ def beside(
     more = plan_leaves(list(leaves), specs, layout, taken=plan.stacks)
     stored = execute(more, leaves, copy=False)
     return Plan({**plan.stacks, **more.stacks}, plan.empty | more.empty), stored
+
+
+def _on_host(plan: Plan, leaves: Mapping[str, Array]) -> Plan:
+    """The plan without its stacks on devices."""
+    stacks = {n: g for n, g in plan.stacks.items() if not isinstance(leaves[g[0]], jax.Array)}
+    return Plan(stacks, plan.empty)
 
 
 def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:

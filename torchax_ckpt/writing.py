@@ -126,6 +126,7 @@ class Writer:
         def manifest() -> dict[str, Any]:
             hosts = {name: list(digests.shards(array)) for name, array in stored.items()}
             progress.transferred.set()
+            self._compression.begin(hosts)
             progress.enter("digesting and writing the arrays")
             taken = {
                 name: digests.take(array, hosts[name], is_stack=name in plan.stacks)
@@ -148,10 +149,11 @@ class Writer:
             manifest,
             summary,
             self._options,
-            self._compression,
+            self._compression.is_on,
             before_commit=directory.fence,
             processes=processes,
         )
+        self._compression.end()
         at = processes.agreed_time()
         committed = processes.first(lambda: self._commit(capture.step, name, at))
         (durable,) = commits.named(committed, directory.path)
@@ -175,7 +177,7 @@ class Writer:
         array, from process 0, as host arrays do. A process that writes a step of its own writes its
         part of what lies on several hosts.
         """
-        plan, arrays = capture.snapshot.stored()
+        plan, arrays = capture.snapshot.stored(self._any)
         if capture.own is None:
             return capture.document, plan, arrays
         is_apart = self._processes.is_apart
@@ -192,6 +194,13 @@ class Writer:
         own, leaves = joined(sent)
         plan, more = beside(plan, leaves, self._options.layout)
         return {**document, **own}, plan, {**stored, **more}
+
+    def _any(self, is_so: bool) -> bool:
+        """Whether it is so on any process; a process by itself answers for itself."""
+        if self._processes.count == 1:
+            return is_so
+        sent = self._processes.gather(bytes([is_so]))
+        return self._processes.first(lambda: any(map(any, sent)))
 
     def _commit(self, step: int, name: str, at: int | None) -> list[Any]:
         durable = self._directory.commit(step, self._directory.path / name, at)

@@ -19,7 +19,6 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Planner, execute
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import digests
-from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
 # What .to("jax") makes of 64-bit integers, unless JAX is told to keep them.
@@ -98,7 +97,7 @@ def _write(
             manifest.to_json,
             {"metrics": {}, "abandons": []},
             options,
-            Compression(bool(options.compression)),
+            bool(options.compression),
             before_commit=run.fence,
         )
         return run.commit(step, path)

@@ -24,7 +24,7 @@ from torchax_ckpt.state.component import (
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
-from torchax_ckpt.state.tree import Encoder, decode, key_part, leaf_paths, navigate
+from torchax_ckpt.state.tree import Encoder, Finder, decode, key_part, leaf_paths
 
 KEY_PATH = ("state",)
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -115,6 +115,7 @@ class Request:
     ) -> None:
         self.reads: dict[str, Read] = {}
         self._root = root
+        self._find = Finder(root)
         self._abstract = abstract_state
         self._nodes: list[Node] = []
         if abstract_state is None:
@@ -134,7 +135,7 @@ class Request:
     ) -> Node:
         name = names.join((*prefix, *parts))
         try:
-            node = navigate(self._root, parts)
+            node = self._find(parts)
         except KeyError:
             findings.missing.append(name)
             return None

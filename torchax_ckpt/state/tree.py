@@ -241,26 +241,39 @@ class _TooDeepError(Exception):
     """A value is nested deeper than a manifest may be."""
 
 
-def navigate(node: Node, parts: Iterable[str]) -> Node:
-    """The node found by following keys and indices down from this one.
+class Finder:
+    """Finds nodes by the keys and indices that lead down to them; looks through each node once.
 
-    Raises:
-      KeyError: there is no such node.
+    Args:
+      root: where all of them begin. It does not change meanwhile.
     """
-    for part in parts:
-        tag = next(iter(node), None) if isinstance(node, dict) else None
-        if isinstance(node, list) or tag == "tuple":
-            children = node if isinstance(node, list) else node["tuple"]
-            if not part.isdecimal() or int(part) >= len(children):
-                raise KeyError(part)
-            node = children[int(part)]
-        elif tag in _PAIRS:
-            node = next((v for k, v in node[tag] if str(_key(k)) == part), KeyError)
-            if node is KeyError:
-                raise KeyError(part)
-        else:
-            raise KeyError(part)
-    return node
+
+    def __init__(self, root: Node) -> None:
+        self._root = root
+        self._children: dict[int, dict[str, Node]] = {}
+
+    def __call__(self, parts: Iterable[str]) -> Node:
+        """The node that keys and indices lead to.
+
+        Raises:
+          KeyError: there is no such node.
+        """
+        node = self._root
+        for part in parts:
+            if id(node) not in self._children:  # nodes below the root stay, and so do their ids
+                self._children[id(node)] = _children(node)
+            node = self._children[id(node)][part]
+        return node
+
+
+def _children(node: Node) -> dict[str, Node]:
+    """The nodes right below one, by key or index as text; of equal ones the first."""
+    tag = next(iter(node), None) if isinstance(node, dict) else None
+    if isinstance(node, list) or tag == "tuple":
+        return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
+    if tag in _PAIRS:
+        return {str(_key(key)): child for key, child in reversed(node[tag])}
+    return {}
 
 
 def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:

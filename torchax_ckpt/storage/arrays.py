@@ -37,7 +37,6 @@ from torchax_ckpt.storage import (
     rendezvous,
 )
 from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
-from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE
 from torchax_ckpt.storage.processes import ALONE, Processes
@@ -66,7 +65,7 @@ def write_step(
     manifest: Callable[[], Mapping[str, Any]],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
-    compression: Compression,
+    is_compressed: bool,
     *,
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = ALONE,
@@ -82,7 +81,7 @@ def write_step(
         being written.
       summary: JSON.
       options: memory bounds.
-      compression: whether the arrays are compressed; is told what storing them took.
+      is_compressed: whether the arrays are compressed.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
       processes: those that write it together, in a round.
@@ -105,12 +104,11 @@ def write_step(
                 options,
                 _FencedPath,
                 mode,
-                is_compressed=compression.is_on,
+                is_compressed=is_compressed,
                 # Orbax cuts no chunk larger than this.
                 data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
                 is_alone=processes.count == 1,
             ),
-            compression.observed(arrays.values()),
         ):
             with one_order(processes), rendezvous.beginning(processes) as operation:
                 response = ocp.save_checkpointables_async(path, items)

@@ -10,16 +10,14 @@ times slower than that.
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 import jax
-import numpy as np
 
-from torchax_ckpt.sharding import shards_of
+from torchax_ckpt.storage.digests import Part
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +25,8 @@ logger = logging.getLogger(__name__)
 SLOW_BYTES_PER_SEC = 250e6
 # Of smaller saves the time says more about round trips than about bytes.
 _LEAST_BYTES = 64 << 20
+# An array costs some milliseconds, whatever its size, of which the time of small ones says more.
+_LEAST_MEAN_BYTES = 2 << 20
 _OBSERVED = 3
 
 
@@ -42,19 +42,29 @@ class Compression:
         self._decides = asked is None and jax.process_count() == 1
         self.is_on = bool(asked)
         self._rates: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self._writing: tuple[int, int, float] | None = None
 
-    @contextlib.contextmanager
-    def observed(self, arrays: Iterable[jax.Array | np.ndarray]) -> Iterator[None]:
-        """Within it the arrays are written; how long that took counts for later saves."""
-        nbytes = stored_bytes(arrays)  # at the end they may have been donated
-        began = time.perf_counter()
-        yield
-        if not self.is_on:
-            self.observe(nbytes, time.perf_counter() - began)
+    def begin(self, parts: Mapping[str, Iterable[Part]]) -> None:
+        """Tells that all is on the host: what takes time from now on is the medium.
 
-    def observe(self, nbytes: int, secs: float) -> None:
-        """Takes how long the medium took for so many bytes."""
-        if not self._decides or nbytes < _LEAST_BYTES:
+        Args:
+          parts: of each array, what this process stores.
+        """
+        nbytes = sum(host.nbytes for own in parts.values() for _, host in own)
+        self._writing = nbytes, len(parts), time.perf_counter()
+
+    def end(self) -> None:
+        """Tells that all is stored; how long that took counts for later saves."""
+        assert self._writing is not None
+        nbytes, count, began = self._writing
+        self._writing = None
+        self.observe(nbytes, count, time.perf_counter() - began)
+
+    def observe(self, nbytes: int, count: int, secs: float) -> None:
+        """Takes how long the medium took for so many bytes, in so many arrays."""
+        if not self._decides or self.is_on:
+            return
+        if nbytes < max(_LEAST_BYTES, count * _LEAST_MEAN_BYTES):
             return
         self._rates.append(nbytes / max(secs, 1e-9))
         median = statistics.median(self._rates)
@@ -65,13 +75,3 @@ class Compression:
                 "(CheckpointOptions(compression=False) never does it)",
                 median / 1e6,
             )
-
-
-def stored_bytes(arrays: Iterable[jax.Array | np.ndarray]) -> int:
-    """How many bytes of the arrays this process stores: of each part one replica."""
-    return sum(
-        sum(shard.data.nbytes for shard in shards_of(array) if shard.replica_id == 0)
-        if isinstance(array, jax.Array)
-        else array.nbytes
-        for array in arrays
-    )

@@ -119,8 +119,8 @@ class OptimalIntervalPolicy:
     Where saves follow each other without a pause, one in twenty is followed by one as long as a
     save, to have something to compare with.
 
-    Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-    (2006), with c in place of the whole save, since the rest overlaps with training.
+    Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
+    in place of the whole save, since the rest overlaps with training.
 
     Attributes:
       mtbf_secs: mean time between failures of the whole run, in seconds. It falls in proportion
