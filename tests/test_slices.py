@@ -50,17 +50,25 @@ RUN = """
 """
 
 
-def killed(directory: Path, ramdisks: Path, count: int, *, at: int, seed: int = 0) -> None:
+def killed(
+    directory: Path, ramdisks: Path, count: int, *, at: int, seed: int = 0, skew_secs: int = 0
+) -> None:
     """A run whose processes were all killed after a step, with what they had saved until then."""
-    with Running(RUN, count, str(directory), str(ramdisks), str(at), str(seed)) as running:
+    arguments = str(directory), str(ramdisks), str(at), str(seed)
+    env = {"SKEW_SECS": str(skew_secs)}
+    with Running(RUN, count, *arguments, env=env) as running:
         assert running.wait() == [-signal.SIGKILL] * count, running.output(0)[1][-3000:]
         for index in range(count):
             assert running.reports(index) == [{"start": 0, "tier": None, "local": [at - 1, at]}]
 
 
-def resumed(directory: Path, ramdisks: Path, count: int) -> list[dict[str, Any]]:
+def resumed(
+    directory: Path, ramdisks: Path, count: int, *, skew_secs: int = 0
+) -> list[dict[str, Any]]:
     """The end of a run that goes on; from other seeds, so that what is not restored differs."""
-    reports = run_processes(RUN, count, str(directory), str(ramdisks), "0", "77")
+    arguments = str(directory), str(ramdisks), "0", "77"
+    env = {"SKEW_SECS": str(skew_secs)}
+    reports = run_processes(RUN, count, *arguments, env=env)
     return [report for (report,) in reports]
 
 
@@ -127,6 +135,19 @@ def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
     directory, ramdisks = left(place, tmp_path, 0)
     shutil.copytree(tmp_path / "others" / "0", ramdisks / "0")
     found = resumed(directory, ramdisks, 2)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
+    assert_ends_alike(found, never_killed)
+
+
+def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """The time of a commit is part of what a step is known by; here each host commits its own."""
+    _, never_killed = two_slices
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    killed(directory, ramdisks, 2, at=6, skew_secs=3600)
+    shutil.rmtree(ramdisks / "0")
+    found = resumed(directory, ramdisks, 2, skew_secs=-3600)
     assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
     assert_ends_alike(found, never_killed)
 
