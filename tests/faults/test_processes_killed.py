@@ -113,7 +113,7 @@ def test_where_jax_ends_the_survivor_after_its_heartbeat_a_clean_start_goes_on(
         saved = [running.reports(index)[-2 if index else -1] for index in (0, 1)]
     assert [report["saved"] for report in saved] == [2, 2]
 
-    with Running(PROGRAM, 2, str(directory), "-1", "4", patient, env=env) as running:
+    with Running(PROGRAM, 2, str(directory), "-1", "4", patient) as running:
         assert running.wait() == [0, 0], running.output(0)[1][-3000:]
         for index in (0, 1):
             first, again, last = running.reports(index)
