@@ -105,6 +105,23 @@ def test_the_slices_are_as_large_as_their_hosts_say() -> None:
     assert row[4] == selector["node.kubernetes.io/instance-type"]
 
 
+def test_the_cluster_made_by_hand_has_a_node_pool_for_each_slice() -> None:
+    text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
+    (pools,) = re.findall(
+        r"for slice in (.*); do\n *(gcloud container node-pools create .*)\n", text
+    )
+    given = dict(re.findall(r"--([a-z-]+)=(\S+)", pools[1]))
+    (job,) = manifest("jobset")["spec"]["replicatedJobs"]
+    assert len(pools[0].split()) == job["replicas"]
+    made = given["tpu-topology"], given["num-nodes"], given["machine-type"]
+    node = pod(manifest("jobset"))["nodeSelector"]
+    (row,) = (r for r in table() if r[1] == node["cloud.google.com/gke-tpu-accelerator"])
+    assert made == tuple(row[2:])
+    # On the network of their host, pods have their node's rights, which default to reading.
+    assert pod(manifest("jobset"))["hostNetwork"]
+    assert given["scopes"] == "cloud-platform"
+
+
 def test_the_program_saves_where_the_ramdisk_is_mounted() -> None:
     spec = pod(manifest("jobset"))
     (container,), (volume,) = spec["containers"], spec["volumes"]
