@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     counts = [int(count) for count in args.counts.split(",")]
-    found = {count: measured(count, args.repeats) for count in counts}
+    found = {count: measured(__file__, count, str(args.repeats)) for count in counts}
     print("| leaves | MiB | processes | blocking | durable | restore | declined |")
     print("|---|---|---|---|---|---|---|")
     for i, (leaves, mib) in enumerate(STATES):
@@ -59,16 +59,15 @@ def main() -> None:
         )
 
 
-def measured(count: int, repeats: int) -> list[Any]:
-    """What each of so many processes has measured."""
+def measured(program: str, count: int, *args: str) -> list[Any]:
+    """What each of so many processes of a program has measured."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as root:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "child", str(i), str(count), str(port), root,
-                 str(repeats)],
+                [sys.executable, program, "child", str(i), str(count), str(port), root, *args],
                 env={
                     **os.environ,
                     "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
@@ -79,7 +78,7 @@ def measured(count: int, repeats: int) -> list[Any]:
                 text=True,
             )
             for i in range(count)
-        ]  # fmt: skip
+        ]
         try:
             outputs = [process.communicate(timeout=500)[0] for process in processes]
         finally:
@@ -88,13 +87,20 @@ def measured(count: int, repeats: int) -> list[Any]:
         return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def child(index: int, count: int, port: str, root: Path, repeats: int) -> None:
-    """One process: measures, and prints JSON."""
+def meet(index: int, count: int, port: str) -> None:
+    """The processes find each other, on this machine alone."""
     import jax
 
+    place = f"127.0.0.1:{port}"
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(place, count, index, coordinator_bind_address=place)
+
+
+def child(index: int, count: int, port: str, root: Path, repeats: int) -> None:
+    """One process: measures, and prints JSON."""
     if count > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+        meet(index, count, port)
+    import jax
     import numpy as np
     import torchax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -4,14 +4,22 @@
 
 The model is sharded over the devices of all processes; each process has its own part of the data,
 its own random state, and a loader with a position of its own.
+
+Environment: ``SKEW_SECS`` is what the clock of process 1 is ahead by, ``HEARTBEAT_SECS`` how long
+JAX waits for a process that is silent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import ipaddress
 import json
+import os
 import random
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +27,17 @@ import jax
 # A test may import this for its functions.
 is_started = len(sys.argv) > 3 and sys.argv[1].isdigit()
 INDEX, COUNT, PORT = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]) if is_started else (0, 1, "")
+if INDEX == 1 and (skew_secs := int(os.environ.get("SKEW_SECS", "0"))):
+    # Before anything imports these functions by name.
+    secs, nanoseconds = time.time, time.time_ns
+    time.time = lambda: secs() + skew_secs
+    time.time_ns = lambda: nanoseconds() + skew_secs * 10**9
 if COUNT > 1:  # before anything starts the devices
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX, heartbeat_timeout_seconds=100)
+    heartbeat_secs = int(os.environ.get("HEARTBEAT_SECS", "100"))
+    jax.distributed.initialize(
+        f"127.0.0.1:{PORT}", COUNT, INDEX, heartbeat_timeout_seconds=heartbeat_secs
+    )
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -165,6 +181,23 @@ class Training:
 
 def digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+def listening() -> list[str]:
+    """The addresses that this process accepts connections at."""
+    mine = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            mine.add(os.readlink(f"/proc/self/fd/{number}"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            _, place, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in mine:
+                words = np.frombuffer(bytes.fromhex(place.partition(":")[0]), ">u4")
+                address = ipaddress.ip_address(words.astype("=u4").tobytes())
+                found.append(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
 
 
 def report(**values: Any) -> None:

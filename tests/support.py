@@ -224,10 +224,12 @@ class Running:
         self._timeout_secs = timeout_secs
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2 * count)]  # noqa: SIM115
         lines = f"import signal; signal.alarm({timeout_secs})\n" + textwrap.dedent(source)
+        # Else JAX's coordination service listens on every address of this machine.
+        bound = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", lines, str(index), str(count), port, *args],
-                env=_environment(devices, {**COMPILED_ONCE, **env}),
+                env=_environment(devices, {**COMPILED_ONCE, **bound, **env}),
                 stdout=self._outputs[2 * index],
                 stderr=self._outputs[2 * index + 1],
             )

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from support import Running
 
 from torchax_ckpt import LocalTier, planning
 
@@ -123,6 +125,23 @@ def test_the_slices_are_as_large_as_their_hosts_say() -> None:
     assert row[4] == selector["node.kubernetes.io/instance-type"]
 
 
+def test_the_cluster_made_by_hand_has_a_node_pool_for_each_slice() -> None:
+    text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
+    (pools,) = re.findall(
+        r"for slice in (.*); do\n *(gcloud container node-pools create .*)\n", text
+    )
+    given = dict(re.findall(r"--([a-z-]+)=(\S+)", pools[1]))
+    (job,) = manifest("jobset")["spec"]["replicatedJobs"]
+    assert len(pools[0].split()) == job["replicas"]
+    made = given["tpu-topology"], given["num-nodes"], given["machine-type"]
+    node = pod(manifest("jobset"))["nodeSelector"]
+    (row,) = (r for r in table() if r[1] == node["cloud.google.com/gke-tpu-accelerator"])
+    assert made == tuple(row[2:])
+    # On the network of their host, pods have their node's rights, which default to reading.
+    assert pod(manifest("jobset"))["hostNetwork"]
+    assert given["scopes"] == "cloud-platform"
+
+
 def test_the_program_saves_where_the_ramdisk_is_mounted() -> None:
     spec = pod(manifest("jobset"))
     (container,), (volume,) = spec["containers"], spec["volumes"]
@@ -143,6 +162,53 @@ def test_the_program_saves_where_the_ramdisk_is_mounted() -> None:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     ).stdout
     assert {f"--{name}" for name in given} <= set(re.findall(r"--[a-z-]+", options))
+
+
+# What a cluster puts into the environment: who the others are. The rest is the script as it is.
+ON_TWO_HOSTS = f"""
+    import functools, runpy, sys, warnings
+    import jax
+    index, count, port, ramdisks, *arguments = sys.argv[1:]
+    sys.argv[1:] = [*arguments, f"--local={{ramdisks}}/{{index}}"]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize = functools.partial(
+        jax.distributed.initialize, f"127.0.0.1:{{port}}", int(count), int(index))
+    warnings.simplefilter("ignore")
+    runpy.run_path({str(EXAMPLE / "train.py")!r}, run_name="__main__")
+"""
+
+
+def test_two_hosts_resume_what_one_has_lost_from_the_others_ramdisk(tmp_path: Path) -> None:
+    """Two slices of one host with four devices."""
+
+    def run(name: str, *more: str) -> tuple[list[int], list[list[str]]]:
+        arguments = [
+            str(tmp_path / f"{name}-ramdisks"),
+            f"--directory={tmp_path / name}",
+            *("--distributed", "--steps=12", "--local-period=2", "--period=100"),
+            *("--width=16", "--layers=1"),
+        ]
+        with Running(ON_TWO_HOSTS, 2, *arguments, *more, devices=4) as running:
+            codes = running.wait()
+            outputs = [running.output(index) for index in range(2)]
+        assert codes != [1, 1], outputs[0][1][-3000:]
+        printed = [out.splitlines() for out, _ in outputs]
+        return codes, [[line for line in o if not line.startswith("[Gloo]")] for o in printed]
+
+    codes, straight = run("straight")
+    assert codes == [0, 0]
+    codes, killed = run("killed", "--crash-at=9")
+    # Who is slower may be ended by JAX, as the other is gone.
+    assert set(codes) <= {-signal.SIGKILL, -signal.SIGABRT}
+    assert [lines[0] for lines in killed] == ["started: no checkpoint"] * 2
+    shutil.rmtree(tmp_path / "killed-ramdisks" / "1")
+    codes, resumed = run("killed")
+    assert codes == [0, 0]
+    for lines in resumed:
+        assert lines[0] == "resumed: step 8"
+        assert lines[-1] == straight[0][-1] == straight[1][-1]
+        assert lines[-1].startswith("final state: sha256:")
+    assert (tmp_path / "killed-ramdisks" / "1" / "10").is_dir()
 
 
 def test_the_script_resumes_from_the_ramdisk_after_a_kill(tmp_path: Path) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import run_python
+from support import run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.storage import arrays
 
 PAGE = Path(__file__).parents[1] / "README.md"
 ROWS = {
@@ -62,20 +64,24 @@ def test_enable_checkpointing(written: Any) -> None:
 
 
 def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ROWS["async_checkpointing"] == ["ckpt.wait_until_finished()", "ckpt.save(step)"]
+    wait, save = ROWS["async_checkpointing"]
+    is_writing, may_write = threading.Event(), threading.Event()
+    write = arrays.write_step
+
+    def held_open(*args: Any, **kwargs: Any) -> None:
+        is_writing.set()
+        assert may_write.wait(30), "whoever called save waited for the write"
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(arrays, "write_step", held_open)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(stateful={})
-        began: list[bool] = []
-        begin = ckpt._saver.begin
-
-        def noted(capture: Any) -> None:
-            begin(capture)
-            began.append(True)
-
-        monkeypatch.setattr(ckpt._saver, "begin", noted)
-        ckpt.save(1, state={"w": np.zeros(3)})
-        ckpt.wait_until_finished()
-        assert began == [True]
+        names = {"ckpt": ckpt, "step": 1}
+        assert eval(save, names)
+        assert is_writing.wait(30)
+        assert ckpt.all_steps() == []
+        may_write.set()
+        eval(wait, names)
         assert ckpt.all_steps() == [1]
 
 
@@ -111,11 +117,42 @@ def test_local_checkpoint_period(written: Any, directory: Path) -> None:
     assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([4, 6], [])
 
 
-def test_enable_single_replica_ckpt_restoring(written: Any, directory: Path) -> None:
-    options = written("enable_single_replica_ckpt_restoring")
-    assert options.single_replica_restore
-    run(ckpt := TorchaxCheckpointer(directory, options=options))
-    np.testing.assert_array_equal(ckpt.load()["w"], np.full(3, 6))
+def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
+    program = """
+        import sys
+        from processes_program import report
+        import jax, numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+        from torchax_ckpt.storage import reading
+
+        directory, row = sys.argv[4:]
+        host = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+        mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("slice", "fsdp"))
+        state = {"w": jax.make_array_from_callback(
+            host.shape, NamedSharding(mesh, P("fsdp")), lambda index: host[index])}
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.save(1, state=state, force=True)
+        read, arrival = [], reading._Arrival
+
+        def counted(committed, target, piece, store):
+            read.append(piece.nbytes)
+            return arrival(committed, target, piece, store)
+
+        reading._Arrival = counted
+        for options in (CheckpointOptions(), eval(row)):
+            read.clear()
+            with TorchaxCheckpointer(directory, options=options) as ckpt:
+                found = ckpt.load(1, state)["w"]
+            for shard in found.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes()
+            report(read=sum(read))
+    """
+    row = ROWS["enable_single_replica_ckpt_restoring"][0]
+    first, second = run_processes(program, 2, str(directory), row)
+    nbytes = 256 * 256 * 4
+    assert first == [{"read": nbytes}, {"read": nbytes}]
+    assert second == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
 
 
 def test_enable_autocheckpoint(written: Any, directory: Path) -> None:

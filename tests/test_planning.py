@@ -269,16 +269,31 @@ def test_goodput_is_a_fraction_that_grows_with_the_mtbf(
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_shows_what_its_script_prints() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text()
+PAGE = (ROOT / "docs" / "planning.md").read_text()
+TABLES = re.findall(r"<!-- ([\w-]+) -->\n(\n\|.*?)<!-- end -->", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("name", "shown"), TABLES, ids=[name for name, _ in TABLES])
+def test_the_page_shows_what_its_script_prints(name: str, shown: str) -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
-    for table in ("sizes", "break_even"):  # the others are simulated, and take seconds
-        assert script[table]() in page, "run benchmarks/plans.py"
+    printed = script[name.replace("-", "_")]()
+    table = printed[0] if name == "scale" else printed  # which gives what it draws, too
+    assert shown.strip() == table, "run benchmarks/plans.py"
+
+
+def test_every_table_of_the_page_has_a_script() -> None:
+    assert [name for name, _ in TABLES] == [
+        "sizes",
+        "validation",
+        "break-even",
+        "published",
+        "scale",
+    ]
+    assert PAGE.count("<!-- end -->") == len(TABLES)
 
 
 def test_the_page_runs() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 3
     exec("\n".join(blocks), {"model": torch.nn.Linear(8, 2)})
 

@@ -388,7 +388,8 @@ DISTRIBUTED = """
     import os, signal, sys, time
     import jax
     port, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+    place = f"127.0.0.1:{port}"
+    jax.distributed.initialize(place, 2, index, coordinator_bind_address=place)
     theirs = signal.getsignal(signal.SIGTERM)
     import numpy as np
     import torchax
@@ -436,12 +437,13 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(directory: Pat
 
 def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
     source = f"""
+        place = "127.0.0.1:{free_port()}"
         ckpt = TorchaxCheckpointer(sys.argv[1], save_decision_policy=NEVER)
         ckpt.attach()
         ckpt.save(1, state=state(1))
         # What jax.distributed.initialize does, without the check that no backend was started.
         from jax._src import distributed
-        distributed.global_state.initialize("127.0.0.1:{free_port()}", 1, 0)
+        distributed.global_state.initialize(place, 1, 0, coordinator_bind_address=place)
         say("working")
         for step in range(2, 3000):
             ckpt.save(step, state=state(step))

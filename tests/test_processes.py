@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,11 @@ TRAIN = """
 STRAIGHT = (
     TRAIN
     + """
+    from processes_program import listening
+
     assert training.attach(ckpt) == 0
     train(1, 8)
+    report(listening=listening())
     ckpt.close()
     assert ckpt.all_steps() == [4, 8]
 """
@@ -192,16 +197,73 @@ WIDER = (
     train(9, 12)
     assert ckpt.restore(8).step == 8
     train(9, 12)
+    train(13, 14)
     ckpt.close()
 """
 )
+
+AGAIN = (
+    TRAIN
+    + """
+    import warnings
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert training.attach(ckpt) == 12
+    report(
+        whole=training.whole(), own=training.own(), warned=[str(w.message) for w in warned])
+    train(13, 14)
+    ckpt.save(14, force=True)
+    ckpt.wait_until_finished()
+    assert ckpt.verify() == 14
+    ckpt.close()
+"""
+)
+
+# The policy's interval is what the clocks would part the processes over.
+SKEWED = """
+    import sys, time
+    from processes_program import Training, report
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+
+    directory, seed, secs, last = sys.argv[4], *map(int, sys.argv[5:8])
+    training = Training(seed)
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(process_timeout_secs=60),
+        save_decision_policy=policies.ContinuousCheckpointingPolicy(minimum_interval_secs=secs),
+        preservation_policy=policies.PreserveAll(),
+    )
+    start = training.attach(ckpt)
+    restored = training.whole(), training.own()
+    saved = []
+    for step in range(start + 1, last + 1):
+        training.step()
+        if ckpt.save(step):
+            saved.append(step)
+            ckpt.wait_until_finished()
+            kept = training.whole(), training.own()
+    ckpt.close()
+    ahead = time.time() - time.clock_gettime(time.CLOCK_REALTIME)
+    report(start=start, restored=restored, saved=saved, kept=kept, ahead=ahead)
+"""
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A run of 8 steps on 2 processes x 2 devices, with steps 4 and 8, and what each reported."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    return run, [report for (report,) in run_processes(STRAIGHT, 2, str(run), "0")]
+    return run, [report | sockets for report, sockets in run_processes(STRAIGHT, 2, str(run), "0")]
+
+
+@pytest.fixture(scope="module")
+def wider(
+    straight: tuple[Path, list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
+    """The same run, gone on with by 4 processes, with steps 4, 8 and 12, and what each reported."""
+    run = tmp_path_factory.mktemp("wider") / "run"
+    shutil.copytree(straight[0], run)
+    return run, run_processes(WIDER, 4, str(run), "5")
 
 
 def test_two_processes_resume_bit_for_bit_and_fail_alike(
@@ -246,13 +308,24 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
     assert expected[0]["seen"] != expected[1]["seen"]
 
 
+def test_nothing_listens_on_every_address(straight: tuple[Path, list[Any]]) -> None:
+    """JAX's coordination service is on loopback; gloo goes where the host's name leads, no further.
+
+    JAX has no setting for where gloo listens.
+    """
+    _, reports = straight
+    own = {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), None)}
+    assert reports[0]["listening"], "the coordination service was not seen"
+    for report in reports:
+        for address in report["listening"]:
+            assert ipaddress.ip_address(address).is_loopback or address in own
+
+
 def test_other_numbers_of_processes_restore_it(
-    straight: tuple[Path, list[Any]], directory: Path
+    straight: tuple[Path, list[Any]], wider: tuple[Path, list[Any]]
 ) -> None:
-    run, expected = straight
-    shutil.copytree(run, directory)
-    wider = run_processes(WIDER, 4, str(directory), "5")
-    for index, (attached, first, again) in enumerate(wider):
+    (_, expected), (directory, reports) = straight, wider
+    for index, (attached, first, again, _) in enumerate(reports):
         assert attached["whole"] == expected[0]["whole"]
         assert attached["own"] == expected[index % 2]["own"]
         assert first == again
@@ -268,8 +341,49 @@ def test_other_numbers_of_processes_restore_it(
     ):
         loaded = ckpt.load(12)
     for name, value in loaded["model"].items():
-        assert digest(np.asarray(backend.buffer(value))) == wider[0][2]["whole"][name]
+        assert digest(np.asarray(backend.buffer(value))) == reports[0][2]["whole"][name]
     assert loaded["dataloader"]["position"] == 12
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
+    count: int, wider: tuple[Path, list[Any]], directory: Path
+) -> None:
+    run, reports = wider
+    shutil.copytree(run, directory)
+    resumed = run_processes(AGAIN, count, str(directory), "77")
+    for (attached, after), (*_, expected, beyond) in zip(resumed, reports[:count], strict=True):
+        assert attached["whole"] == expected["whole"]
+        assert attached["own"] == expected["own"]
+        if count == 4:
+            assert attached["warned"] == []
+            assert after == beyond
+        else:
+            assert after["whole"] == resumed[0][1]["whole"]
+    if count == 2:
+        (warned,) = resumed[0][0]["warned"]
+        assert "was saved by 4 processes and is restored by 2" in warned
+        assert "processes 2 to 3 are left out" in warned
+
+
+def test_a_clock_that_is_wrong_parts_nobody(directory: Path) -> None:
+    def run(skew_secs: int, interval_secs: int, *, last: int) -> list[Any]:
+        arguments = str(directory), "0", str(interval_secs), str(last)
+        env = {"SKEW_SECS": str(skew_secs)}
+        reports = [report for (report,) in run_processes(SKEWED, 2, *arguments, env=env)]
+        assert [round(report["ahead"]) for report in reports] == [0, skew_secs]
+        return reports
+
+    # An hour ahead, process 1 would take every save for overdue; there is one within the interval.
+    before = run(3600, 1800, last=6)
+    assert [report["saved"] for report in before] == [[1], [1]]
+    # An hour behind, it would save nothing until its clock has reached that of step 1.
+    after = run(-3600, 0, last=12)
+    for found, expected in zip(after, before, strict=True):
+        assert found["start"] == 1
+        assert found["restored"] == expected["kept"]
+        assert found["saved"] == after[0]["saved"]
+        assert len(found["saved"]) > 1
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:

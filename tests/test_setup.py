@@ -54,7 +54,8 @@ def test_importing_starts_no_backend(statement: str) -> None:
         from jax._src import xla_bridge
 
         assert not xla_bridge.backends_are_initialized()
-        jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
+        place = "127.0.0.1:{port}"
+        jax.distributed.initialize(place, 1, 0, coordinator_bind_address=place)
         print(jax.process_count(), "of", jax.device_count(), "devices")
         jax.distributed.shutdown()
         """,

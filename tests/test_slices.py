@@ -152,6 +152,19 @@ def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
     assert_ends_alike(found, never_killed)
 
 
+def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """The time of a commit is part of what a step is known by; here each host commits its own."""
+    _, never_killed = two_slices
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    killed(directory, ramdisks, 2, at=6, env={"SKEW_SECS": "3600"})
+    shutil.rmtree(ramdisks / "0")
+    found = resumed(directory, ramdisks, 2, env={"SKEW_SECS": "-3600"})
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
+    assert_ends_alike(found, never_killed)
+
+
 def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) -> None:
     """Two slices of two hosts; the two that are left come up as each other's process."""
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"

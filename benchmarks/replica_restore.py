@@ -1,0 +1,140 @@
+"""Below which rate of storage it pays that one replica reads for all.
+
+    python benchmarks/replica_restore.py [--sizes 16,64,256,1024] [--rates 50,100,...] [--repeats 3]
+
+Starts two processes with two forced CPU devices each, on this machine, which play two slices that
+hold the same float32 leaves. They restore them, each for itself or one replica for both
+(``single_replica_restore``), from a storage that gives to both together no more than a rate, as a
+file server or a bucket's quota does. (Where the line of each host is the bound, both read side by
+side, and nothing is gained.) Prints a table. The files are in the page cache, and gloo on loopback,
+which shares the cores with all else, stands for the network between slices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from processes import measured, meet
+
+NUM_LEAVES = 16
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--sizes", default="16,64,256,1024", help="MiB of the state")
+    parser.add_argument("--rates", default="50,100,200,400,800,1600", help="MB/s of the storage")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    rates = [*sorted(float(rate) for rate in args.rates.split(",")), math.inf]
+    heads = [*(f"{rate:g} MB/s" for rate in rates[:-1]), "unbounded"]
+    print(f"| MiB | {' | '.join(heads)} | one for both pays below |")
+    print("|---" * (len(rates) + 2) + "|", flush=True)
+    for mib in map(int, args.sizes.split(",")):
+        settings = json.dumps({"mib": mib, "rates": rates, "repeats": args.repeats})
+        found = measured(__file__, 2, settings)
+        # The slower process counts: the other waits for it.
+        each, one = ([max(pair) for pair in zip(*(f[key] for f in found), strict=True)]
+                     for key in ("each", "one"))  # fmt: skip
+        cells = [f"{a:.2f} / {b:.2f} s" for a, b in zip(each, one, strict=True)]
+        print(f"| {mib} | {' | '.join(cells)} | {break_even(rates, each, one)} |", flush=True)
+    print("\nIn each cell: each slice for itself / one replica for both.")
+
+
+def break_even(rates: list[float], each: list[float], one: list[float]) -> str:
+    """The rate at which both take the same time; between two rates, by the time for a byte."""
+    gains = [a - b for a, b in zip(each, one, strict=True)]
+    if gains[0] <= 0:
+        return f"less than {rates[0]:g} MB/s"
+    for i, gain in enumerate(gains):
+        if gain <= 0:
+            slow, fast = 1 / rates[i - 1], 1 / rates[i]
+            at = fast + (slow - fast) * gain / (gain - gains[i - 1])
+            return f"{1 / at:.0f} MB/s" if at else f"more than {rates[i - 1]:g} MB/s"
+    return "any rate"
+
+
+class Line:
+    """What lies between storage and all processes: at no time more than its rate goes through.
+
+    Args:
+      path: a file that the processes share; it holds when the line will be free.
+      rate: bytes per second.
+    """
+
+    def __init__(self, path: Path, rate: float) -> None:
+        self._path, self._rate = path, rate
+
+    def take(self, nbytes: int) -> None:
+        """Waits until so much has gone through."""
+        with self._path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            free = max(time.monotonic(), float(file.read() or 0)) + nbytes / self._rate
+            file.truncate(0)
+            file.write(repr(free))
+        time.sleep(max(0.0, free - time.monotonic()))
+
+
+def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any]) -> None:
+    """One process: measures, and prints JSON."""
+    meet(index, count, port)
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+    from torchax_ckpt.storage import reading
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("slice", "fsdp"))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    host = np.random.default_rng(0).standard_normal((settings["mib"] * 1024 // NUM_LEAVES, 256))
+    host = host.astype(np.float32)
+    state = {
+        f"layers.{i}.w": jax.make_array_from_callback(host.shape, sharding, lambda x: host[x])
+        for i in range(NUM_LEAVES)
+    }
+    with TorchaxCheckpointer(root / "run") as ckpt:
+        ckpt.save(1, state=state, force=True)
+    arrival = reading._Arrival
+
+    def took(single: bool, rate: float) -> float:
+        line = Line(root / "line", rate * 1e6)
+
+        def delayed(committed: Any, target: Any, piece: Any, store: Any) -> Any:
+            line.take(piece.nbytes)
+            return arrival(committed, target, piece, store)
+
+        reading._Arrival = delayed  # type: ignore[assignment, misc]
+        options = CheckpointOptions(single_replica_restore=single)
+        with TorchaxCheckpointer(root / "run", options=options) as ckpt:
+            multihost_utils.sync_global_devices("both begin")
+            began = time.perf_counter()
+            jax.block_until_ready(ckpt.load(1, state))
+            return time.perf_counter() - began
+
+    times: dict[str, list[float]] = {}
+    for name, single in (("each", False), ("one", True)):
+        took(single, math.inf)  # compiles
+        times[name] = [
+            statistics.median(took(single, rate) for _ in range(settings["repeats"]))
+            for rate in settings["rates"]
+        ]
+    print(json.dumps(times))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        index, count, port, root, settings = sys.argv[2:]
+        child(int(index), int(count), port, Path(root), json.loads(settings))
+    else:
+        main()
