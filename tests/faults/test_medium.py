@@ -143,7 +143,8 @@ for path in files:
         assert "Permission denied" in str(error) and "check owner and mode" in str(error), error
         used.add(path.relative_to(run / "2").parts[0])
     path.chmod(mode)
-assert used == {"_CHECKPOINT_METADATA", "manifest", "state", "summary"}, used
+parts = {"_CHECKPOINT_METADATA", "commit_success.txt", "manifest", "state", "summary"}
+assert used == parts, used
 
 run.chmod(0)
 try:

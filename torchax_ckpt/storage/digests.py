@@ -82,6 +82,11 @@ def _text(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
+def of_octets(content: bytes) -> str:
+    """The digest of a file, hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(content)
+
+
 def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
     """The digests of all blocks of an array that are stored by this process.
 
