@@ -298,8 +298,11 @@ def _context(
     context.array.saving.use_compression = is_compressed
     context.array.saving.ocdbt_target_data_file_size = data_file_bytes
     context.array.saving.scoped_storage_options_creator = _storage_options
-    # What cutting goes by; left alone, it depends on the platform.
-    context.array.saving.use_replica_parallel = True
+    # What cutting goes by; left alone, both depend on the platform.
+    context.array.saving.use_replica_parallel = not is_alone
+    context.array.saving.enable_pinned_host_transfer = (
+        False  # would fetch what digests have fetched
+    )
     # Version 3 would put a shard's chunks and their index into one value: one more copy of
     # every byte, a seventh of the time of a save.
     context.array.saving.use_zarr3 = False
