@@ -7,7 +7,7 @@ everything that comes back is what was saved: functional state and every attache
 (a sharded module with a tie and extra state, its optimizer, a scheduler, a loader, random state),
 the metrics, and what there is to say of the step: its time, versions, leaves and their shardings,
 and Orbax's own record. Anything else is *wrong*. Checkpoints of both layouts, compressed and not;
-every file of the step is hit. With ``--reader orbax`` the same flips are read by bare Orbax, which
+every file of the steps is hit. With ``--reader orbax`` the same flips are read by bare Orbax, which
 shows that wrong ones are found.
 """
 
@@ -44,7 +44,8 @@ from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.stored import StoredStep
 
-STEP = 7
+# Everything attached; functional state, in place of modules and optimizers.
+ATTACHED, FUNCTIONAL = STEPS = (7, 8)
 METRICS = {"loss": 0.125, "note": "as written"}
 Read = Callable[[Path], Any]
 
@@ -125,6 +126,11 @@ class Live:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 / (seed + 1))
         self.optimizer.step()
+        for parameter in self.module.parameters():  # as they come back, whatever torch makes them
+            for moment in filter(
+                backend.is_device_tensor, self.optimizer.state[parameter].values()
+            ):
+                backend.set_buffer(moment, jax.device_put(backend.buffer(moment), rows))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
         self.loader = StatefulDataLoader(list(range(40)), 4, shuffle=True)
         batches = iter(self.loader)
@@ -170,33 +176,36 @@ class Live:
 
 
 def by_torchax_ckpt(directory: Path) -> Any:
-    """Everything that this library gives of the step; raises where it says that it is damaged."""
-    live = Live(seed=3)
-    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
-    steps = ckpt.all_steps()
-    loaded = fingerprint(ckpt.load(STEP))
-    live.attach(ckpt, resume=False)
-    ckpt.restore(STEP)
+    """Everything that this library gives of the steps; raises where it says that one is damaged."""
     run = StepDirectory(directory, read_only=True)
-    committed = run.find(STEP)
-    stored = StoredStep(committed)
-    return {
-        "steps": steps,
-        "state": loaded,
-        "live": live.fingerprint(),
-        "metrics": ckpt.metrics(STEP),
-        "shown": looking.steps_of(run),
-        "commit time": committed.commit_timestamp_nsecs,
-        "versions": dict(stored.manifest.versions),
-        "leaves": dict(stored.leaves),
-        "shardings": dict(stored.shardings),
-        "record": _orbax_record(directory / str(STEP)),
-    }
+    found: dict[str, Any] = {"shown": looking.steps_of(run)}
+    for step in STEPS:
+        ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
+        live = Live(seed=3)
+        live.attach(ckpt, resume=False)
+        ckpt.restore(step)
+        committed = run.find(step)
+        stored = StoredStep(committed)
+        found[str(step)] = {
+            "steps": ckpt.all_steps(),
+            "live": live.fingerprint(),
+            "loaded": fingerprint(ckpt.load(step)),
+            "metrics": ckpt.metrics(step),
+            "commit time": committed.commit_timestamp_nsecs,
+            "versions": dict(stored.manifest.versions),
+            "leaves": dict(stored.leaves),
+            "shardings": dict(stored.shardings),
+            "record": _orbax_record(directory / str(step)),
+        }
+    return found
 
 
 def by_orbax(directory: Path) -> Any:
-    """Everything that bare Orbax gives of the step."""
-    path = directory / str(STEP)
+    """Everything that bare Orbax gives of the steps."""
+    return [_one_by_orbax(directory / str(step)) for step in STEPS]
+
+
+def _one_by_orbax(path: Path) -> Any:
     found = ocp.checkpointables_metadata(path).metadata["state"]
     context = ocp.Context()
     abstract = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), found)
@@ -222,7 +231,8 @@ def checkpoints(root: Path) -> Iterator[tuple[str, Path]]:
             options = CheckpointOptions(layout=layout, compression=compression)
             with TorchaxCheckpointer(directory, options=options) as ckpt:
                 Live(seed=1).attach(ckpt, resume=False)
-                ckpt.save(STEP, state=state(), metrics=METRICS, force=True)
+                ckpt.save(ATTACHED, metrics=METRICS, force=True)
+                ckpt.save(FUNCTIONAL, state=state(), metrics=METRICS, force=True)
             yield name, directory
 
 
@@ -254,8 +264,13 @@ def torture(read: Read, root: Path, flips: int, seed: int) -> dict[str, collecti
     for name, directory in checkpoints(root):
         table[name] = collections.Counter()
         expected = read(directory)
-        step = directory / str(STEP)
-        files = sorted(p for p in step.rglob("*") if p.is_file() and p.stat().st_size)
+        if read is by_torchax_ckpt:
+            restored, was = expected[str(ATTACHED)]["live"], Live(seed=1).fingerprint()
+            differing = [part for part in was if restored[part] != was[part]]
+            assert not differing, f"{differing}: what comes back undamaged is not what was saved"
+        every = [p for step in STEPS for p in (directory / str(step)).rglob("*")]
+        files = [p for p in every if p.is_file() and p.stat().st_size]
+        generator.shuffle(files)
         for turn in range(flips // 4):
             path = files[turn % len(files)]
             bit = generator.randrange(8 * path.stat().st_size)

@@ -78,7 +78,7 @@ def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
 def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
     """The shape of what is written at once: a shard, or what each of its replicas writes of it."""
     shard = _shard_shape(array)
-    if not is_shared(array):
+    if not (isinstance(array, jax.Array) and is_shared(array)):
         return shard
     replicas = len(array.sharding.device_set) // num_pieces(array.shape, shard)
     dim = next((dim for dim, n in enumerate(shard) if n % replicas == 0), None)
