@@ -186,10 +186,10 @@ def run(program: str, *args: str, prefix: list[str] | None = None) -> None:
 
 @pytest.mark.parametrize("kind", ["mounted", "limited"])
 def test_training_and_saving_go_on_when_the_medium_fails(kind: str, open_tmp_path: Path) -> None:
-    prefix = media.mounting_prefix()
-    if prefix is None:  # the limited one needs no rights
-        kind = "limited"
-    run(FAILING, str(open_tmp_path / "disk"), kind, prefix=prefix if kind == "mounted" else None)
+    prefix = media.mounting_prefix() if kind == "mounted" else None
+    if kind == "mounted" and prefix is None:
+        pytest.skip("a file system cannot be mounted here; the limited disk needs no rights")
+    run(FAILING, str(open_tmp_path / "disk"), kind, prefix=prefix)
 
 
 def test_what_cannot_be_read_now_is_no_reason_to_go_back(open_tmp_path: Path) -> None:
