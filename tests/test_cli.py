@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import pty
 import re
 import shutil
+import subprocess
+import sys
+import termios
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +23,7 @@ from support import mlp, run_python
 from test_verified import damage
 from typer.testing import CliRunner
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import TorchaxCheckpointer, stored
 from torchax_ckpt.cli import outcome
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
@@ -110,7 +115,7 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
 def test_every_exit_code_is_stated_in_help_and_manual() -> None:
     manual = (Path(__file__).parents[1] / "docs/command-line.md").read_text()
     for name, code in vars(outcome).items():
-        if name.isupper() and isinstance(code, int) and code != outcome.INTERRUPTED:
+        if name.isupper() and isinstance(code, int):
             assert f"| {code} |" in manual
             assert re.search(rf"\b{code} [a-z]", outcome.EPILOG)
     for command in app.registered_commands:
@@ -155,6 +160,22 @@ def test_an_error_of_the_command_itself_is_no_finding(
     result = CliRunner().invoke(app, ["ls", str(saved)])
     assert result.exit_code == outcome.FAILED
     assert "ZeroDivisionError" in result.stderr
+
+
+def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
+    program = """
+        import os, signal, sys, time
+        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.stored import StoredStep
+        def interrupted(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        StoredStep.verify = interrupted
+        sys.argv[1:] = ["verify", sys.argv[1]]
+        main()
+    """
+    result = run_python(program, str(saved), check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
 
 
 # --- ls ---
@@ -220,6 +241,31 @@ def test_show_says_how_leaves_were_sharded() -> None:
     assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
 
 
+def test_at_a_terminal_show_draws_a_tree() -> None:
+    golden = Path(__file__).parent / "golden/v1/stacked"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 120))
+    command = [sys.executable, "-m", "torchax_ckpt.cli", "show", str(golden)]
+    with subprocess.Popen(command, stdout=theirs) as program:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while more := os.read(ours, 4096):
+                said += more
+        assert program.wait(60) == 0
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).splitlines()
+    assert lines[:4] == [
+        "state",
+        "├── layers",
+        "│   ├── 0",
+        "│   │   └── w  float32[8, 4]  128 B  (fsdp) on fsdp=8  in state/layers/*/w",
+    ]
+    leaves = run_json("show", golden)["leaves"]
+    assert len([line for line in lines if "]  " in line]) == len(leaves)
+    assert lines[-1] == f"step 3: {len(leaves)} leaves, 8.98 kB"
+
+
 def test_names_cannot_command_a_terminal(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"[red]\u202ename": np.zeros(1)}, force=True)
@@ -259,6 +305,56 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
 def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
     damage(copy / "2", b'"format"')
     assert run_json("verify", copy, code=outcome.FOUND)["steps"][0]["ok"] is False
+
+
+READING = {
+    "verify": ("verify", "{run}", "2"),
+    "diff": ("diff", "{run}/1", "{run}/2"),
+    "export": ("export", "{run}", "2", "{tmp}/out.safetensors", "--at", "state"),
+    "export-pt": ("export", "{run}", "2", "{tmp}/out.pt", "--format", "pt", "--at", "state"),
+    "copy": ("copy", "{run}/2", "{tmp}/other"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "when"),
+    [("show", "before"), *((name, when) for name in READING for when in ("before", "after"))],
+)
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    command: str, when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(2, when, monkeypatch)
+    words = READING.get(command, (command, "{run}", "2"))
+    filled = [word.format(run=copy, tmp=copy.parent) for word in words]
+    assert "step 2 was deleted meanwhile" in run(*filled, code=outcome.USAGE)
+    assert {path.name for path in copy.parent.iterdir()} <= {"copy", "other"}
+    assert not list(copy.parent.glob("other/*2*"))  # nothing is left of a copy
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_verify_all_goes_on_where_a_step_is_deleted_meanwhile(
+    when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(1, when, monkeypatch)
+    result = CliRunner().invoke(app, ["verify", str(copy), "--all", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [step["step"] for step in json.loads(result.stdout)["steps"]] == [2]
+    assert "step 1 was deleted meanwhile" in result.stderr
+
+
+def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a training pruned it, before or after its manifest is read."""
+    parse = stored.parse_manifest
+
+    def parse_and_delete(committed: Any) -> Any:
+        if when == "before" and committed.step == step:
+            shutil.rmtree(committed.path)
+        manifest = parse(committed)
+        if committed.step == step:
+            shutil.rmtree(committed.path)
+        return manifest
+
+    monkeypatch.setattr(stored, "parse_manifest", parse_and_delete)
 
 
 def test_verify_says_when_a_step_cannot_be_marked(

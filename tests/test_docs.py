@@ -86,6 +86,20 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
     assert kinds <= KINDS | DIRECTIVES
 
 
+# What is indented is not run: a synopsis, whose arguments are names in capitals.
+SYNOPSIS = re.compile(r"torchax-ckpt ([a-z]+ )?[A-Z]+\b")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/gke/README.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_commands_that_are_not_run_are_synopses(page: Path) -> None:
+    indented = re.findall(r"^(?: {4}|\t)\s*(torchax-ckpt .*)$", page.read_text(), re.M)
+    assert not [line for line in indented if not SYNOPSIS.match(line)]
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_links_of_a_page_beside_the_site_lead_somewhere(name: str) -> None:
     page = ROOT / name

@@ -201,6 +201,67 @@ def test_no_more_is_in_memory_than_was_allowed(
         assert all((loaded[name].numpy() == state[name]).all() for name in state)
 
 
+MEASURED = """
+    import pathlib, re, sys, threading, time
+    from torchax_ckpt.cli.main import main
+    import safetensors, torch, torch.distributed.checkpoint
+    import torchax_ckpt.cli.app, torchax_ckpt.cli.converting, torchax_ckpt.formats.state_dict
+
+    def held():  # memory of this process's own; what is mapped from files is not
+        found = re.search(r"RssAnon:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())
+        return int(found[1]) << 10
+
+    peak, is_over = 0, threading.Event()
+    def watch():
+        global peak
+        while not is_over.wait(0.002):
+            peak = max(peak, held())
+
+    before = held()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0, end.code
+    finally:
+        is_over.set()
+        watching.join()
+    print("grown:", peak - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step of 256 MiB."""
+    directory = tmp_path_factory.mktemp("large") / "run"
+    values = np.random.default_rng(0).standard_normal(2 << 20).astype(np.float32)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={f"w{i}": values + i for i in range(32)}, force=True)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("form", "bound", "is_held"),
+    [
+        ("safetensors", 16 << 20, False),
+        ("pt", 16 << 20, False),
+        ("dcp", 16 << 20, False),
+        ("pt", 1 << 30, True),  # so that it would be seen
+    ],
+)
+def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
+    form: str, bound: int, is_held: bool, large: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / f"out.{form}"
+    args = ("export", str(large), "1", str(out), "--format", form, "--at", "state")
+    result = run_python(MEASURED, *args, "--max-bytes", str(bound))
+    grown = int(result.stdout.split("grown:")[1])
+    assert sum(f.stat().st_size for f in [out, *out.rglob("*")] if f.is_file()) > 256 << 20
+    assert (grown > 200 << 20) == is_held, grown
+    assert is_held or grown < 100 << 20
+
+
 def test_nothing_is_overwritten_and_nothing_left_behind(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

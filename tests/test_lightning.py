@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
+import csv
 import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import lightning
+import numpy as np
 import pytest
 import torch
 import torchax
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
 from support import (
@@ -297,6 +302,40 @@ def test_sanity_checks_run_once_and_not_in_a_resumed_run(directory: Path) -> Non
     left = as_left_by_a_kill(directory, 4)
     resumed = train(run, 22, run.checkpoint(left), num_sanity_val_steps=2)
     assert_same_end(resumed, expected)
+
+
+def logged(folder: Path) -> dict[tuple[str, str], list[str]]:
+    """Step and name -> what a CSVLogger has written of it, as text."""
+    found: dict[tuple[str, str], list[str]] = {}
+    with open(folder / "csv" / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if name not in ("step", "epoch") and value:
+                    found.setdefault((row["step"], name), []).append(value)
+    return found
+
+
+def test_a_logger_is_told_the_same_across_a_resume(directory: Path) -> None:
+    run = Run(val_check_interval=3)
+
+    def train_and_log(name: str, seed: int, checkpoint: Any, *blow: Any) -> None:
+        logger = CSVLogger(directory.with_name(name), name="", version="csv")
+        train(run, seed, checkpoint, *blow, logger=logger, log_every_n_steps=1)
+
+    train_and_log("all", 1, run.checkpoint(directory / "uninterrupted"))
+    with pytest.raises(RuntimeError, match="asked for"):
+        train_and_log("first", 1, run.checkpoint(directory / "cut"), "error", "step", 1, 4)
+    train_and_log("second", 9, run.checkpoint(directory / "cut"))
+    expected, first, second = (logged(directory.with_name(n)) for n in ("all", "first", "second"))
+    assert first.keys().isdisjoint(second)  # no step is logged twice
+    told = {**first, **second}
+    names = {name for _, name in expected}
+    assert names == {"loss_step", "loss_epoch", "val_loss"}
+    assert told.keys() == expected.keys()
+    # The mean of the epoch that was cut is that of the batches since.
+    means = {key: value for key, value in expected.items() if key[1] == "loss_epoch"}
+    different = {key for key in expected if told[key] != expected[key]}
+    assert different == {max(means, key=lambda key: int(key[0]))}
 
 
 # --- metrics -----------------------------------------------------------------------------------
@@ -581,19 +620,157 @@ def test_the_hooks_work_in_a_loop_without_a_trainer(directory: Path) -> None:
     assert_trees_identical(resumed, expected)
 
 
-def test_an_exception_in_a_bare_loop_closes(directory: Path) -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    checkpoint, loop = TorchaxCheckpoint(directory), BareLoop(optimizers=[optimizer])
-    checkpoint.on_fit_start(loop, model)
-    train_step(model, optimizer, seed=1)
-    loop.global_step = 1
-    checkpoint.on_train_batch_end(loop, model)
-    checkpoint.on_exception(loop, model, RuntimeError())
-    assert steps_of(directory) == [1]
-    with TorchaxCheckpointer(directory) as other:  # the lease is free
-        other.attach(model, optimizer)
-        assert other.save(2, force=True)
+class Bare:
+    """A training in a loop of one's own: noise, an order of batches, a schedule and momentum."""
+
+    def __init__(self, directory: Path, save_at: list[int]) -> None:
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.loader = StatefulDataLoader(range(12), shuffle=True)
+        self.checkpoint = TorchaxCheckpoint(
+            directory,
+            save_decision_policy=policies.SpecificStepsPolicy(save_at),
+            preservation_policy=policies.PreserveAll(),
+        )
+        self.loop = BareLoop(
+            optimizers=[self.optimizer],
+            lr_schedulers=[self.scheduler],
+            train_dataloader=self.loader,
+        )
+        self.seen: list[Any] = []
+
+    def train(self, fail: str = "", at: int = 0) -> list[Any]:
+        """Eight steps; what must come back. Fails in the step it is told to, at that place."""
+        loop, model = self.loop, self.model
+        self.checkpoint.on_fit_start(loop, model)
+        batches = iter(self.loader)
+        try:
+            while loop.global_step < 8:
+                step = loop.global_step + 1
+                noise = np.random.random()
+                self.seen.append((int(next(batches)), noise))
+                self.scheduler.step()
+                if (fail, at) == ("before", step):
+                    raise RuntimeError("asked for")
+                train_step(model, self.optimizer, seed=self.seen[-1][0] + int(noise * 1000))
+                if (fail, at) == ("after", step):
+                    raise RuntimeError("asked for")
+                loop.global_step = step
+                self.checkpoint.on_train_batch_end(loop, model)
+            self.checkpoint.on_train_end(loop, model)
+        except BaseException as error:
+            self.checkpoint.on_exception(loop, model, error)
+            raise
+        finally:
+            self.checkpoint.teardown(loop, model, "fit")
+        return [*training_state(model, self.optimizer), self.scheduler.state_dict()]
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed), torchax.default_env().manual_seed(seed), np.random.seed(seed)
+
+
+@pytest.mark.parametrize(("fail", "saved"), [("before", [2, 5]), ("after", [2])])
+def test_an_exception_in_a_bare_loop_saves_the_step_that_is_still_there(
+    fail: str, saved: list[int], directory: Path
+) -> None:
+    seeded(0)
+    uninterrupted = Bare(directory / "uninterrupted", [])
+    expected = uninterrupted.train()
+    seeded(0)
+    failing = Bare(directory / "failing", [2])
+    with pytest.raises(RuntimeError, match="asked for"):
+        failing.train(fail, at=6)
+    assert steps_of(directory / "failing") == saved
+    seeded(5)
+    resumed = Bare(directory / "failing", [])  # the lease is free
+    assert_trees_identical(resumed.train(), expected)
+    assert resumed.seen == uninterrupted.seen[saved[-1] :]
+
+
+def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/lightning.md").read_text()
+    section = page.partition("## A loop without a Trainer")[2]
+    block = section.partition("```python\n")[2].partition("```")[0]
+    documented = re.sub(r"\.\.\. +# train on a batch", "train_on_a_batch()", block)
+    assert documented != block
+    program = f"""
+import os, signal, sys, time, torch, torchax
+torchax.enable_globally()
+from support import mlp, train_step
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchax_ckpt import policies
+from torchax_ckpt.integrations.lightning import TorchaxCheckpoint
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+loader = StatefulDataLoader(torch.zeros(2))
+never = policies.SpecificStepsPolicy([])
+checkpoint = TorchaxCheckpoint({str(directory)!r}, save_decision_policy=never)
+total, loss = 100_000, 0.5
+def train_on_a_batch():
+    train_step(model, optimizer, seed=0)
+    print(loop.global_step + 1, flush=True)
+    if loop.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+{documented}
+print("went on")
+"""
+    result = run_python(program, check=False)
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    last = int(result.stdout.splitlines()[-1])
+    assert steps_of(directory) == [last]
+
+
+def test_a_monitored_scalar_on_a_device_is_not_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps, saved or not: a look at it would wait for all that the step computes."""
+
+    def bare(loss: Any) -> TorchaxCheckpoint:
+        checkpoint = TorchaxCheckpoint(
+            directory / "bare",
+            monitor="loss",
+            save_decision_policy=policies.FixedIntervalPolicy(2),
+            preservation_policy=policies.PreserveAll(),
+        )
+        model = mlp()
+        loop = BareLoop(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+        checkpoint.on_fit_start(loop, model)
+        for step in (1, 2, 3, 4):
+            loop.global_step, loop.callback_metrics = step, {"loss": loss(step)}
+            checkpoint.on_train_batch_end(loop, model)
+        checkpoint.on_train_end(loop, model)
+        checkpoint.teardown(loop, model, "fit")
+        return checkpoint
+
+    looked_at: list[str] = []
+    training = threading.current_thread()
+    for name in ("__float__", "item"):
+        original = getattr(torchax.tensor.Tensor, name)
+
+        def look(tensor: Any, original: Any = original, name: str = name) -> Any:
+            if threading.current_thread() is training:
+                looked_at.append(name)
+            return original(tensor)
+
+        monkeypatch.setattr(torchax.tensor.Tensor, name, look)
+    values = {1: 3.0, 2: float("nan"), 3: 1.0, 4: 2.0}
+    ckpt = bare(lambda step: torch.full((), values[step], device="jax")).checkpointer
+    assert not looked_at
+    assert ckpt is not None
+    assert ckpt.all_steps() == [2, 4]
+    assert ckpt.best_step() == 4  # NaN ranks nothing
+
+    checkpoint = TorchaxCheckpoint(
+        directory / "trainer",
+        monitor="step_loss",
+        save_decision_policy=policies.FixedIntervalPolicy(1),
+        preservation_policy=policies.PreserveAll(),
+    )
+    trainer_with(checkpoint).fit(Losses([1.0]), numbers(6))
+    assert looked_at == ["__float__"]  # at the end of the epoch, where what it is decides
+    assert steps_of(directory / "trainer") == [1, 2, 3, 4, 5, 6]
 
 
 # --- installing --------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.metadata
+import re
 import subprocess
 import sys
 import sysconfig
@@ -9,12 +13,19 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import torchax_ckpt
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.cli.app import app
+
 ROOT = Path(__file__).parent.parent
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
@@ -99,6 +110,136 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
     assert version == VERSION
     command: list[str | Path] = [python, "-I", folder / "bin" / "torchax-ckpt", "--version"]
     assert run(*command, cwd=tmp_path) == f"torchax-ckpt {VERSION}\n"
+
+    with TorchaxCheckpointer(tmp_path / "run", preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, 2):
+            state = {"w": np.full(8, 2, np.float32)}
+            ckpt.save(step, state=state, metrics={"loss": step}, force=True)
+    commands = {
+        "ls run": "loss=2",
+        "show run 2 --filter state/*": "state/w",
+        "verify run --all": ", as it was saved",
+        "diff run/1 run/2": "identical to the bit",
+        "report run page.html": "page.html",
+        "plan --params 70B --chips 4096 --blocking 1s --durable 2min": "goodput",
+        "export run 2 out.safetensors --at state": "1 tensors, 32 B",
+        "import out.safetensors imported": "step 0 in",
+        "copy run/2 kept": "verified: 2",
+        "prune run --policy LatestN(1) --delete": "deleted step 1",
+    }
+    assert {line.split()[0] for line in commands} == {c.name for c in app.registered_commands}
+    for line, expected in commands.items():
+        assert expected in run(*command[:-1], *line.split(), cwd=tmp_path), line
+    made = {"run", "page.html", "out.safetensors", "imported", "kept"}
+    assert made <= {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"2"}
+    assert not (tmp_path / "run" / "1").exists()
+
+
+# --- what is imported is declared ---
+
+
+def imported(path: Path, *, at_import: bool) -> Iterator[str]:
+    """Full names of what a file imports; at_import: of what it takes when it is imported itself."""
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if at_import and (is_function or for_types):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        nodes += ast.iter_child_nodes(node)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of this package that an import of a module, or of a name in one, takes first."""
+    below = ROOT.joinpath(*name.split("."))
+    found = [below.with_suffix(".py"), below / "__init__.py"]
+    found += [below.parent.with_suffix(".py"), below.parent / "__init__.py"]
+    return next((path for path in found if path.is_file()), None)
+
+
+def loaded_with_the_package() -> set[Path]:
+    """The files that any public name brings in."""
+    names = ["torchax_ckpt", *torchax_ckpt._LAZY.values()]
+    files: set[Path] = set()
+    while names:
+        name = names.pop()
+        if name.startswith("torchax_ckpt") and (file := file_of(name)) and file not in files:
+            files.add(file)
+            names += [*imported(file, at_import=True)]
+    return files
+
+
+def libraries(names: Iterator[str]) -> set[str]:
+    own = {"torchax_ckpt", "__future__", *sys.stdlib_module_names}
+    return {name.split(".")[0] for name in names} - own
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """What is installed on purpose with these extras, and those that they name."""
+    found: set[str] = set()
+    for requirement in PROJECT["dependencies"]:
+        found.add(normalized(re.split(r"[^\w.-]", requirement)[0]))
+    for extra in extras:
+        for requirement in PROJECT["optional-dependencies"][extra]:
+            if match := re.match(r"torchax-ckpt\[(.*)\]", requirement):
+                found |= declared(*match[1].split(","))
+            else:
+                found.add(normalized(re.split(r"[^\w.-]", requirement)[0]))
+    return found
+
+
+@functools.cache
+def distributions() -> dict[str, list[str]]:
+    return dict(importlib.metadata.packages_distributions())
+
+
+def undeclared(names: set[str], declared: set[str]) -> set[str]:
+    """Libraries of which no distribution is declared."""
+    return {
+        name
+        for name in names
+        if not {normalized(d) for d in distributions().get(name, [])} & declared
+    }
+
+
+def test_what_the_package_imports_is_a_core_dependency() -> None:
+    files = loaded_with_the_package()
+    assert {"checkpointer.py", "saving.py", "restoring.py"} <= {path.name for path in files}
+    assert not {path.parent.name for path in files} & {"cli", "integrations", "lightning"}
+    needed = libraries(name for path in files for name in imported(path, at_import=True))
+    assert {"jax", "torch", "orbax", "xxhash", "tqdm"} <= needed  # so they are found
+    assert not undeclared(needed, declared())
+    assert undeclared(needed, declared() - {"tqdm"}) == {"tqdm"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"),
+    [
+        ("torchax_ckpt", ["cli", "lightning"]),
+        ("examples", ["examples"]),
+        ("notebooks", ["notebooks"]),
+        ("benchmarks", ["bench"]),
+        ("tests", ["tests"]),
+    ],
+)
+def test_what_is_imported_elsewhere_is_in_an_extra(folder: str, extras: list[str]) -> None:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    own = {path.stem for path in paths} | {"benchmarks"}
+    needed = libraries(name for path in paths for name in imported(path, at_import=False)) - own
+    if folder == "tests":
+        needed -= {path.stem for path in ROOT.glob("*/*.py")}
+    assert needed
+    assert not undeclared(needed, declared(*extras))
 
 
 def test_the_licence_is_named_and_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import os
 import pty
@@ -20,6 +21,8 @@ import pytest
 from support import mlp
 
 from torchax_ckpt import TorchaxCheckpointer, progress
+from torchax_ckpt.cli.converting import export
+from torchax_ckpt.cli.tidying import copy
 from torchax_ckpt.storage import arrays as storage
 
 
@@ -94,6 +97,48 @@ def test_a_bar_shows_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> 
     assert "2.00k/4.00k" in text
     assert text.endswith("\r")  # nothing is left on the screen
     assert threading.active_count() == before
+
+
+def test_parts_may_be_told_of_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch)
+    told: list[float] = []
+
+    def add(bar: progress._Bar, nbytes: float) -> None:
+        before = bar.n
+        time.sleep(0.001)  # another thread's turn
+        bar.n = before + nbytes
+        told.append(bar.n)
+
+    monkeypatch.setattr(progress._Bar, "update", add)
+    with (
+        progress.bar("copying", lambda: 64) as on_bytes,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(on_bytes, [1] * 64))
+    assert told == list(range(1, 65))
+
+
+def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(3, state={"w": np.zeros(1000, np.float32)})
+    kept, out = directory.with_name("kept"), directory.with_name("out")
+    copy(str(directory), str(kept), max_bytes=None, as_json=True)
+    assert re.search(r"\rcopying: ", terminal.getvalue())
+    for format, said in (("safetensors", "writing"), ("pt", "reading step 3"), ("dcp", "reading")):
+        before = len(terminal.getvalue())
+        export(
+            str(directory),
+            3,
+            out / f"of.{format}",
+            format=format,
+            max_shard_size=None,
+            with_optimizer=False,
+            at="state",
+            max_bytes=None,
+            as_json=True,
+        )
+        assert re.search(rf"\r{said}", terminal.getvalue()[before:])
 
 
 def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,21 @@ def test_runs_and_saves_are_found_in_events(three_runs: Path) -> None:
     assert first[50].interval_steps == 25
 
 
+def test_what_a_later_run_goes_back_to_is_no_loss_of_the_one_before() -> None:
+    first = [Event("started", 1.0), Event("saving", 2.0, 10), Event("reached", 3.0, 12)]
+    later = [
+        Event("restored", 11.0, 10),  # by attach
+        Event("restored", 12.0, 8),  # before a step was trained, another one was chosen
+        Event("reached", 13.0, 20),
+        Event("restored", 14.0, 4),
+    ]
+    runs = runs_of({"a": first, "b": later}, is_running=False)
+    assert [run.lost_steps for run in runs] == [4, None]
+    fresh = [Event("saving", 11.0, 1), Event("restored", 12.0, 1)]
+    runs = runs_of({"a": first, "b": fresh}, is_running=False)
+    assert [run.lost_steps for run in runs] == [None, None]
+
+
 def test_the_newest_run_may_still_run() -> None:
     events = {"a": [Event("started", 1.0), Event("saving", 2.0, 5)]}
     (still,) = runs_of(events, is_running=True)
@@ -191,6 +206,24 @@ def test_the_page_says_in_words_what_it_draws(three_runs: Path) -> None:
     assert document.tags.count("title") > 6
     assert "done again 50 steps" in document.text
     assert "No space left on device" in document.text
+
+
+def test_each_lane_has_a_mark_for_all_that_happened(three_runs: Path) -> None:
+    events = [e for of_run in read_events(epath.Path(three_runs)).values() for e in of_run]
+    _, document = reported(three_runs)
+    lanes = {
+        kind: document.attributes.count(("class", kind))
+        for kind in ("deleted", "restored", "failed")
+    }
+    # Drawn for wide and for narrow screens. Cut off are the saves of two programs killed.
+    assert lanes == {
+        "deleted": 2 * sum(event.name == "deleted" for event in events),
+        "restored": 2 * 2,
+        "failed": 2 * (1 + 2),
+    }
+    assert lanes["deleted"] > 200
+    for said in ("deleted: step 25", "restored: step 975", "No space left on device"):
+        assert said in document.text
 
 
 HOSTILE = [
@@ -335,7 +368,9 @@ def browser() -> str | None:
 
 def looked_at(page: Path, **settings: Any) -> dict[str, Any]:
     if (missing := browser()) is not None:
-        pytest.skip(f"no browser: {missing}")
+        # Where tests decide what is merged, what they do not look at must not pass.
+        end = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        end(f"no browser: {missing}")
     program = Path(__file__).parent / "browser.py"
     result = subprocess.run(
         [sys.executable, str(program), json.dumps({"page": str(page), **settings})],
@@ -377,6 +412,17 @@ def test_it_looks_right_in_a_browser(width: int, dark: bool, three_runs: Path) -
         apart = a["right"] <= b["left"] or b["right"] <= a["left"]
         above = a["bottom"] <= b["top"] + 2 or b["bottom"] <= a["top"] + 2
         assert apart or above or a["drawing"] != b["drawing"], (a, b)
+
+
+@pytest.mark.parametrize("ci", [True, False])
+def test_a_missing_browser_fails_where_it_must_not_be_missing(
+    ci: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "browser", lambda: "libnss3.so is missing")
+    monkeypatch.setenv("CI", "true" if ci else "")
+    ends = pytest.fail.Exception if ci else pytest.skip.Exception
+    with pytest.raises(ends, match="no browser: libnss3"):
+        looked_at(tmp_path / "page.html")
 
 
 def test_nothing_hostile_runs_in_a_browser(hostile: Path) -> None:

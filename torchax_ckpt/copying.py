@@ -20,7 +20,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import commits, location, modes
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.verified import MARK
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.stored import StoredStep, still_there
 
 _CHUNK_BYTES = 16 << 20
 # Files at a time: every one is a round trip or more to a bucket.
@@ -46,6 +46,7 @@ def copy_steps(
 
     Raises:
       CorruptCheckpointError: a copy is not what was saved; it is removed.
+      StepNotFoundError: one was deleted while it was copied.
       DirectoryError: the target has one of the steps, or cannot be written.
       ForeignCheckpointError: bare Orbax wrote it, without digests.
       LeaseError: another program writes to the target.
@@ -73,7 +74,7 @@ def _copy(
 ) -> CommittedStep:
     path = target.path_for(committed.step)
     try:
-        with modes.closed_while_written(path) as mode:
+        with still_there(committed), modes.closed_while_written(path) as mode:
             path.mkdir(parents=True, exist_ok=True, mode=0o777 if mode is None else mode)
             _copy_files(committed.path, path, on_bytes)
             written = dataclasses.replace(committed, path=path)

@@ -38,7 +38,7 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
       total_bytes: how much there is to do; asked only if there is somebody to tell.
 
     Yields:
-      What to tell of each part that is done, in bytes; from one thread at a time.
+      What to tell of each part that is done, in bytes; from any thread.
     """
     if not is_watched():
         yield lambda nbytes: None
@@ -53,7 +53,13 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
         dynamic_ncols=True,
         file=sys.stderr,
     ) as shown:
-        yield shown.update
+        lock = threading.Lock()  # tqdm adds in two steps
+
+        def on_bytes(nbytes: int) -> None:
+            with lock:
+                shown.update(nbytes)
+
+        yield on_bytes
 
 
 def join(thread: threading.Thread, timeout_secs: float | None, said: Callable[[], str]) -> None:

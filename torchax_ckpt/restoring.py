@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,8 +40,8 @@ from torchax_ckpt.state.tree import key_part
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Processes
+from torchax_ckpt.stored import still_there
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # What is freed and read at a time under restore_in_budget, per device, where no more is free or
@@ -112,21 +111,18 @@ def reading(
 ) -> Iterator[None]:
     """A round in which a step is read; notes it if the step is damaged, and offers others.
 
+    Where each process has a place of its own, a failure says nothing of the copy there.
+
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
+    looked = contextlib.nullcontext() if processes.is_apart else still_there(committed)
     try:
-        with processes.round(f"reading step {committed.step}"):
+        with looked, processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
-        if not is_damage(error):
+        if processes.is_apart or not is_damage(error):
             raise
-        if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
-            raise StepNotFoundError(
-                f"{committed.path}: step {committed.step} was deleted meanwhile",
-                step=committed.step,
-                path=committed.path,
-            ) from error
         directory.verified.note(committed, is_sound=False)
         others = [s for s in directory.steps() if s.step != committed.step]
         named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])
@@ -184,7 +180,6 @@ def restore_attached(
         source.require_plausible(restoration.reads)
         path = str(committed.path)
         apply(restoration, source.read, options, processes, committed.step, path)
-    logger.info("restored step %d from %s", committed.step, committed.path)
     is_whole = options.verify != "never" and source.is_whole(restoration.reads, processes.count)
     return report_of(committed.step, findings, selection, is_verified=is_whole)
 

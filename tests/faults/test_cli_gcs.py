@@ -20,8 +20,9 @@ PROGRAM = """
     from typer.testing import CliRunner
     from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
     from torchax_ckpt.cli.app import app
+    from torchax_ckpt.storage import commits, inspection
 
-    run, target, page = sys.argv[1:]
+    run, target, page, local = sys.argv[1:]
 
     def command(*args, code=0):
         result = CliRunner().invoke(app, [*map(str, args), "--json"])
@@ -51,7 +52,22 @@ PROGRAM = """
     assert found["leaves"][0]["max_abs"] == 1.0
     assert command("copy", run + "/1", target)["steps"] == [1]
     assert (load_torch_state_dict(target, at="state/p")["w"] == 1).all()
+    assert command("copy", run, local)["steps"] == [1, 2]
+    assert command("verify", local, "--all")["steps"][1]["ok"]
+    assert command("copy", local + "/2", target)["steps"] == [2]
+    for place in (local, target):
+        assert not command("diff", run + "/2", place)["leaves"]
     assert command("prune", run, "--policy", "LatestN(1)", "--delete")["kept"] == [2]
+
+    look = inspection.require_stored
+
+    def look_while_it_is_deleted(path, *rest):
+        (path / commits.MARK).unlink()
+        (path / "state").rmtree()  # the rest of it is still there
+        return look(path, *rest)
+
+    inspection.require_stored = look_while_it_is_deleted
+    assert "step 1 was deleted meanwhile" in command("verify", target, 1, code=2)
 """
 
 
@@ -65,8 +81,9 @@ def gcs() -> Iterator[gcs_proxy.FaultProxy]:
 
 def test_commands_work_on_a_bucket(gcs: gcs_proxy.FaultProxy, tmp_path: Path) -> None:
     page = str(tmp_path / "report.html")
-    run_python(PROGRAM, "gs://bucket/run", "gs://bucket/copy", page, env=gcs.environment())
+    places = ("gs://bucket/run", "gs://bucket/copy", page, str(tmp_path / "local"))
+    run_python(PROGRAM, *places, env=gcs.environment())
     assert len(gcs.server.names("run/events/")) == 2  # an object for each program
     assert not [name for name in gcs.server.names() if "lease" in name]
     assert not gcs.server.names("run/1/")
-    assert "copy/1/commit_success.txt" in gcs.server.names()
+    assert "copy/2/commit_success.txt" in gcs.server.names()

@@ -10,9 +10,9 @@ from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.steps import chosen, existing
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import inspection, rules
+from torchax_ckpt.storage import identity, inspection, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep
@@ -80,7 +80,7 @@ def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[st
                 reasons.append(f"{said}?")
     found[-1].append(rules.NEWEST)
     for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
-        if committed in run.verified:
+        if committed in run.verified and not identity.names(run.path, is_local=True):
             reasons.append(rules.VERIFIED)
             break
     return found
@@ -134,11 +134,20 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
         )
         for leaf in leaves
     ]
-    columns = ("name", "dtype", "shape", "size", "sharding", "stack")
-    output.print_table(columns, rows, right=("size",))
+    if output.is_watched():
+        said = {row[0]: _said(*row[1:]) for row in rows}
+        output.print_tree(said)
+    else:  # a line of its own for each, with its whole name
+        columns = ("name", "dtype", "shape", "size", "sharding", "stack")
+        output.print_table(columns, rows, right=("size",))
     shown = "" if pattern is None else f" of {len(stored.leaves)}"
     output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
     return OK
+
+
+def _said(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
+    parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
+    return "  ".join(part for part in parts if part)
 
 
 _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
@@ -161,7 +170,13 @@ def verify(
     options = CheckpointOptions(max_host_bytes=max_bytes)
     results = []
     for committed in steps:
-        result = _verify_one(run, committed, options, read_only=read_only)
+        try:
+            result = _verify_one(run, committed, options, read_only=read_only)
+        except StepNotFoundError as error:  # whoever writes there has deleted it meanwhile
+            if not verify_all:
+                raise
+            output.note(str(error))
+            continue
         results.append(result)
         if not as_json and result["ok"]:
             said = f"step {committed.step}: {output.size(result['num_bytes'])}, as it was saved"
@@ -181,9 +196,11 @@ def _verify_one(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"step": committed.step}
     try:
-        stored = StoredStep(committed)
+        stored = StoredStep(committed, allow_part=True)  # whose bytes can be compared all the same
         with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes=on_bytes)
+    except StepNotFoundError:
+        raise
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and not read_only:
             run.verified.note(committed, is_sound=False)

@@ -25,12 +25,13 @@ UNAVAILABLE = 3
 FAILED = 4
 """Nothing that was foreseen: Python's own 1 would say that something was found."""
 INTERRUPTED = 130
+"""By Ctrl-C: as shells have it, 128 and the signal's number."""
 
 EPILOG = (
     "Exit codes: 0 all is well; 1 damage or a difference was found; 2 the command was used wrongly "
     "(a directory, step or option that does not exist); 3 something cannot be read or written now "
     "(permission, network, a full disk, or another program holds the lease); 4 an error in the "
-    "command itself, with a traceback."
+    "command itself, with a traceback; 130 it was interrupted (Ctrl-C)."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])

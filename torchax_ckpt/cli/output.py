@@ -1,4 +1,4 @@
-"""Owns what is printed: tables for people, JSON for machines."""
+"""Owns what is printed: tables and trees for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import calendar
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 # Where nobody watches, nothing is cut to the width of a terminal.
 _UNBOUNDED = 1_000_000
 
 
+def is_watched() -> bool:
+    """Whether a person reads what is printed: standard output is a terminal."""
+    return sys.stdout.isatty()
+
+
 def console() -> Console:
     """What tables are printed to."""
     # Not rich's guess, which environment variables change: pipes get whole lines.
-    return Console(width=None if sys.stdout.isatty() else _UNBOUNDED, highlight=False)
+    return Console(width=None if is_watched() else _UNBOUNDED, highlight=False)
 
 
 def print_json(content: Any) -> None:
@@ -40,6 +46,22 @@ def print_table(
         # Names come from elsewhere: no markup, no control characters.
         table.add_row(*(Text(plain(cell)) for cell in row))
     console().print(table)
+
+
+def print_tree(said: Mapping[str, str]) -> None:
+    """A tree of names whose parts ``/`` separates; at its ends stands what is said of each."""
+    root = Tree("", hide_root=True)
+    nodes: dict[str, tuple[Tree, Text]] = {}
+    for name, text in said.items():
+        path, above = "", root
+        for part in name.split("/"):
+            path += f"/{part}"
+            if path not in nodes:
+                label = Text(plain(part))
+                nodes[path] = above.add(label), label
+            above, label = nodes[path]
+        label.append(f"  {plain(text)}", style="dim")
+    console().print(root)
 
 
 def print_line(text: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
+from torchax_ckpt.errors import CheckpointError, DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.stored import StoredLeaf, StoredStep
@@ -216,6 +216,6 @@ def _removed_on_failure(made: Iterable[Path], wanted: Iterable[Path]) -> Iterato
         for path in made:
             with contextlib.suppress(OSError):
                 path.unlink()
-        if isinstance(error, OSError) and not isinstance(error, DirectoryError):
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise DirectoryError(f"cannot write the export: {error}") from error
         raise

@@ -76,6 +76,11 @@ def is_marked(path: epath.Path) -> bool:
     return not location.is_bucket(path) or (path / MARK).exists()
 
 
+def is_there(committed: CommittedStep) -> bool:
+    """Whether a step was not deleted: that begins with its name, on a bucket with its mark."""
+    return committed.path.exists() and is_marked(committed.path)
+
+
 def is_begun(path: epath.Path) -> bool:
     """Whether a folder in a bucket is a step that was not finished, or was not wholly removed.
 

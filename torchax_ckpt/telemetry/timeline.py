@@ -122,8 +122,9 @@ def _lost(run: Run, later: Run | None) -> int | None:
     """How many steps of a run the next one did again; None where that is not known."""
     if later is None or run.last_step is None:
         return None
-    restored = later.named("restored")
-    resumed_at = restored[-1].step if restored else None
+    # Before it trains: what a program restores later on, it goes back to.
+    start = itertools.takewhile(lambda e: e.name not in ("saving", "reached"), later.events)
+    resumed_at = next((e.step for e in reversed([*start]) if e.name == "restored"), None)
     if resumed_at is None or resumed_at > run.last_step:
         return None
     return run.last_step - resumed_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
 import math
 import os
@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -19,30 +20,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.errors import CheckpointError, SaveError
+from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
 from torchax_ckpt.integrations.lightning import tensors
+from torchax_ckpt.integrations.lightning.bare import BareLoop, BarePosition
 from torchax_ckpt.integrations.lightning.position import Moment, Position
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(kw_only=True)
-class BareLoop:
-    """What the hooks are given in place of a Trainer, in a loop of one's own.
-
-    Attributes:
-      optimizers: one or several, in an order that stays.
-      lr_schedulers: the same.
-      train_dataloader: a ``StatefulDataLoader``, or None where position in the data is not saved.
-      global_step: completed optimizer steps. Set by ``on_fit_start``, then counted by the loop.
-      callback_metrics: saved with the step, and ranked by ``monitor``.
-    """
-
-    optimizers: list[torch.optim.Optimizer]
-    lr_schedulers: list[Any] = dataclasses.field(default_factory=list)
-    train_dataloader: Any = None
-    global_step: int = 0
-    callback_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class TorchaxCheckpoint(Checkpoint):
@@ -105,8 +88,7 @@ class TorchaxCheckpoint(Checkpoint):
             options=options,
         )
         self._placing = {"shardings": shardings, "init": init}
-        self._trainer: Any = None
-        self._position: Position | None = None
+        self._position: Position | BarePosition | None = None
         self._seen: dict[str, Any] = {}
         self._is_validated = self._was_validated = False
         self._said: set[str] = set()
@@ -125,11 +107,13 @@ class TorchaxCheckpoint(Checkpoint):
         self._is_validated = self._was_validated = False
         ckpt = self.checkpointer = self._make()
         if isinstance(trainer, BareLoop):
+            tensors.complete()
+            bare = self._position = BarePosition(trainer, pl_module)
             trainer.global_step = ckpt.attach(
                 pl_module,
                 _one_or_several(trainer.optimizers),
                 lr_scheduler=trainer.lr_schedulers or None,
-                dataloader=trainer.train_dataloader,
+                dataloader=bare.dataloader,
                 **self._placing,
             )
             return
@@ -139,21 +123,20 @@ class TorchaxCheckpoint(Checkpoint):
                 f"TorchaxCheckpoint goes on from what is in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
-        self._trainer = trainer
-        self._position = Position(trainer)
+        position = self._position = Position(trainer)
         step = ckpt.attach(
             pl_module,
             _one_or_several(trainer.optimizers),
             lr_scheduler=[c.scheduler for c in trainer.lr_scheduler_configs] or None,
-            stateful={"lightning": self._position},
+            stateful={"lightning": position},
             resume=not getattr(trainer, "fast_dev_run", False),
             **self._placing,
         )
         if step:
-            self._position.go_on()
+            position.go_on()
             self._seen = dict(trainer.callback_metrics)
             rank_zero_info(f"resumed: step {step} in {ckpt.directory}")
-        self._position.watch(self._reached)
+        position.watch(functools.partial(self._reached, trainer, position))
 
     def on_train_batch_end(
         self,
@@ -163,9 +146,18 @@ class TorchaxCheckpoint(Checkpoint):
         batch: Any = None,
         batch_idx: int = 0,
     ) -> None:
-        """Saves the step of a ``BareLoop``, if the policy says so. A Trainer is not done yet."""
+        """Saves the step of a ``BareLoop``, if the policy says so. A Trainer is not done yet.
+
+        Raises:
+          SIGTERMException: the loop was told to end, and the step is saved. It ends the process
+            with exit code 143 if nobody catches it, once ``on_exception`` was called with it.
+        """
         if isinstance(trainer, BareLoop):
+            assert isinstance(self._position, BarePosition), "on_fit_start was not called"
+            self._position.hold()
             self._open.save(trainer.global_step, metrics=self._rankable(trainer.callback_metrics))
+            if self._open.reached_preemption():
+                raise SIGTERMException
 
     def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
         """Saves the last step, and waits for it."""
@@ -179,7 +171,8 @@ class TorchaxCheckpoint(Checkpoint):
             )
         else:
             self._save_held()
-        with contextlib.suppress(SaveError):  # logged; teardown raises that of the newest save
+        # Logged; teardown raises that of the newest save.
+        with contextlib.suppress(SaveError, MetricsError):
             self._open.wait_until_finished()
 
     def on_exception(
@@ -191,7 +184,7 @@ class TorchaxCheckpoint(Checkpoint):
         steps that were saved before. Whatever goes wrong here is logged; what ended the training
         is what is raised.
         """
-        if self._position is None and not isinstance(trainer, BareLoop):
+        if self._position is None:
             return  # it does not fit
         ckpt = self._open
         try:
@@ -217,9 +210,9 @@ class TorchaxCheckpoint(Checkpoint):
         Raises:
           SaveError: the newest save failed.
         """
-        if self._position is not None:
+        if isinstance(self._position, Position):
             self._position.unwatch()
-        self._trainer = self._position = None
+        self._position = None
         if self.checkpointer is not None:
             self.checkpointer.close()
 
@@ -230,10 +223,8 @@ class TorchaxCheckpoint(Checkpoint):
         assert self.checkpointer is not None, "on_fit_start was not called"
         return self.checkpointer
 
-    def _reached(self, moment: Moment) -> None:
+    def _reached(self, trainer: Any, position: Position, moment: Moment) -> None:
         """The Trainer is at a moment at which it could be saved."""
-        trainer, position = self._trainer, self._position
-        assert position is not None
         if moment is Moment.START:
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
@@ -253,9 +244,7 @@ class TorchaxCheckpoint(Checkpoint):
             position.hold(moment)
         # Looked at in every step, or what an earlier one logged would be taken for this one's.
         fresh = self._fresh(trainer) if is_due or was_measured else {}
-        metrics: dict[str, Any] = {}
-        if was_measured or (is_due and ckpt.should_save(position.step)):
-            metrics = self._rankable(fresh)
+        metrics = self._rankable(fresh, waits=was_measured)
         is_ranked = was_measured and self.monitor in metrics
         is_saved = is_due and ckpt.save(
             position.step, metrics=metrics, force=is_ranked or position.is_over
@@ -273,7 +262,7 @@ class TorchaxCheckpoint(Checkpoint):
     def _save_held(self) -> None:
         """Saves the last completed step, if nothing has changed since but what is held."""
         position = self._position
-        if position is None or not position.is_current or self._trainer.fast_dev_run:
+        if position is None or not position.is_current:
             return
         with position.as_held():
             self._open.save(position.step, force=True)
@@ -286,10 +275,16 @@ class TorchaxCheckpoint(Checkpoint):
         seen, self._seen = self._seen, logged
         return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
 
-    def _rankable(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics without a monitored one that is NaN."""
+    def _rankable(self, metrics: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
+        """The metrics without a monitored one that is NaN.
+
+        What is on a device is only looked at where it is waited for: at other steps it is fetched
+        in the background if the step is saved, and NaN ranks nothing.
+        """
         monitored = metrics.get(self.monitor or "")
-        if monitored is None or not math.isnan(float(monitored)):
+        if monitored is None or (_is_on_device(monitored) and not waits):
+            return metrics
+        if not math.isnan(float(monitored)):
             return metrics
         self._warn(f"{self.monitor} is NaN, and such a step is not ranked")
         return {name: value for name, value in metrics.items() if name != self.monitor}
@@ -335,6 +330,11 @@ def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
+
+
+def _is_on_device(value: Any) -> bool:
+    is_torchax = isinstance(value, torch.Tensor) and value.device.type == "jax"
+    return is_torchax or isinstance(value, jax.Array)
 
 
 def _is_same(value: Any, seen: Any) -> bool:

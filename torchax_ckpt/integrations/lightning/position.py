@@ -13,15 +13,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from torchax_ckpt import RandomState
+from torchax_ckpt.integrations.lightning.held import Held
 
 
 class Moment(enum.StrEnum):
@@ -59,7 +58,7 @@ class Position:
         # Of the loaders and of random state, where the batch that is fetched ahead was fetched.
         self._before_fetch: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
-        self._random_state: dict[str, Any] = {}
+        self._held: Held | None = None
 
     # --- holding -------------------------------------------------------------------------------
 
@@ -72,15 +71,11 @@ class Position:
     @property
     def is_current(self) -> bool:
         """Whether what it was when it was held is still there, or can be put back."""
-        if self.moment is Moment.START:
+        if self._held is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
         has_stepped = optimization.optim_step_progress.total.ready != self.step
-        return (
-            not has_stepped
-            and self._values.are_in(self._trainer.lightning_module)
-            and self._settings.have_same_groups(self._trainer)
-        )
+        return not has_stepped and self._held.is_there
 
     def hold(self, moment: Moment) -> None:
         """Takes down where the Trainer is now."""
@@ -89,10 +84,13 @@ class Position:
         self.moment = moment
         self._loops = trainer.fit_loop.state_dict()
         self._fetched_ahead = self._before_fetch
-        self._values = _Values(trainer.lightning_module)
-        self._random_state = RandomState().state_dict()
+        self._held = self._hold()
         self._others = self._ask_others()
-        self._settings = copy.deepcopy(_Settings(trainer))
+
+    def _hold(self) -> Held:
+        trainer = self._trainer
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        return Held(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
         """What is held."""
@@ -112,15 +110,9 @@ class Position:
         A scheduler may step where no optimizer does: in a batch that only accumulates, in a
         validation, at the end of an epoch.
         """
-        rng = RandomState()
-        random_state, settings = rng.state_dict(), _Settings(self._trainer)
-        try:
-            self._settings.put_back(self._trainer)
-            rng.load_state_dict(self._random_state)
+        assert self._held is not None
+        with self._held.put_back():
             yield
-        finally:
-            settings.put_back(self._trainer)
-            rng.load_state_dict(random_state)
 
     def _ask_others(self) -> dict[str, Any]:
         """What callbacks, the datamodule and the module want to be saved, and what was logged."""
@@ -152,13 +144,11 @@ class Position:
         right once more before the first batch.
         """
         trainer, restored = self._trainer, self._restored
-        self._random_state = RandomState().state_dict()
+        self._held = self._hold()
         self.moment = Moment(restored["moment"])
         self._loops = restored["loops"]
         self._fetched_ahead = restored["fetched_ahead"]
         self._others = {n: restored[n] for n in ("callbacks", "datamodule", "module", "metrics")}
-        self._values = _Values(trainer.lightning_module)
-        self._settings = copy.deepcopy(_Settings(trainer))
         trainer.fit_loop.load_state_dict(restored["loops"])
         self.step = trainer.global_step
         # Also at the end of an epoch, where Lightning would not: restores loaders, and spares the
@@ -175,7 +165,7 @@ class Position:
 
     def _start(self) -> None:
         """All is set up, and the first batch comes next: from here on nothing is drawn anew."""
-        if self.moment is Moment.START:
+        if self._held is None:
             return
         fit = self._trainer.fit_loop
         if self.moment is Moment.AFTER_EPOCH:
@@ -188,7 +178,7 @@ class Position:
             validation._restart_stage = "restarted_mid_evaluation"
         if self._fetched_ahead and self.moment is not Moment.AFTER_EPOCH:
             self._fetch_ahead(fit._data_fetcher)
-        RandomState().load_state_dict(self._random_state)
+        RandomState().load_state_dict(self._held.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
         """Fetches the batch again that had been fetched ahead, with the noise it had."""
@@ -274,58 +264,6 @@ class Position:
             or (fit.max_epochs not in (-1, None) and epochs >= fit.max_epochs)
             or (trainer.should_stop and fit._can_stop_early)
         )
-
-
-class _Values:
-    """Which values a module's tensors have, without holding them: arrays do not change."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._of = [(weakref.ref(value), version) for value, version in self._values(module)]
-
-    def are_in(self, module: torch.nn.Module) -> bool:
-        """Whether the module's tensors still have them."""
-        now = list(self._values(module))
-        return len(now) == len(self._of) and all(
-            then() is value and before == version
-            for (then, before), (value, version) in zip(self._of, now, strict=True)
-        )
-
-    @staticmethod
-    def _values(module: torch.nn.Module) -> Iterator[tuple[Any, int]]:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.device.type == "jax":
-                yield tensor.jax(), 0  # type: ignore[attr-defined]
-            else:
-                yield tensor, tensor._version
-
-
-class _Settings:
-    """What schedulers and optimizers' groups are set to.
-
-    It refers to the objects' own values; where these are to stay, copy it.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._schedulers = [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs]
-        self._groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._groups_of(trainer)
-        ]
-
-    def have_same_groups(self, trainer: Any) -> bool:
-        """Whether no group was added: a callback that unfreezes layers adds them."""
-        return len(self._groups) == len(self._groups_of(trainer))
-
-    def put_back(self, trainer: Any) -> None:
-        """Sets all of it to what it was."""
-        for config, state in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
-            config.scheduler.load_state_dict(state)
-        for group, settings in zip(self._groups_of(trainer), self._groups, strict=True):
-            group.update(settings)
-
-    @staticmethod
-    def _groups_of(trainer: Any) -> list[dict[str, Any]]:
-        return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _wrap(loop: Any, name: str, wrapper: Callable[..., None]) -> None:

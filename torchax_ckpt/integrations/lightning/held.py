@@ -1,0 +1,98 @@
+"""Owns a completed step while training goes on: is it still there, and what was set then."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchax_ckpt import RandomState
+
+
+class Held:
+    """What modules, optimizers, schedulers and random state were when a step was completed.
+
+    Tensors are not copied: of them it is known whether they have changed since. Settings and
+    random state, which move on between two steps, can be put back.
+
+    Args:
+      module: what is trained.
+      optimizers, schedulers: its own.
+
+    Attributes:
+      random_state: of then, as ``RandomState`` gives it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> None:
+        self._module, self._optimizers, self._schedulers = module, optimizers, schedulers
+        self._values = [(weakref.ref(value), version) for value, version in self._values_now()]
+        self._settings = copy.deepcopy(self._settings_now())
+        self.random_state = RandomState().state_dict()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether every tensor has the value it had, and no group of parameters was added."""
+        now = list(self._values_now())
+        return (
+            len(now) == len(self._values)
+            and all(
+                then() is value and before == version
+                for (then, before), (value, version) in zip(self._values, now, strict=True)
+            )
+            # A callback that unfreezes layers adds groups.
+            and len(self._groups) == len(self._settings["groups"])
+        )
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Within it settings and random state are what they were."""
+        rng = RandomState()
+        random_state, settings = rng.state_dict(), self._settings_now()
+        try:
+            self._set(self._settings)
+            rng.load_state_dict(self.random_state)
+            yield
+        finally:
+            self._set(settings)
+            rng.load_state_dict(random_state)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _values_now(self) -> Iterator[tuple[Any, int]]:
+        """What tells each tensor's value from another; an optimizer may fail halfway, too."""
+        of_optimizers = (
+            value
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+        for tensor in (*self._module.parameters(), *self._module.buffers(), *of_optimizers):
+            if tensor.device.type == "jax":
+                yield tensor.jax(), 0  # type: ignore[attr-defined]  # arrays do not change
+            else:
+                yield tensor, tensor._version
+
+    def _settings_now(self) -> dict[str, list[Any]]:
+        """The objects' own values; where these are to stay, they must be copied."""
+        return {
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "groups": [{n: v for n, v in g.items() if n != "params"} for g in self._groups],
+        }
+
+    def _set(self, settings: dict[str, list[Any]]) -> None:
+        for scheduler, state in zip(self._schedulers, settings["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for group, values in zip(self._groups, settings["groups"], strict=True):
+            group.update(values)
