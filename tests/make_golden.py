@@ -2,8 +2,8 @@
 
     python tests/make_golden.py
 
-Run once per format version, with the release that introduces it; later releases must read what
-lies here, and never write it again.
+Those that are there are left alone: later releases must read what lies here, and never write it
+again.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import functools
 import hashlib
 import json
 import shutil
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import safetensors.numpy
 import torch
 import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.formats.importing import import_weights
+from torchax_ckpt.formats.safetensors_reading import open_safetensors
 from torchax_ckpt.layout.manifest import VERSION
 from torchax_ckpt.storage import commits
 
@@ -43,11 +47,56 @@ METRICS = {"loss": 0.25, "note": "golden", "history": [1, None, True]}
 
 
 def model() -> torch.nn.Module:
-    """Three equal layers, a tied head and a buffer."""
+    """Three equal layers, a head and a buffer."""
     layers = [torch.nn.Linear(8, 8) for _ in range(3)]
     module = torch.nn.Sequential(torch.nn.Embedding(16, 8), *layers, torch.nn.Linear(8, 16))
     module.register_buffer("scale", torch.ones(4))
     return module.to("jax")
+
+
+class Tied(torch.nn.Module):
+    """A head that is the embedding, a buffer by two names, and extra state at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.body = WithExtraState()
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def get_extra_state(self) -> Any:
+        return {"epoch": 3, "seen": (1, None, "x")}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == self.get_extra_state()
+
+
+class WithExtraState(torch.nn.Linear):
+    """A layer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.count = 5
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def tied() -> torch.nn.Module:
+    """On torchax's device, tied."""
+    module = Tied().to("jax")
+    module.head.weight = module.embedding.weight
+    module.register_buffer("alias", module.get_buffer("scale"))
+    return module
+
+
+def several() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two modules and their optimizers, by name."""
+    modules: dict[str, Any] = {"generator": tied(), "critic": torch.nn.Linear(8, 1).to("jax")}
+    return modules, {name: train(module)[0] for name, module in modules.items()}
 
 
 def train(module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -123,30 +172,72 @@ def fingerprint(value: Any) -> Any:
     return repr(value)
 
 
+def write_group(directory: Path) -> None:
+    """Modules and optimizers by name, with ties and extra state."""
+    torch.manual_seed(0)
+    modules, optimizers = several()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(modules, optimizers)
+        ckpt.save(STEP, metrics=METRICS, force=True)
+
+
+def write_abandoning(directory: Path) -> None:
+    """Functional state whose dtype gives way to others, in a step that abandons a newer one."""
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach()
+        state = {"weak": jax.numpy.asarray(2.5)}
+        for step in (STEP - 1, STEP + 1):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+        ckpt.restore(STEP - 1)
+        ckpt.save(STEP, state=state, metrics=METRICS, force=True)
+
+
+def write_imported(directory: Path) -> None:
+    """Weights from files of somebody else's, one of them tied."""
+    weights = {"embedding.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "imported.safetensors"
+        safetensors.numpy.save_file(weights, source)
+        ties = {"head.weight": "embedding.weight"}
+        import_weights(open_safetensors(source), str(directory), step=STEP, ties=ties)
+
+
+# Written after the others, of the same version; name -> what writes it.
+LATER = {"group": write_group, "abandoning": write_abandoning, "imported": write_imported}
+
+
+def write_first(directory: Path, kind: str) -> None:
+    """What each version has from its beginning."""
+    with TorchaxCheckpointer(directory, options=KINDS[kind]) as ckpt:
+        if kind == "attached":
+            torch.manual_seed(0)
+            module = model()
+            optimizer, scheduler = train(module)
+            ckpt.attach(module, optimizer, lr_scheduler=scheduler)
+            ckpt.save(STEP, metrics=METRICS, force=True)
+        else:
+            ckpt.save(STEP, state=functional_state(), metrics=METRICS, force=True)
+
+
 def main() -> None:
     torchax.enable_globally()
     root = GOLDEN / f"v{VERSION}"
-    if root.exists():
-        sys.exit(f"{root} is there already; golden checkpoints are written once")
-    expected = {}
-    for kind, options in KINDS.items():
-        with TorchaxCheckpointer(root / kind, options=options) as ckpt:
-            if kind == "attached":
-                torch.manual_seed(0)
-                module = model()
-                optimizer, scheduler = train(module)
-                ckpt.attach(module, optimizer, lr_scheduler=scheduler)
-                ckpt.save(STEP, metrics=METRICS, force=True)
-            else:
-                ckpt.save(STEP, state=functional_state(), metrics=METRICS, force=True)
-            ckpt.wait_until_finished()
-            expected[kind] = fingerprint(ckpt.load(STEP))
+    known = root / "expected.json"
+    expected = json.loads(known.read_text()) if known.exists() else {}
+    writers = {kind: functools.partial(write_first, kind=kind) for kind in KINDS} | LATER
+    for kind, write in writers.items():
+        if (root / kind).exists():
+            continue
+        write(root / kind)
+        expected[kind] = fingerprint(TorchaxCheckpointer(root / kind).load(STEP))
         for leftover in (root / kind).iterdir():
             if leftover.name != str(STEP):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         # Orbax writes there where it was saved, for people only.
-        (root / kind / str(STEP) / commits.MARK).write_text("committed")
-    (root / "expected.json").write_text(json.dumps(expected, indent=1))
+        mark = root / kind / str(STEP) / commits.MARK
+        mark.write_text("\n".join(["committed", *mark.read_text().splitlines()[1:]]) + "\n")
+    known.write_text(json.dumps(expected, indent=1))
 
 
 if __name__ == "__main__":

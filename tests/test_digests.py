@@ -304,7 +304,7 @@ CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
     "sharded rows": ((512, 128), P("x"), (8, 128)),
     "sharded columns": ((32, 1024), P(None, "x"), (32, 32)),
     "replicated": ((512, 32), P(), (32, 32)),
-    "wide, replicated": ((32, 512), P(), (2, 512)),
+    "wide, replicated": ((32, 512), P(), (32, 32)),
     # Cut further, these would fall to single elements, rows or pairs of them.
     "prime": ((1033,), None, (1033,)),
     "prime rows": ((1033, 17), None, (1033, 17)),
@@ -428,3 +428,24 @@ def test_orbax_is_told_that_the_manifest_is_json(directory: Path) -> None:
     handlers = record["item_handlers"]
     assert handlers["manifest"] == handlers["summary"]
     assert handlers["manifest"].endswith("JsonHandler")
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(), P(None, "x")], ids=str)
+@pytest.mark.parametrize("max_host_bytes", [None, 1 << 20])
+def test_what_has_a_digest_leaves_the_devices_once(
+    spec: Any, max_host_bytes: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = put(np.ones((64, 32), np.float32), mesh_of((4,), ("x",)), spec)
+    fetched: dict[int, jax.Array] = {}
+    fetch = type(array).copy_to_host_async
+
+    def counted(self: jax.Array) -> None:
+        if self.dtype == array.dtype:  # and not the random key
+            fetched[id(self)] = self
+        fetch(self)
+
+    monkeypatch.setattr(type(array), "copy_to_host_async", counted)
+    options = CheckpointOptions(max_host_bytes=max_host_bytes)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state={"w": array}, force=True)
+    assert sum(part.nbytes for part in fetched.values()) == array.nbytes

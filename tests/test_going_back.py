@@ -14,7 +14,7 @@ from support import assert_trees_identical, mlp, run_python, train_step, trainin
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
-from torchax_ckpt.storage import digests
+from torchax_ckpt.storage import commits, digests
 from torchax_ckpt.storage.directory import StepDirectory
 
 KEEP_ALL = policies.PreserveAll()
@@ -190,9 +190,8 @@ def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
 ) -> None:
     killed_before_setting_aside(directory)
     record = directory / "30" / "_CHECKPOINT_METADATA"
-    before = json.loads(record.read_text())["commit_timestamp_nsecs"]
-    ahead = before + 60 * 10**9
-    record.write_text(record.read_text().replace(str(before), str(ahead)))
+    ahead = json.loads(record.read_text())["commit_timestamp_nsecs"] + 60 * 10**9
+    commits.set_time(directory / "30", ahead)
     summary = directory / "11" / "summary" / "data.json"
     content = digests.unseal(json.loads(summary.read_text()))
     content["abandons"] = [[s, ahead if s == 30 else t] for s, t in content["abandons"]]

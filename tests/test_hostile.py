@@ -563,6 +563,11 @@ def test_metadata_larger_than_any_is_not_read(run: Path) -> None:
 # --- commit records, summaries, names of steps ---------------------------------------------------
 
 
+def unseal(run: Path) -> None:
+    """Takes the digests from the mark, as whoever changes the record on purpose can."""
+    (run / str(DAMAGED) / "commit_success.txt").write_text("committed")
+
+
 RECORDS: list[Change] = [
     lambda raw: raw.update(commit_timestamp_nsecs=10**30),
     lambda raw: raw.update(commit_timestamp_nsecs=-1),
@@ -576,14 +581,44 @@ RECORDS: list[Change] = [
 @pytest.mark.parametrize("change", RECORDS, ids=range(len(RECORDS)))
 def test_a_commit_record_without_a_time_makes_no_step(run: Path, change: Change) -> None:
     edit(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
+    unseal(run)
     with TorchaxCheckpointer(run) as ckpt:
         assert ckpt.all_steps() == [1]
         assert Program().attach(ckpt) == 1
 
 
+def test_a_commit_record_that_is_not_what_was_sealed_makes_no_step(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(
+        run / str(DAMAGED) / "_CHECKPOINT_METADATA",
+        lambda raw: raw.update(commit_timestamp_nsecs=raw["commit_timestamp_nsecs"] ^ 1),
+    )
+    with TorchaxCheckpointer(run) as ckpt:
+        assert ckpt.all_steps() == [1]
+        assert Program().attach(ckpt) == 1
+    assert "looks like a step" in caplog.text
+
+
+@pytest.mark.parametrize("seals", [b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"a": 1} x'])
+def test_a_mark_with_garbage_for_digests_makes_no_step(run: Path, seals: bytes) -> None:
+    (run / str(DAMAGED) / "commit_success.txt").write_bytes(b"committed\n" + seals)
+    with TorchaxCheckpointer(run) as ckpt:
+        assert ckpt.all_steps() == [1]
+
+
+def test_a_pipe_for_a_mark_is_not_waited_for(run: Path) -> None:
+    mark = run / str(DAMAGED) / "commit_success.txt"
+    mark.unlink()
+    os.mkfifo(mark)
+    with TorchaxCheckpointer(run) as ckpt:
+        assert ckpt.all_steps() == [1]
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[" * 100_000, b"\xff\x00", b"5", b"[]"], ids=str)
 def test_a_garbage_commit_record_makes_no_step(run: Path, raw: bytes) -> None:
     (run / str(DAMAGED) / "_CHECKPOINT_METADATA").write_bytes(raw)
+    unseal(run)
     with TorchaxCheckpointer(run) as ckpt:
         assert ckpt.all_steps() == [1]
 
@@ -594,6 +629,7 @@ def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:
         run / str(DAMAGED) / "_CHECKPOINT_METADATA",
         lambda raw: raw.update(item_handlers=handlers),
     )
+    unseal(run)
     program = Program()
     with TorchaxCheckpointer(run) as ckpt:
         assert program.attach(ckpt) == DAMAGED  # the names decide nothing

@@ -436,3 +436,38 @@ def test_load_belongs_to_the_training_thread_where_processes_send_each_other_wha
         for refused in found.values():
             assert refused.startswith("CallError: load was called on thread 'other'")
         assert [told["here"] for told in reports] == [[0, 1, 2]] * 3
+
+
+DIFFERING = """
+    import sys
+    from processes_program import report
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+
+    directory = sys.argv[4]
+    mesh = Mesh(np.array(jax.devices()), ("replica",))
+    host = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    pieces = [  # what a cosmic ray, or a collective without an order, leaves of one that was alike
+        jax.device_put(host + (device.process_index == 1), device)
+        for device in jax.local_devices()
+    ]
+    array = jax.make_array_from_single_device_arrays(
+        host.shape, NamedSharding(mesh, P()), pieces)
+    options = CheckpointOptions(read_back=True, process_timeout_secs=60)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state={"w": array}, force=True)
+        ckpt.wait_until_finished()
+        ckpt.verify(1)
+        report(steps=ckpt.all_steps())
+"""
+
+
+def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory: Path) -> None:
+    for (told,) in run_processes(DIFFERING, 2, str(directory)):
+        assert told == {"steps": [1]}
+    loaded = np.asarray(TorchaxCheckpointer(directory).load(1)["w"])
+    expected = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    expected[32:] += 1
+    np.testing.assert_array_equal(loaded, expected)

@@ -24,15 +24,13 @@ from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, StepNotFo
 from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import commits, inspection, medium, reading
+from torchax_ckpt.storage import commits, inspection, reading
 from torchax_ckpt.storage.commits import MANIFEST
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.placing import Wanted, empty
 from torchax_ckpt.storage.processes import ALONE, Processes
 
 Index = tuple[slice, ...]
-
-_SHARDINGS = "_sharding"
 
 
 @contextlib.contextmanager
@@ -178,7 +176,12 @@ class StoredStep:
 
     @functools.cached_property
     def shardings(self) -> Mapping[str, str]:
-        """Leaf -> the sharding it was saved with, in words; {} where Orbax has noted none."""
+        """Leaf -> the sharding it was saved with, in words; {} where Orbax has noted none.
+
+        Raises:
+          CorruptCheckpointError: what it has noted is damaged.
+          DirectoryError: it cannot be read now.
+        """
         by_key = _read_shardings(self.committed)
         found = {}
         for name, leaf in self.leaves.items():
@@ -280,12 +283,15 @@ class StoredStep:
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
     """Stored key -> what Orbax has noted of its sharding, for people; {} where it has not."""
+    with storage.as_corrupt(committed, "shardings"):
+        try:
+            content = commits.read_sealed(committed.path, commits.SHARDINGS)
+        except FileNotFoundError:
+            return {}
     try:
-        raw = json.loads((committed.path / inspection.STATE / _SHARDINGS).read_text())
+        raw = json.loads(content)
         return {base64.b64decode(key).decode(): json.loads(text) for key, text in raw.items()}
-    except Exception as error:
-        if medium.is_unavailable(error):
-            raise
+    except (ValueError, TypeError, AttributeError, RecursionError):  # not this package's, or older
         return {}
 
 

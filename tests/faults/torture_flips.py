@@ -3,9 +3,12 @@
     python tests/faults/torture_flips.py --flips 2000
 
 A flip is *detected* if reading the step raises (or the step is no longer offered), *harmless* if
-everything that comes back is what was saved: every leaf to the bit, and the metrics. Anything else
-is *wrong*. Checkpoints of both layouts, compressed and not; every file of them is hit. With
-``--reader orbax`` the same flips are read by bare Orbax, which shows that wrong ones are found.
+everything that comes back is what was saved: functional state and every attached object to the bit
+(a sharded module with a tie and extra state, its optimizer, a scheduler, a loader, random state),
+the metrics, and what there is to say of the step: its time, versions, leaves and their shardings,
+and Orbax's own record. Anything else is *wrong*. Checkpoints of both layouts, compressed and not;
+every file of the steps is hit. With ``--reader orbax`` the same flips are read by bare Orbax, which
+shows that wrong ones are found.
 """
 
 from __future__ import annotations
@@ -28,13 +31,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
+import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.cli import looking
 from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.stored import StoredStep
 
-STEP = 7
+# Everything attached; functional state, in place of modules and optimizers.
+ATTACHED, FUNCTIONAL = STEPS = (7, 8)
 METRICS = {"loss": 0.125, "note": "as written"}
 Read = Callable[[Path], Any]
 
@@ -67,21 +78,134 @@ def fingerprint(value: Any) -> Any:
         return {key: fingerprint(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, [fingerprint(child) for child in value])
-    if isinstance(value, (jax.Array, np.ndarray)):
+    if isinstance(value, torch.Tensor):
+        is_on_device = backend.is_device_tensor(value)
+        return ("torch", fingerprint(backend.buffer(value) if is_on_device else value.numpy()))
+    if isinstance(value, jax.Array):
         host = np.asarray(value)
-        return (type(value).__name__, str(host.dtype), host.shape, host.tobytes())
+        return ("jax", str(value.sharding), str(host.dtype), host.shape, host.tobytes())
+    if isinstance(value, np.ndarray):
+        return ("numpy", str(value.dtype), value.shape, value.tobytes())
     return repr(value)
 
 
+class Body(torch.nn.Module):
+    """Equal layers, a tied head, a buffer, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.register_buffer("scale", torch.ones(4))
+        self.extra: Any = {"epoch": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Live:
+    """The objects of a run, in a state that depends on a seed; restoring must change all of it."""
+
+    def __init__(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        env = torchax.default_env()
+        env.manual_seed(seed)
+        self.module = Body().to("jax")
+        self.module.head.weight = self.module.embedding.weight
+        self.module.extra = {"epoch": seed, "seen": torch.full((3,), seed)}
+        mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+        rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+        for parameter in self.module.parameters():
+            backend.set_buffer(parameter, jax.device_put(backend.buffer(parameter), rows))
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 / (seed + 1))
+        self.optimizer.step()
+        for parameter in self.module.parameters():  # as they come back, whatever torch makes them
+            for moment in filter(
+                backend.is_device_tensor, self.optimizer.state[parameter].values()
+            ):
+                backend.set_buffer(moment, jax.device_put(backend.buffer(moment), rows))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
+        self.loader = StatefulDataLoader(list(range(40)), 4, shuffle=True)
+        batches = iter(self.loader)
+        for _ in range(seed):
+            next(batches)
+            self.scheduler.step()
+
+    def attach(self, ckpt: TorchaxCheckpointer, *, resume: bool) -> None:
+        ckpt.attach(
+            self.module,
+            self.optimizer,
+            lr_scheduler=self.scheduler,
+            dataloader=self.loader,
+            resume=resume,
+        )
+
+    def fingerprint(self) -> Any:
+        """All of it, and the random state of the process."""
+        scheduler = {k: v for k, v in vars(self.scheduler).items() if k != "optimizer"}
+        with backend.native_torch():
+            torch_random = torch.get_rng_state()
+        return fingerprint(
+            {
+                "module": dict(self.module.named_parameters(remove_duplicate=False)),
+                "buffers": dict(self.module.named_buffers()),
+                "extra": self.module.extra,
+                "is_tied": self.module.head.weight is self.module.embedding.weight,
+                "groups": [
+                    {k: v for k, v in group.items() if k != "params"}
+                    for group in self.optimizer.param_groups
+                ],
+                "moments": [self.optimizer.state[p] for p in self.module.parameters()],
+                "scheduler": {k: v for k, v in scheduler.items() if not callable(v)},
+                "loader": self.loader.state_dict(),
+                "random": [
+                    random.getstate(),
+                    np.random.get_state(legacy=False),
+                    torch_random,
+                    backend.prng_key(),
+                ],
+            }
+        )
+
+
 def by_torchax_ckpt(directory: Path) -> Any:
-    """Everything that this library gives of the step; raises where it says that it is damaged."""
-    ckpt = TorchaxCheckpointer(directory)
-    return fingerprint({"state": ckpt.load(STEP), "metrics": ckpt.metrics(STEP)})
+    """Everything that this library gives of the steps; raises where it says that one is damaged."""
+    run = StepDirectory(directory, read_only=True)
+    found: dict[str, Any] = {"shown": looking.steps_of(run)}
+    for step in STEPS:
+        ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
+        live = Live(seed=3)
+        live.attach(ckpt, resume=False)
+        ckpt.restore(step)
+        committed = run.find(step)
+        stored = StoredStep(committed)
+        found[str(step)] = {
+            "steps": ckpt.all_steps(),
+            "live": live.fingerprint(),
+            "loaded": fingerprint(ckpt.load(step)),
+            "metrics": ckpt.metrics(step),
+            "commit time": committed.commit_timestamp_nsecs,
+            "versions": dict(stored.manifest.versions),
+            "leaves": dict(stored.leaves),
+            "shardings": dict(stored.shardings),
+            "record": _orbax_record(directory / str(step)),
+        }
+    return found
 
 
 def by_orbax(directory: Path) -> Any:
-    """Everything that bare Orbax gives of the step."""
-    path = directory / str(STEP)
+    """Everything that bare Orbax gives of the steps."""
+    return [_one_by_orbax(directory / str(step)) for step in STEPS]
+
+
+def _one_by_orbax(path: Path) -> Any:
     found = ocp.checkpointables_metadata(path).metadata["state"]
     context = ocp.Context()
     abstract = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), found)
@@ -89,7 +213,13 @@ def by_orbax(directory: Path) -> Any:
         items = ocp.load_checkpointables(
             path, {"state": abstract, "manifest": None, "summary": None}
         )
-    return fingerprint({name: items[name] for name in ("state", "manifest", "summary")})
+    names = ("state", "manifest", "summary")
+    return [fingerprint({name: items[name] for name in names}), _orbax_record(path)]
+
+
+def _orbax_record(path: Path) -> Any:
+    found = ocp.checkpointables_metadata(path)
+    return [found.init_timestamp_nsecs, found.commit_timestamp_nsecs, found.custom_metadata]
 
 
 def checkpoints(root: Path) -> Iterator[tuple[str, Path]]:
@@ -100,7 +230,9 @@ def checkpoints(root: Path) -> Iterator[tuple[str, Path]]:
             directory = root / name.replace(", ", "-")
             options = CheckpointOptions(layout=layout, compression=compression)
             with TorchaxCheckpointer(directory, options=options) as ckpt:
-                ckpt.save(STEP, state=state(), metrics=METRICS)
+                Live(seed=1).attach(ckpt, resume=False)
+                ckpt.save(ATTACHED, metrics=METRICS, force=True)
+                ckpt.save(FUNCTIONAL, state=state(), metrics=METRICS, force=True)
             yield name, directory
 
 
@@ -132,7 +264,13 @@ def torture(read: Read, root: Path, flips: int, seed: int) -> dict[str, collecti
     for name, directory in checkpoints(root):
         table[name] = collections.Counter()
         expected = read(directory)
-        files = sorted(p for p in directory.rglob("*") if p.is_file() and p.stat().st_size)
+        if read is by_torchax_ckpt:
+            restored, was = expected[str(ATTACHED)]["live"], Live(seed=1).fingerprint()
+            differing = [part for part in was if restored[part] != was[part]]
+            assert not differing, f"{differing}: what comes back undamaged is not what was saved"
+        every = [p for step in STEPS for p in (directory / str(step)).rglob("*")]
+        files = [p for p in every if p.is_file() and p.stat().st_size]
+        generator.shuffle(files)
         for turn in range(flips // 4):
             path = files[turn % len(files)]
             bit = generator.randrange(8 * path.stat().st_size)
@@ -152,6 +290,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reader", choices=("torchax_ckpt", "orbax"), default="torchax_ckpt")
     args = parser.parse_args()
+    torchax.enable_globally()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     read = by_torchax_ckpt if args.reader == "torchax_ckpt" else by_orbax

@@ -249,7 +249,7 @@ _LaterJson.__qualname__ = ocp.handlers.JsonHandler.__qualname__
 
 
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
-    """A path of Orbax's that looks at the fence of its step before the commit mark is written.
+    """A path of Orbax's that seals its step, and looks at its fence, with the commit mark.
 
     On a bucket it does not delete the file that Orbax is about to write, which writing replaces in
     any case: if the answer is slow to come, such a delete is sent again, and the first one may be
@@ -264,10 +264,11 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
         if not location.is_bucket(self):
             super().unlink(*args, **kwargs)
 
-    def write_text(self, *args: Any, **kwargs: Any) -> int:
+    def write_text(self, data: str, *args: Any, **kwargs: Any) -> int:
         if self.name == commits.MARK:
+            data = commits.sealing(self.parent, data)
             self.fences[str(self.parent).partition(_TMP_SUFFIX)[0]]()
-        return super().write_text(*args, **kwargs)
+        return super().write_text(data, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -295,8 +296,11 @@ def _context(
     context.array.saving.use_compression = is_compressed
     context.array.saving.ocdbt_target_data_file_size = data_file_bytes
     context.array.saving.scoped_storage_options_creator = _storage_options
-    # What cutting goes by; left alone, it depends on the platform.
-    context.array.saving.use_replica_parallel = True
+    # What cutting goes by; left alone, both depend on the platform.
+    context.array.saving.use_replica_parallel = not is_alone
+    context.array.saving.enable_pinned_host_transfer = (
+        False  # would fetch what digests have fetched
+    )
     # Version 3 would put a shard's chunks and their index into one value: one more copy of
     # every byte, a seventh of the time of a save.
     context.array.saving.use_zarr3 = False

@@ -1,8 +1,13 @@
-"""Owns what makes a directory a committed step: Orbax's commit record, and on a bucket its mark."""
+"""Owns what makes a directory a committed step: Orbax's commit record, and on a bucket its mark.
+
+The mark comes last, so it can say what was written before: it holds the digests of Orbax's own
+metadata that anybody is shown or that anything goes by, which is JSON without a digest.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import json
@@ -13,7 +18,7 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.storage import bucket, inspection, location, verified
+from torchax_ckpt.storage import bucket, digests, inspection, location, verified
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +28,9 @@ SUMMARY = "summary"
 # What Orbax writes last into a step.
 MARK = "commit_success.txt"
 _RECORD = "_CHECKPOINT_METADATA"
+# The shardings that arrays were saved with, for people.
+SHARDINGS = f"{inspection.STATE}/_sharding"
+_SEALED = (_RECORD, SHARDINGS)
 # What a step of this package, or one of bare Orbax, consists of.
 _PARTS = {inspection.STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
@@ -103,11 +111,12 @@ class CommitTimes:
 
     def read(self, path: epath.Path) -> int | None:
         """When a step was committed, in nanoseconds since 1970; None if it was not, or is none."""
-        if not is_marked(path):
-            return None
         try:
-            is_plain = inspection.is_plain(path, _RECORD)
-            record = json.loads((path / _RECORD).read_text()) if is_plain else None
+            is_plain = all(inspection.is_plain(path, name) for name in (_RECORD, MARK))
+            seals = _seals(path) if is_plain else None
+            if seals is None and location.is_bucket(path):
+                return None
+            record = json.loads(_unsealed(path, _RECORD, seals)) if is_plain else None
             commit_time = record["commit_timestamp_nsecs"] if isinstance(record, dict) else None
             if type(commit_time) is int and 0 <= commit_time <= _MAX_TIME:
                 return commit_time
@@ -129,6 +138,45 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
     record = json.loads((path / _RECORD).read_text())
     record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
     (path / _RECORD).write_text(json.dumps(record))
+    said, _, _ = (path / MARK).read_text().partition("\n")
+    (path / MARK).write_text(sealing(path, said))
+
+
+def sealing(path: epath.Path, said: str) -> str:
+    """The text of a step's mark: what Orbax says, and the digests of what it has written."""
+    found = {}
+    for name in _SEALED:
+        with contextlib.suppress(FileNotFoundError):  # there may be no array with a sharding
+            found[name] = digests.of_octets((path / name).read_bytes())
+    return f"{said}\n{json.dumps(found)}\n"
+
+
+def read_sealed(path: epath.Path, name: str) -> bytes:
+    """A file of Orbax's metadata of a step.
+
+    Raises:
+      OSError: it cannot be read; ValueError: it is not what was written.
+    """
+    return _unsealed(path, name, _seals(path))
+
+
+def _seals(path: epath.Path) -> dict[str, Any] | None:
+    """File -> digest, {} where the mark has none, as that of bare Orbax; None without a mark."""
+    try:
+        _, _, seals = (path / MARK).read_text().partition("\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    found = json.loads(seals) if seals else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"expected digests, found {found!r:.40}")
+    return found
+
+
+def _unsealed(path: epath.Path, name: str, seals: dict[str, Any] | None) -> bytes:
+    content = (path / name).read_bytes()
+    if seals and name in seals and seals[name] != digests.of_octets(content):
+        raise ValueError(f"{name} was damaged")
+    return content
 
 
 def remove_leftover(path: epath.Path) -> None:

@@ -50,15 +50,24 @@ def chunk_limit(array: jax.Array | np.ndarray) -> int:
 
 
 def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
-    """The shape of an array's blocks: a divisor of its shards' shape, of one member of a stack.
+    """The shape of an array's blocks, of one member of a stack.
 
-    The shards themselves, or the chunks where those are too large.
+    A divisor of what is written at once: all of that, or the chunks where it is too large.
     """
-    shard, first = _shard_shape(array), int(is_stack)
-    block = (1,) * first + shard[first:]
+    written, first = _written_shape(array), int(is_stack)
+    block = (1,) * first + written[first:]
     if _nbytes(block, array) > MAX_BYTES:
         block = (1,) * first + chunk_shape(array)[first:]
     return block
+
+
+def is_shared(array: jax.Array | np.ndarray) -> bool:
+    """Whether each replica of a shard writes a part of it, where that can be divided.
+
+    It spreads the work over processes. Within one the first replica writes all of it: what is
+    fetched for its digest is then what is written, and leaves the devices once.
+    """
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
@@ -69,7 +78,7 @@ def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
 def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
     """The shape of what is written at once: a shard, or what each of its replicas writes of it."""
     shard = _shard_shape(array)
-    if not isinstance(array, jax.Array):
+    if not (isinstance(array, jax.Array) and is_shared(array)):
         return shard
     replicas = len(array.sharding.device_set) // num_pieces(array.shape, shard)
     dim = next((dim for dim, n in enumerate(shard) if n % replicas == 0), None)

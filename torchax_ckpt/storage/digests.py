@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import xxhash
 from etils import epath
+from orbax.checkpoint._src.serialization import replica_slices
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.layout.manifest import Digests
@@ -80,6 +81,11 @@ def unseal(raw: Any) -> dict[str, Any]:
 def _text(content: Any) -> bytes:
     # Python writes every JSON value in one way only, so the text need not be kept.
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+def of_octets(content: bytes) -> str:
+    """The digest of a file, hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
@@ -150,7 +156,7 @@ def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
     for array in arrays:
         if isinstance(array, jax.Array):
             for shard in shards_of(array):
-                if shard.replica_id == 0:
+                if shard.replica_id == 0 and not cutting.is_shared(array):
                     shard.data.copy_to_host_async()
 
 
@@ -159,14 +165,21 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
 
     Of a device array this fetches them; they stay cached beside the array, so that they are not
     fetched twice when they are also written to storage. To let go of them would not bound the
-    memory of a save: Orbax, fetching them again, leaves them there as well.
+    memory of a save: Orbax, fetching them again, leaves them there as well. Only where the replicas
+    on several processes share a shard, each its own part, Orbax cuts and fetches the part anew.
     """
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
         return
-    for shard in shards_of(array):
-        if shard.replica_id == 0:
-            yield tuple(part.start or 0 for part in shard.index), np.asarray(shard.data)
+    shards_of(array)  # for Orbax, too, on one thread at a time
+    parts = replica_slices.get_replica_slices(
+        array, replica_id=0, use_replica_parallel=cutting.is_shared(array)
+    ).replica_slices
+    fetched = [(part.index, part.data()) for part in parts]
+    for _, device in fetched:
+        device.copy_to_host_async()
+    for index, device in fetched:
+        yield tuple(part.start or 0 for part in index), np.asarray(device)
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:

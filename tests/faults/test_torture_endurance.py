@@ -1,0 +1,21 @@
+"""Many saves in one process: a short form of ``torture_endurance.py``, and that it can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import run_torture
+
+PROGRAM = Path(__file__).parent / "torture_endurance.py"
+
+
+def test_many_saves_leave_threads_files_and_arrays_as_they_were() -> None:
+    code, _, output = run_torture(PROGRAM, "--saves", "60")
+    assert code == 0, output
+    assert "grown: nothing" in output
+
+
+def test_a_leak_is_found() -> None:
+    code, _, output = run_torture(PROGRAM, "--saves", "30", "--leak")
+    assert code == 1, output
+    assert "live_arrays" in output

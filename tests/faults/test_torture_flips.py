@@ -1,0 +1,33 @@
+"""Single flipped bits: a short form of ``torture_flips.py``, and that it can fail."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support import run_torture
+
+PROGRAM = Path(__file__).parent / "torture_flips.py"
+
+
+def outcomes(*args: str) -> tuple[int, dict[str, int], str]:
+    """Exit code, outcomes of all four checkpoints together, and output."""
+    code, _, output = run_torture(PROGRAM, *args)
+    rows = re.findall(r"^(?:stacked|flat).*? +(\d+) +(\d+) .*?(\d+)$", output, re.MULTILINE)
+    assert len(rows) == 4, output
+    sums = (sum(map(int, column)) for column in zip(*rows, strict=True))
+    return code, dict(zip(("detected", "harmless", "wrong"), sums, strict=True)), output
+
+
+def test_flipped_bits_are_detected_or_harmless() -> None:
+    code, found, output = outcomes("--flips", "24", "--seed", "1")
+    assert code == 0, output
+    assert found["wrong"] == 0, output
+    assert found["detected"] >= 4, output
+    assert sum(found.values()) == 24, output
+
+
+def test_flips_that_come_back_wrong_are_found() -> None:
+    code, found, output = outcomes("--flips", "48", "--seed", "1", "--reader", "orbax")
+    assert code == 1, output
+    assert found["wrong"] >= 1, output
