@@ -32,8 +32,9 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
-from torchax_ckpt.storage import digests, inspection
+from torchax_ckpt.storage import digests, inspection, modes
 from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.record import DRAFT_SUFFIX
 
 DAMAGED = 2
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -771,9 +772,30 @@ with TorchaxCheckpointer(target, preservation_policy=policies.PreserveAll()) as 
     ckpt.save(3, force=True)
 done.set()
 watcher.join()
-seen = {s for s in seen if not s.rpartition("/")[2].startswith(".torchax_ckpt")}
 assert not seen, seen
 """
+
+
+def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: Path) -> None:
+    names = (".torchax_ckpt_write_test", modes.PROBE)
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (tmp_path / f"of-the-user-{name}").write_text("precious")
+        (directory / name).symlink_to(tmp_path / f"of-the-user-{name}")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+    assert {(tmp_path / f"of-the-user-{name}").read_text() for name in names} == {"precious"}
+
+
+def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    left = directory / f"{modes.PROBE}-0123{DRAFT_SUFFIX}"
+    left.touch()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
@@ -787,6 +809,6 @@ def test_nothing_that_is_created_can_be_written_by_everybody(
     for path in found:
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode == expected[path.is_dir()], f"{path}: {mode:o}"
-    assert not list(target.glob(".torchax*"))
+    assert not list(target.glob("*.draft"))
     with TorchaxCheckpointer(target) as ckpt:
         assert ckpt.attach(mlp()) == 3

@@ -35,6 +35,7 @@ from torchax_ckpt.storage import (
     medium,
     modes,
     rendezvous,
+    syncing,
 )
 from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
 from torchax_ckpt.storage.compression import Compression
@@ -123,6 +124,8 @@ def write_step(
                         response.result()
                     raise
                 response.result()
+        if processes.is_first:
+            syncing.sync_tree(path)
     finally:
         del _FencedPath.fences[str(path)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.storage import bucket, inspection, location, verified
+from torchax_ckpt.storage import bucket, inspection, location, syncing, verified
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
     record = json.loads((path / _RECORD).read_text())
     record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
     (path / _RECORD).write_text(json.dumps(record))
+    syncing.sync(path / _RECORD)
 
 
 def remove_leftover(path: epath.Path) -> None:

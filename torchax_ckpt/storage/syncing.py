@@ -1,0 +1,58 @@
+"""Owns that what was written survives a loss of power: it is on the medium, and its name as well.
+
+TensorStore syncs the files that it writes, and Orbax none of the others, nor any folder. A bucket
+answers a write once it is stored.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from torchax_ckpt.storage import location
+
+# What file systems answer that cannot sync a folder; most of these need no such thing.
+_NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+
+
+def sync_tree(top: epath.Path) -> None:
+    """Syncs a folder with everything in it; its own name is in the folder above.
+
+    A file that TensorStore has synced costs next to nothing the second time.
+
+    Raises:
+      OSError: the medium has failed to store something.
+    """
+    if location.is_bucket(top):
+        return
+    for path in _within(os.fspath(top)):
+        sync(path)
+
+
+def sync(path: Any) -> None:
+    """Syncs a file, or a folder: the names in it.
+
+    Raises:
+      OSError: the medium has failed to store it.
+    """
+    if location.is_bucket(path):
+        return
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS or not os.path.isdir(path):
+            raise
+    finally:
+        os.close(opened)
+
+
+def _within(top: str) -> Iterator[str]:
+    """Files before their folders, folders before those above them."""
+    for folder, _, files in os.walk(top, topdown=False):
+        yield from (os.path.join(folder, name) for name in files)
+        yield folder
