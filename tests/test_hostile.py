@@ -635,6 +635,16 @@ def test_a_garbage_summary_breaks_no_listing(run: Path, raw: bytes) -> None:
         assert ckpt.metrics(DAMAGED) == {}
 
 
+@pytest.mark.parametrize("lost", ["manifest", "summary", "manifest/data.json", "both"])
+def test_a_step_that_has_lost_its_json_is_damaged_and_not_foreign(run: Path, lost: str) -> None:
+    for item in ("manifest", "summary") if lost == "both" else (lost,):
+        path = run / str(DAMAGED) / item
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    refused(run, "cannot read its (manifest|summary)")
+    with TorchaxCheckpointer(run) as ckpt, pytest.raises(CorruptCheckpointError):
+        ckpt.load(DAMAGED)
+
+
 @pytest.mark.parametrize("name", ["02", "-2", "2 ", "٣", "9" * 200, "incoming-٣", "1e3"])
 def test_a_name_that_no_step_has_is_no_step(run: Path, name: str) -> None:
     shutil.copytree(run / str(DAMAGED), run / name)

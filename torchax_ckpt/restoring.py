@@ -22,6 +22,7 @@ from torchax_ckpt import content
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    DirectoryError,
     ForeignCheckpointError,
     StepNotFoundError,
     UnusableStateError,
@@ -119,15 +120,13 @@ def reading(
         with processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
-        if not is_damage(error):
+        if not is_damage(error) and not isinstance(error, DirectoryError):
             raise
         if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
-            raise StepNotFoundError(
-                f"{committed.path}: step {committed.step} was deleted meanwhile",
-                step=committed.step,
-                path=committed.path,
-            ) from error
-        directory.verified.note(committed, is_sound=False)
+            text = f"{committed.path}: step {committed.step} was deleted meanwhile"
+            raise StepNotFoundError(text, step=committed.step, path=committed.path) from error
+        if is_damage(error):
+            directory.verified.note(committed, is_sound=False)
         others = [s for s in directory.steps() if s.step != committed.step]
         named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])
         error.message += f" Other steps there: {', '.join(named) or 'none'}."

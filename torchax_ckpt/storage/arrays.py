@@ -160,8 +160,9 @@ def read_manifest(committed: CommittedStep) -> Any:
       CorruptCheckpointError: one of them cannot be read, or is not what was written.
     """
     with as_corrupt(committed, "manifest"):
-        is_foreign = not (committed.path / MANIFEST).exists()
-    if is_foreign:
+        is_there = (committed.path / MANIFEST).exists()
+        is_ours = is_there or {MANIFEST, SUMMARY} <= commits.item_names(committed.path)
+    if not is_ours:
         raise ForeignCheckpointError(
             f"step {committed.step} in {committed.path} has no manifest: it was not written by "
             "torchax_ckpt, so its arrays cannot be matched with torch's names. Read it with "

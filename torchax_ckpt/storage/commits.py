@@ -119,6 +119,12 @@ class CommitTimes:
         return None
 
 
+def item_names(path: epath.Path) -> set[str]:
+    """What a committed step was made of, as its commit record says; some may be lost since."""
+    items = json.loads((path / _RECORD).read_text()).get("item_handlers")
+    return set(items) if isinstance(items, dict) else set()
+
+
 def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
     """Says of a step that is not visible yet when it was committed, which Orbax has said before."""
     record = json.loads((path / _RECORD).read_text())

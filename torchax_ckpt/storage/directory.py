@@ -159,7 +159,7 @@ class StepDirectory:
         except (FileNotFoundError, NotADirectoryError):  # a bucket knows only what is in them
             return []
 
-    def _abandoned(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+    def _abandoned(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
         """What the steps found here, and those of the run's other directory, have abandoned."""
         keys = self.told_abandoned | self._abandoned_by(found)
         return keys | (self._other.abandons() if self._other is not None else set())
@@ -168,7 +168,7 @@ class StepDirectory:
         """Keys of the steps that those found here have abandoned, in either directory."""
         return self._abandoned_by(self._found())
 
-    def _abandoned_by(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+    def _abandoned_by(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
         with self._translated("read"):
             return self._summaries.abandoned_by(found)
 
