@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import entries, run_python
+from support import entries, mlp, run_python
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
@@ -377,6 +377,65 @@ def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: 
     use_and_drop()
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.save(2, state=STATE, force=True)
+
+
+_ANOTHER_PROGRAM = """
+import sys
+import torchax
+from support import mlp
+from torchax_ckpt import TorchaxCheckpointer, policies
+torchax.enable_globally()
+keep = policies.PreserveAll()
+with TorchaxCheckpointer(sys.argv[1], preservation_policy=keep) as ckpt:
+    ckpt.attach(mlp())
+    if sys.argv[2]:
+        ckpt.restore(int(sys.argv[2]))
+    for step in map(int, sys.argv[3:]):
+        ckpt.save(step, force=True)
+"""
+
+
+def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
+    directory: Path,
+) -> None:
+    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2")
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as late:
+        assert late.attach(mlp()) == 2
+        run_python(_ANOTHER_PROGRAM, str(directory), "", "3", "4", "5")
+        held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+        for _ in range(2):
+            with pytest.raises(LeaseError, match=r"has saved steps 3, 4, 5 there.*Nothing was wr"):
+                late.save(3, force=True)
+        with pytest.raises(LeaseError, match="steps 3, 4, 5"):
+            late.delete(1)
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == held
+        # On purpose: what is newer than the step gone back to is set aside, whose ever it is.
+        late.restore(4)
+        late.save(6, force=True)
+    assert entries(directory) == {"1", "2", "3", "4", "6", "abandoned-5"}
+
+
+def test_a_branch_that_another_program_began_meanwhile_is_not_mixed_with_either(
+    directory: Path,
+) -> None:
+    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2", "9")
+    late = TorchaxCheckpointer(directory)
+    assert late.attach(mlp()) == 9
+    run_python(_ANOTHER_PROGRAM, str(directory), "2", "3")
+    with pytest.raises(LeaseError, match="has saved steps 3 there"):
+        late.delete(1)
+    late.close()
+
+
+def test_steps_that_were_removed_before_the_first_save_stop_nobody(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state=STATE, force=True)
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.load(2)
+        shutil.rmtree(directory / "3")
+        assert ckpt.save(4, state=STATE, force=True)
+    assert entries(directory) == {"1", "2", "4"}
 
 
 def test_readers_take_no_lease(directory: Path) -> None:
