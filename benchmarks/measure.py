@@ -1,6 +1,8 @@
 """One measurement in a process of its own; prints one JSON object.
 
-python measure.py save|restore|loop|modes|digests|declined STATE PEER DIRECTORY REPEATS
+    python measure.py save|restore|loop|modes|digests|declined|machine STATE PEER DIRECTORY REPEATS
+
+Runs on four forced CPU devices, or on what JAX_PLATFORMS names.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 
+import argparse
+import datetime
+import importlib.metadata
+import inspect
 import itertools
 import json
 import logging
+import platform
 import shutil
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -42,14 +48,15 @@ def clock() -> float:
 def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
     """Blocking and durable time of each save; the first apart.
 
-    After each, the medium: as many bytes written to one file, fsynced, and read back. What a disk
-    and a virtual machine's memory give changes from minute to minute, so only pairs are compared.
-    Steps stay until they were measured, and are then deleted outside the measured time.
+    A peer that trains does so while the save is in flight. After each, the medium: as many bytes
+    written to one file, fsynced, and read back. What a disk and a virtual machine's memory give
+    changes from minute to minute, so only pairs are compared. Steps stay until they were measured,
+    and are then deleted outside the measured time.
     """
     module, optimizer = states.build(state)
     flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
     saver = PEERS[peer](directory, module, optimizer, flat, keep=None)
-    size = sum(v.nbytes for v in flat().values())
+    num_leaves, size = len(flat()), sum(v.nbytes for v in flat().values())
     blocking: list[float] = []
     durable: list[float] = []
     write: list[float] = []
@@ -58,6 +65,7 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
         began = clock()
         saver.save(step)
         blocking.append(clock() - began)
+        saver.train()
         saver.wait()
         durable.append(clock() - began)
         for seconds, known in zip(
@@ -67,6 +75,7 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
         shutil.rmtree(directory / str(step - 1), ignore_errors=True)
     saver.close()
     return {
+        "leaves": num_leaves,
         "bytes": size,
         "first": blocking[0],
         "blocking": blocking[1:],
@@ -162,7 +171,10 @@ def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
 
 
 def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """The first restore of a fresh process, onto a fresh module with a stepped optimizer."""
+    """The first restore of a fresh process, onto a fresh module with a stepped optimizer.
+
+    The files were written a moment ago: they come from the page cache.
+    """
     module, optimizer = states.build(state, seed=1)
     jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
     flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
@@ -172,11 +184,24 @@ def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
     return {"restore": [clock() - began]}
 
 
-def loop(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
+def loop(
+    state: str, peer: str, directory: Path, repeats: int, *,
+    max_secs: float, compute_secs: float | None, donate: bool,
+) -> dict[str, Any]:  # fmt: skip
     """A training loop under continuous saving: steps between durable checkpoints, step times.
 
-    A step updates every array in one jitted call and then computes for a while, as a model would.
-    PEER "none" saves nothing.
+    A step updates every array in one jitted call, which donates them if asked to, and then computes
+    for a while, as a model would. PEER "none" saves nothing.
+
+    Args:
+      state: what is trained.
+      peer: what saves it.
+      directory: where to.
+      repeats: how many intervals are measured; with "none", how many steps.
+      max_secs: no interval is begun after that.
+      compute_secs: how long a step computes besides the update; None for four products of
+        [768, 768] matrices, some 50 ms on two CPU cores.
+      donate: whether the update donates the arrays.
     """
     from torchax_ckpt import torchax_backend as backend
 
@@ -185,59 +210,61 @@ def loop(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
     tensors += [
         optimizer.state[p][k] for p in module.parameters() for k in ("exp_avg", "exp_avg_sq")
     ]
+    flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
+    size = sum(v.nbytes for v in flat().values())
     work = jax.numpy.ones((768, 768))
-    update = jax.jit(lambda xs: [x * 0.999 for x in xs])
-    compute = jax.jit(lambda w: jax.lax.fori_loop(0, 4, lambda _, x: x @ w * 1e-3, w))
+    update = jax.jit(lambda xs: [x * 0.999 for x in xs], donate_argnums=0 if donate else ())
+    compute = jax.jit(lambda w, n: jax.lax.fori_loop(0, n, lambda _, x: x @ w * 1e-3, w))
+    num_products = 4 if compute_secs is None else _products_in(compute_secs, compute, work)
 
     def step() -> None:
         arrays = update([backend.buffer(t) for t in tensors])
         for tensor, array in zip(tensors, arrays, strict=True):
             backend.set_buffer(tensor, array)
-        jax.block_until_ready((arrays, compute(work)))
+        jax.block_until_ready((arrays, compute(work, num_products)))
 
     for _ in range(3):
         step()
-    saver = None
-    if peer != "none":
-        flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
-        saver = PEERS[peer](directory, module, optimizer, flat, keep=1)
-        saver.save(1)
-        saver.wait()
     times: list[float] = []
-    began_at = durable = 0
-    is_saving = False
+    blocking: list[float] = []
     intervals: list[int] = []
-    count = 1
-    until = clock() + float(os.environ.get("LOOP_SECS", "600"))
-    while (len(intervals) < repeats and clock() < until) if saver else len(times) < repeats:
-        began = clock()
-        step()
-        if saver is not None:
-            if is_saving and not _in_flight(saver):
-                is_saving = False
-                durable += 1
+    if peer == "none":
+        for _ in range(repeats):
+            began = clock()
+            step()
+            times.append(clock() - began)
+    else:
+        saver = PEERS[peer](directory, module, optimizer, flat, keep=1)
+        for warm_up in (1, 2):  # after the first it is known whether the program donates
+            saver.save(warm_up)
+            step()
+            saver.wait()
+        numbers = itertools.count(3)
+        began_at: int | None = None
+        until = clock() + max_secs
+        while len(intervals) < repeats and clock() < until:
+            began = clock()
+            step()
+            if began_at is not None and not saver.is_saving():
                 intervals.append(len(times) - began_at)
-            if not is_saving:
-                count += 1
+                began_at = None
+            if began_at is None:
                 began_at = len(times)
-                saver.save(count)
-                is_saving = True
-        times.append(clock() - began)
-    if saver is not None:
+                saving = clock()
+                saver.save(next(numbers))
+                blocking.append(clock() - saving)
+            times.append(clock() - began)
         saver.wait()
         saver.close()
-    return {"step": times, "intervals": intervals, "saves": durable}
+    return {"bytes": size, "step": times, "blocking": blocking, "intervals": intervals}
 
 
-def _in_flight(saver: Any) -> bool:
-    for attribute, question in (
-        ("_manager", lambda m: m.is_saving_in_progress()),
-        ("_checkpointer", lambda c: c.is_saving_in_progress()),
-        ("_ckpt", lambda c: c._saver.is_saving),
-    ):
-        if hasattr(saver, attribute):
-            return question(getattr(saver, attribute))
-    return False
+def _products_in(secs: float, compute: Any, work: Any) -> int:
+    """How many products take so long here."""
+    jax.block_until_ready(compute(work, 100))
+    began = clock()
+    jax.block_until_ready(compute(work, 100))
+    return max(1, round(100 * secs / (clock() - began)))
 
 
 def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
@@ -245,6 +272,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
 
     The steps are not on the medium: the run believes that it has them.
     """
+    import copy
     import threading
 
     import numpy as np
@@ -253,6 +281,14 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     from torchax_ckpt.storage import arrays as storage
     from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
+    # Has seen saves and steps with and without one, as many as it looks back on.
+    optimal = policies.OptimalIntervalPolicy(mtbf_secs=1e9)
+    for step in range(100):
+        is_saving = step // 5 % 2 == 1
+        optimal._times.completed(
+            step - 100, float(step), is_saving=is_saving, newest_step=step // 10
+        )
+        optimal.observe_save(blocking_secs=1e6, durable_secs=2e6)
     go = threading.Event()
     storage.write_step = lambda *_, **__: go.wait()  # type: ignore[assignment]
     tree = {"w": np.zeros(4)}
@@ -265,6 +301,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
             ("fixed interval", policies.FixedIntervalPolicy(10**9), False),
             ("minimum interval", policies.ContinuousCheckpointingPolicy(
                 minimum_interval_secs=1e9), False),
+            ("optimal interval", copy.deepcopy(optimal), False),
             ("a save in flight", policies.ContinuousCheckpointingPolicy(), True),
         ):  # fmt: skip
             ckpt = TorchaxCheckpointer(directory, save_decision_policy=policy)
@@ -286,7 +323,42 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     return results
 
 
-if __name__ == "__main__":
-    what, state, peer, directory, repeats = sys.argv[1:6]
-    result = globals()[what](state, peer, Path(directory), int(repeats))
+def machine(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
+    """What figures are taken on, and when."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = jax.devices()
+    is_cpu = devices[0].platform == "cpu"
+    kind = "forced CPU" if is_cpu else devices[0].device_kind
+    libraries = ("torch", "torchax", "jax", "orbax-checkpoint", "tensorstore")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "platform": devices[0].platform,
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), {memory / 2**30:.0f} GiB "
+        f"memory, local disk, {len(devices)} {kind} devices{', no accelerator' if is_cpu else ''}",
+        "python": platform.python_version(),
+        **{library: importlib.metadata.version(library) for library in libraries},
+    }
+
+
+MEASUREMENTS = {f.__name__: f for f in (save, restore, loop, modes, digests, declined, machine)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=MEASUREMENTS)
+    parser.add_argument("state")
+    parser.add_argument("peer")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("repeats", type=int)
+    parser.add_argument("--max-secs", type=float, default=600)
+    parser.add_argument("--compute-secs", type=float)
+    parser.add_argument("--donate", action="store_true")
+    args = vars(parser.parse_args())
+    measurement = MEASUREMENTS[args.pop("what")]
+    wanted = inspect.signature(measurement).parameters
+    result = measurement(**{name: value for name, value in args.items() if name in wanted})
     print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

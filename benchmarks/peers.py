@@ -1,7 +1,8 @@
 """The peers: how each saves and restores a flat dict of arrays, timed the same way.
 
 ``save`` returns when the training thread may go on, ``wait`` when the step is durable. ``restore``
-returns when every array is ready on its sharding.
+returns when every array is ready on its sharding. ``train`` is what the program does between a save
+and the next: nothing, unless it is a step that donates.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -20,14 +22,29 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.policies import LatestN, PreserveAll
 
 
-class Peer(Protocol):
-    def save(self, step: int) -> None: ...
-    def wait(self) -> None: ...
-    def restore(self) -> Any: ...
-    def close(self) -> None: ...
+class Peer:
+    """What is measured of each."""
+
+    def save(self, step: int) -> None:
+        raise NotImplementedError
+
+    def train(self) -> None:
+        pass
+
+    def is_saving(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pass
+
+    def restore(self) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
 
 
-class OrbaxV0:
+class OrbaxV0(Peer):
     """Bare Orbax, v0 ``CheckpointManager`` with ``StandardSave``, asynchronous."""
 
     waits = False
@@ -49,6 +66,9 @@ class OrbaxV0:
         if self.waits:
             self._manager.wait_until_finished()
 
+    def is_saving(self) -> bool:
+        return self._manager.is_saving_in_progress()
+
     def wait(self) -> None:
         self._manager.wait_until_finished()
 
@@ -67,7 +87,7 @@ class Article(OrbaxV0):
     waits = True
 
 
-class OrbaxV1:
+class OrbaxV1(Peer):
     """Bare Orbax, v1 ``training.Checkpointer``, asynchronous."""
 
     def __init__(
@@ -85,6 +105,9 @@ class OrbaxV1:
     def save(self, step: int) -> None:
         self._checkpointer.save_async(step, self._flat(), force=True)
 
+    def is_saving(self) -> bool:
+        return self._checkpointer.is_saving_in_progress()
+
     def wait(self) -> None:
         self._checkpointer.wait()
 
@@ -97,7 +120,7 @@ class OrbaxV1:
         self._checkpointer.close()
 
 
-class TorchSave:
+class TorchSave(Peer):
     """``torch.save`` of a CPU copy, in the training thread, fsynced."""
 
     def __init__(
@@ -112,9 +135,6 @@ class TorchSave:
             file.flush()
             os.fsync(file.fileno())
 
-    def wait(self) -> None:
-        pass
-
     def restore(self) -> Any:
         with backend.native_torch():
             loaded = torch.load(self._directory / "state.pt", weights_only=True)
@@ -124,21 +144,15 @@ class TorchSave:
         moved = jax.device_put([host[n] for n in names], [live[n].sharding for n in names])
         return {**host, **dict(zip(names, moved, strict=True))}
 
-    def close(self) -> None:
-        pass
 
-
-class Ours:
-    """This library, as its README says."""
+class Ours(Peer):
+    """This library, as its README says, with a program that donates nothing."""
 
     def __init__(
         self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
     ) -> None:
         self._module, self._optimizer, self._flat = module, optimizer, flat
-        policy = LatestN(keep) if keep else PreserveAll()
-        does_verify = os.environ.get("VERIFY") != "never"
-        options = CheckpointOptions(verify="restore" if does_verify else "never")
-        self._ckpt = TorchaxCheckpointer(directory, preservation_policy=policy, options=options)
+        self._ckpt = _checkpointer(directory, keep)
         self._is_attached = False
 
     def save(self, step: int) -> None:
@@ -146,6 +160,9 @@ class Ours:
             self._ckpt.attach(self._module, self._optimizer)
             self._is_attached = True
         self._ckpt.save(step, force=True)
+
+    def is_saving(self) -> bool:
+        return self._ckpt._saver.is_saving
 
     def wait(self) -> None:
         self._ckpt.wait_until_finished()
@@ -158,13 +175,56 @@ class Ours:
         self._ckpt.close()
 
 
+class Functional(Peer):
+    """This library's ``save(state=...)``, for a jitted step that donates the state it is given."""
+
+    def __init__(
+        self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
+    ) -> None:
+        arrays = {n: a for n, a in flat().items() if isinstance(a, jax.Array)}
+        params = {n: a for n, a in arrays.items() if n.startswith("model.")}
+        moments = {n: a for n, a in arrays.items() if n not in params}
+        self._state = {"params": params, "opt_state": {"count": jnp.ones(()), "moments": moments}}
+        self._step = jax.jit(
+            lambda state: jax.tree.map(lambda x: x * 0.999, state), donate_argnums=0
+        )
+        self._ckpt = _checkpointer(directory, keep)
+
+    def save(self, step: int) -> None:
+        self._ckpt.save(step, state=self._state, force=True)
+
+    def train(self) -> None:
+        self._state = self._step(self._state)
+
+    def is_saving(self) -> bool:
+        return self._ckpt._saver.is_saving
+
+    def wait(self) -> None:
+        self._ckpt.wait_until_finished()
+
+    def restore(self) -> Any:
+        self._ckpt.attach()
+        return self._ckpt.load(abstract_state=self._state)
+
+    def close(self) -> None:
+        self._ckpt.close()
+
+
 PEERS: dict[str, Callable[..., Peer]] = {
     "article": Article,
     "orbax_v0": OrbaxV0,
     "orbax_v1": OrbaxV1,
     "torch_save": TorchSave,
     "torchax_ckpt": Ours,
+    "functional": Functional,
 }
+
+
+def _checkpointer(directory: Path, keep: int | None) -> TorchaxCheckpointer:
+    policy = LatestN(keep) if keep else PreserveAll()
+    does_verify = os.environ.get("VERIFY") != "never"
+    options = CheckpointOptions(verify="restore" if does_verify else "never")
+    return TorchaxCheckpointer(directory, preservation_policy=policy, options=options)
 
 
 def _abstract(value: Any) -> Any:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchax_ckpt import planning
+from torchax_ckpt import LocalTier, planning
 from torchax_ckpt.planning import Cluster, Continuous, FixedInterval, OptimalInterval, Tier, TwoTier
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -123,19 +123,24 @@ def sizes() -> str:
     slice_hosts = PUBLISHED_CHIPS // PUBLISHED_SLICES // 4
     rows = []
     for hosts in (slice_hosts, 2 * slice_hosts):
-        ramdisk = planning.ramdisk_bytes_per_host(total_bytes, hosts_per_slice=hosts)
+        published, kept = (
+            planning.ramdisk_bytes_per_host(total_bytes, hosts_per_slice=hosts, num_copies=copies)
+            for copies in (2, LocalTier.keep + 1)
+        )
         # As long as 47 of the assumed steps, from the hosts of the slice that writes.
         rate = total_bytes / hosts / (CONTINUOUS_STEPS * STEP_SECS)
         rows.append(
             [
                 f"{hosts}",
                 f"{total_bytes / 1e9:.0f} GB",
-                f"{ramdisk / 1e9:.1f} GB",
+                f"{published / 1e9:.1f} GB",
+                f"{kept / 1e9:.1f} GB",
                 f"{rate / 1e6:.0f} MB/s",
             ]
         )
     return table(
-        ["hosts per slice", "one checkpoint", "ramdisk of each host",
+        ["hosts per slice", "one checkpoint", "ramdisk of each host, published",
+         f"with `LocalTier(keep={LocalTier.keep})`",
          f"each writes, if durable in {CONTINUOUS_STEPS * STEP_SECS:.0f} s"],
         rows,
     )  # fmt: skip

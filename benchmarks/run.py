@@ -1,56 +1,65 @@
-"""Runs every measurement, each in a process of its own, and writes the tables and plots.
+"""Runs the measurements of `make bench`, each in a process of its own; writes tables and a plot.
 
-    python benchmarks/run.py [--states deep,gpt2] [--repeats 5] [--loop deep,gpt2] [--report-only]
-    python benchmarks/run.py --declined
+    python benchmarks/run.py [--states deep,gpt2] [--loop deep] [--no-declined] [--repeats 5]
+    python benchmarks/run.py --report-only
 
-Raw figures go to results.json beside this file, tables into README.md, plots into PNG files.
+Raw figures go to results.json beside this file, with the date and the versions of each run; what is
+not measured anew stays. Tables go into README.md, the plot into results.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt")
+LOOP_PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt")
+PEERS = (*LOOP_PEERS, "functional")
 RESULTS = HERE / "results.json"
+BEGAN = time.monotonic()
 
 
 def measure(
-    what: str, state: str, peer: str, directory: Path, repeats: int, **env: str
-) -> dict[str, Any]:
+    what: str, state: str, peer: str, directory: Path, repeats: int,
+    flags: Sequence[str] = (), **env: str,
+) -> dict[str, Any]:  # fmt: skip
     """One measurement in a fresh process."""
-    print(f"  {what:8} {state:5} {peer}", flush=True)
+    minutes, secs = divmod(round(time.monotonic() - BEGAN), 60)
+    print(f"{minutes:3}:{secs:02}  {what:8} {state:7} {peer:12}", end="", flush=True)
+    began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, HERE / "measure.py", what, state, peer, str(directory), str(repeats)],
+        [sys.executable, HERE / "measure.py", what, state, peer, directory, str(repeats), *flags],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=3600,
         check=False,
     )
+    print(f" {time.monotonic() - began:6.1f} s", flush=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise RuntimeError(f"{what} {state} {peer} failed:\n{done.stderr[-3000:]}")
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def measure_state(
-    state: str, peers: list[str], repeats: int, restores: int, root: Path
-) -> dict[str, Any]:
+def taken(root: Path) -> dict[str, Any]:
+    """When and on what the figures that follow are taken."""
+    return measure("machine", "-", "-", root, 0)
+
+
+def measure_state(state: str, repeats: int, restores: int, root: Path) -> dict[str, Any]:
     """Saves and restores of one state under every peer, and the medium beside them."""
-    results: dict[str, Any] = {}
-    for peer in peers:
+    when, results = taken(root), {}
+    for peer in PEERS:
         directory = root / f"{state}-{peer}"
         results[peer] = measure("save", state, peer, directory, repeats)
         results[peer]["restore"] = [
@@ -65,67 +74,70 @@ def measure_state(
         found = measure("restore", state, "torchax_ckpt", directory, 1, VERIFY=verify)
         digests.setdefault(name, []).extend(found["restore"])
     shutil.rmtree(directory)
-    return {"peers": results, "modes": modes, "digests": digests}
+    return {"taken": when, "peers": results, "modes": modes, "digests": digests}
 
 
-def measure_loop(state: str, intervals: int, root: Path) -> dict[str, Any]:
+def measure_loop(
+    state: str, intervals: int, max_secs: float, flags: Sequence[str], root: Path
+) -> dict[str, Any]:
     """A training loop under continuous saving, and without."""
-    results = {"none": measure("loop", state, "none", root, 100)}
-    for peer in ("orbax_v0", "orbax_v1", "torchax_ckpt"):
+    when = taken(root)
+    results = {"none": measure("loop", state, "none", root, 100, flags)}
+    for peer in LOOP_PEERS:
         directory = root / f"loop-{state}-{peer}"
-        results[peer] = measure("loop", state, peer, directory, intervals)
+        bound = ["--max-secs", str(max_secs)]
+        results[peer] = measure("loop", state, peer, directory, intervals, [*flags, *bound])
         shutil.rmtree(directory)
-    return results
+    return {"taken": when, "wanted": intervals, "max_secs": max_secs, "peers": results}
 
 
-def machine() -> dict[str, str]:
-    """What the figures were taken on."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    libraries = ("torch", "torchax", "jax", "orbax-checkpoint", "tensorstore")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), {memory / 2**30:.0f} GiB "
-        "memory, local disk, 4 forced CPU devices, no accelerator",
-        "python": platform.python_version(),
-        **{library: importlib.metadata.version(library) for library in libraries},
-    }
+def measure_declined(root: Path) -> dict[str, Any]:
+    """Saves that do not save."""
+    when = taken(root)
+    return {"taken": when, "times": measure("declined", "-", "torchax_ckpt", root / "run", 5000)}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--states", default="deep,gpt2,wide,moe")
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--loop", default="deep,gpt2")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--restores", type=int, default=3)
-    parser.add_argument("--intervals", type=int, default=30)
+    parser.add_argument("--states", default="deep,gpt2,wide,moe", help="'' for none")
+    parser.add_argument("--loop", default="deep,gpt2", help="states to train; '' for none")
+    parser.add_argument("--declined", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--repeats", type=int, default=5, help="saves of each peer")
+    parser.add_argument("--restores", type=int, default=5, help="processes that restore")
+    parser.add_argument("--intervals", type=int, default=30, help="of each peer's loop")
+    parser.add_argument("--max-secs", type=float, default=450, help="at most, for each peer")
+    parser.add_argument("--compute-secs", type=float, help="of a loop's step")
+    parser.add_argument("--donate", action="store_true", help="loops donate what is saved")
     parser.add_argument("--directory", help="where checkpoints go; default: a temporary one")
-    parser.add_argument("--declined", action="store_true", help="only saves that do not save")
     parser.add_argument("--report-only", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if args.declined:
-        with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
-            directory = Path(temporary) / "run"
-            results["declined"] = measure("declined", "-", "torchax_ckpt", directory, 5000)
+
+    def write() -> None:
         RESULTS.write_text(json.dumps(results, indent=1))
-    elif not args.report_only:
+
+    if not args.report_only:
+        flags = ["--donate"] if args.donate else []
+        if args.compute_secs is not None:
+            flags += ["--compute-secs", str(args.compute_secs)]
         with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
             root = Path(temporary)
-            results["machine"] = machine()
             for state in filter(None, args.states.split(",")):
-                print(state, flush=True)
-                results.setdefault("states", {})[state] = measure_state(
-                    state, args.peers.split(","), args.repeats, args.restores, root
-                )
-                RESULTS.write_text(json.dumps(results, indent=1))
+                found = measure_state(state, args.repeats, args.restores, root)
+                results.setdefault("states", {})[state] = found
+                write()
             for state in filter(None, args.loop.split(",")):
-                results.setdefault("loops", {})[state] = measure_loop(state, args.intervals, root)
-                RESULTS.write_text(json.dumps(results, indent=1))
+                found = measure_loop(state, args.intervals, args.max_secs, flags, root)
+                name = f"{state}, donated" if args.donate else state
+                results.setdefault("loops", {})[name] = found
+                write()
+            if args.declined:
+                results["declined"] = measure_declined(root)
+                write()
     from report import write_report
 
-    write_report(results, HERE)
-    print(HERE / "README.md")
+    write_report(results, RESULTS.parent)
+    print(RESULTS.parent / "README.md")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training states that are measured: modules with AdamW, on four forced CPU devices."""
+"""The training states that are measured: modules with AdamW, sharded over all devices."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ def deep() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def gpt2() -> dict[str, tuple[int, ...]]:
+def gpt2(d: int = 768, num_layers: int = 12) -> dict[str, tuple[int, ...]]:
     """GPT-2 124M: 148 parameters, 592 leaves with AdamW, 1.5 GB."""
-    d = 768
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, d), "wpe.weight": (1024, d)}
-    for i in range(12):
+    for i in range(num_layers):
         for name, shape in (
             ("ln_1.weight", (d,)), ("ln_1.bias", (d,)),
             ("attn.c_attn.weight", (d, 3 * d)), ("attn.c_attn.bias", (3 * d,)),
@@ -46,9 +45,19 @@ def gpt2() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def gpt2_xl() -> dict[str, tuple[int, ...]]:
+    """GPT-2 1.5B: 580 parameters, 2,320 leaves with AdamW, 18.7 GB; for an accelerator."""
+    return gpt2(d=1600, num_layers=48)
+
+
 def wide() -> dict[str, tuple[int, ...]]:
     """64 matrices of 4 MiB: 256 leaves with AdamW, 0.8 GB."""
     return {f"layers.{i}.weight": (1024, 1024) for i in range(64)}
+
+
+def tiny() -> dict[str, tuple[int, ...]]:
+    """Two matrices: 8 leaves with AdamW, 2 KB; to see that the programs work."""
+    return {f"layers.{i}.weight": (8, 8) for i in range(2)}
 
 
 def moe() -> dict[str, tuple[int, ...]]:
@@ -64,8 +73,10 @@ def moe() -> dict[str, tuple[int, ...]]:
 STATES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
     "deep": deep,
     "gpt2": gpt2,
+    "gpt2_xl": gpt2_xl,
     "wide": wide,
     "moe": moe,
+    "tiny": tiny,
 }
 
 

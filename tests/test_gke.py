@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+
+from torchax_ckpt import LocalTier, planning
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gke"
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -54,6 +57,21 @@ MANIFESTS = [
 @pytest.mark.parametrize(("name", "schema"), MANIFESTS)
 def test_the_manifests_fit_their_schemas(name: str, schema: str) -> None:
     validator(schema).validate(manifest(name))
+
+
+def test_the_ramdisk_is_sized_for_what_the_local_tier_keeps() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    said = re.search(r"# ([0-9.]+) GB$", block.splitlines()[-2])
+    assert said is not None
+    named: dict[str, Any] = {}
+    *before, answer = ast.parse(block).body
+    exec(compile(ast.Module(before, []), "README.md", "exec"), named)
+    assert isinstance(answer, ast.Expr)
+    found = eval(compile(ast.Expression(answer.value), "README.md", "eval"), named)
+    assert found == planning.ramdisk_bytes_per_host(
+        12 * 70_000_000_000, hosts_per_slice=32, num_copies=LocalTier("ramdisk").keep + 1
+    )
+    assert f"{found / 1e9:.1f}" == said[1]
 
 
 def pod(jobset: dict[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,25 @@ def test_a_declined_save_costs_the_same_however_many_steps_are_kept(
     assert 0 < counts[0] == counts[1] < 2000
 
 
+def test_a_policy_is_shown_the_steps_themselves_and_no_copy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Copying is one instruction of Python's, so that counting these does not see it.
+    shown = []
+
+    class Declines:
+        def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+            shown.append(previous_steps)
+            return False
+
+    known_steps(monkeypatch, directory, 10_000)
+    with TorchaxCheckpointer(directory, save_decision_policy=Declines()) as ckpt:
+        for step in (10_001, 10_002):
+            assert not ckpt.save(step, state=STATE)
+    assert len(shown[0]) == 10_000
+    assert shown[0] is shown[1]
+
+
 def committed(directory: Path, step: int) -> CommittedStep:
     return CommittedStep(step, epath.Path(directory) / str(step), step)
 

@@ -10,8 +10,9 @@ import pytest
 import synthetic
 from test_cli import run, run_json
 
-from torchax_ckpt import TorchaxCheckpointer, planning
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
 from torchax_ckpt.cli import outcome
+from torchax_ckpt.telemetry.events import Event
 
 LARGE = (
     *("plan", "--params", "70B", "--chips", 4096, "--slices", 2, "--host-mtbf", "365d"),
@@ -24,8 +25,9 @@ def test_a_plan_says_what_the_library_says() -> None:
     assert said["checkpoint_bytes"] == planning.state_bytes(70_000_000_000).total_bytes
     assert (said["hosts"], said["hosts_per_slice"]) == (1024, 512)
     assert said["ramdisk_bytes_per_host"] == planning.ramdisk_bytes_per_host(
-        840_000_000_000, hosts_per_slice=512
+        840_000_000_000, hosts_per_slice=512, num_copies=LocalTier("ramdisk").keep + 1
     )
+    assert said["write_bytes_per_sec_and_host"] == 840_000_000_000 / 1024 / 120
     assert said["mtbf_secs"] == 365 * 86_400 / 1024
     tier = planning.Tier(blocking_secs=1, durable_secs=120, slowdown=0.05)
     assert said["save_cost_secs"] == tier.cost_secs
@@ -66,6 +68,8 @@ def test_a_table_for_people() -> None:
     lines = run(*LARGE).splitlines()
     said = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[1:12])
     assert said["one checkpoint"] == "840 GB"
+    assert said["ramdisk of each host, keep=2"] == "5.66 GB"
+    assert said["each host writes"] == "6.84 MB/s"
     assert said["restart, then restore"] == "5 min + 2 min"
     assert said["best interval"] == "11 min"
     assert said["it costs, slower steps counted"] == "6.67 s"
@@ -88,6 +92,16 @@ def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
     # What is said counts.
     assert run_json("plan", "--measured", directory, "--durable", "60")["durable_secs"] == 60
     assert "(measured)" in run("plan", "--measured", directory)
+
+
+def test_what_a_local_tier_restored_says_nothing_of_the_durable_one(directory: Path) -> None:
+    told = synthetic.run(first=25, last=500, at_secs=synthetic.BEGAN_SECS)
+    local = [
+        Event("restored", told[0].time_secs - back, 25, {"secs": 0.1, "tier": "local"})
+        for back in (1, 2, 3)
+    ]
+    synthetic.write(directory, [[*local, *told]])
+    assert run_json("plan", "--measured", directory)["restore_secs"] == 21.5
 
 
 def test_a_plan_from_a_real_run(directory: Path) -> None:

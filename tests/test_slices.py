@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.multihost import multislice
 from support import Running, run_processes
 
 RUN = """
@@ -50,17 +55,28 @@ RUN = """
 """
 
 
-def killed(directory: Path, ramdisks: Path, count: int, *, at: int, seed: int = 0) -> None:
+def killed(
+    directory: Path | str,
+    ramdisks: Path,
+    count: int,
+    *,
+    at: int,
+    seed: int = 0,
+    env: Mapping[str, str] = {},
+) -> None:
     """A run whose processes were all killed after a step, with what they had saved until then."""
-    with Running(RUN, count, str(directory), str(ramdisks), str(at), str(seed)) as running:
+    arguments = str(directory), str(ramdisks), str(at), str(seed)
+    with Running(RUN, count, *arguments, env=env) as running:
         assert running.wait() == [-signal.SIGKILL] * count, running.output(0)[1][-3000:]
         for index in range(count):
             assert running.reports(index) == [{"start": 0, "tier": None, "local": [at - 1, at]}]
 
 
-def resumed(directory: Path, ramdisks: Path, count: int) -> list[dict[str, Any]]:
+def resumed(
+    directory: Path | str, ramdisks: Path, count: int, env: Mapping[str, str] = {}
+) -> list[dict[str, Any]]:
     """The end of a run that goes on; from other seeds, so that what is not restored differs."""
-    reports = run_processes(RUN, count, str(directory), str(ramdisks), "0", "77")
+    reports = run_processes(RUN, count, str(directory), str(ramdisks), "0", "77", env=env)
     return [report for (report,) in reports]
 
 
@@ -194,3 +210,31 @@ def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path)
     told = {"start": 1, "tier": "local", "alike": True}
     verified = [False, True, True, False]
     assert [report for (report,) in reports] == [{**told, "verified": v} for v in verified]
+
+
+LOST_BY_SUMS = {
+    "the sign of zero": np.array([-0.0, 1, 2, 3], np.float32),
+    "a signalling NaN": np.array([0x7F800001, 0, 0, 0], np.uint32).view(np.float32),
+    "bool": np.array([True, False, True, False]),
+    "int8": np.array([1, -2, 3, -4], np.int8),
+}
+
+
+@pytest.mark.parametrize("value", LOST_BY_SUMS.values(), ids=LOST_BY_SUMS)
+def test_orbax_still_loses_bits_on_the_way_to_other_slices(value: np.ndarray) -> None:
+    """Where it no longer does, docs/multi-tier.md has a reason less not to build on it."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "fsdp"))
+    value = np.tile(value, mesh.shape["fsdp"])
+
+    def arrived(sent: np.ndarray) -> np.ndarray:
+        first = NamedSharding(Mesh(mesh.devices[0], ("fsdp",)), PartitionSpec("fsdp"))
+        given = (jax.device_put(sent, first),)
+        (found,), _ = multislice.broadcast_one_replica_to_all(
+            given, mesh, 0, True, memory_limit_bytes=1 << 20
+        )
+        return np.asarray(found)
+
+    plain = np.arange(value.size, dtype=np.float32)
+    assert arrived(plain).tobytes() == plain.tobytes()
+    found = arrived(value)
+    assert (found.dtype, found.tobytes()) != (value.dtype, value.tobytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import torch
 from support import assert_trees_identical, mlp, run_python, train_step, training_state
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.cli.looking import steps_of
 from torchax_ckpt.errors import (
     DirectoryError,
     LeaseError,
@@ -32,6 +34,8 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import identity
+from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.telemetry.events import Event
 
 ALWAYS = policies.FixedIntervalPolicy(1)
 KEEP_ALL = policies.PreserveAll()
@@ -124,6 +128,28 @@ def test_each_tier_has_policies_of_its_own_and_the_newest_step_of_either_wins(
         assert_trees_identical(training_state(fresh, fresh_optimizer), held[4])
 
 
+def test_a_restore_says_which_tier_has_served_it(
+    directory: Path, ramdisk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+        ckpt.attach(stateful={})
+        save(ckpt, 1, 2)
+    events: list[Event] = []
+    with (
+        TorchaxCheckpointer(directory, local=LocalTier(ramdisk), on_event=events.append) as ckpt,
+        caplog.at_level(logging.INFO, "torchax_ckpt"),
+    ):
+        assert ckpt.attach(stateful={}) == 2
+        assert f"restored step 2 from the local tier, {ramdisk}" in caplog.messages
+        ckpt.restore(1)
+        assert f"restored step 1 from the local tier, {ramdisk}" in caplog.messages
+        ckpt.restore(1, tier="durable")
+        assert f"restored step 1 from the durable tier, {directory}" in caplog.messages
+    read = [Event.of_line(event.to_line()) for event in events]
+    said = [event.values["tier"] for event in read if event and event.name == "restored"]
+    assert said == ["local", "local", "durable"]
+
+
 def test_a_step_that_both_tiers_want_is_captured_once(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +197,9 @@ def test_a_step_is_found_verified_and_deleted_in_either_tier(
         assert ckpt.verify(2) == 2
         assert (directory / "2" / "verified").exists()
         assert (ramdisk / "2" / "verified").exists()
+        for place, spares in ((directory, True), (ramdisk, False)):
+            kept = [rule for s in steps_of(StepDirectory(place)) for rule in s["kept_by"] or ()]
+            assert ("newest verified" in kept) == spares
         ckpt.delete(2, tier="local")
         assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([1, 3], [2])
         with pytest.raises(StepNotFoundError, match=re.escape(f"{ramdisk}: no checkpoint at step")):
@@ -178,6 +207,41 @@ def test_a_step_is_found_verified_and_deleted_in_either_tier(
         ckpt.delete(2)
         with pytest.raises(StepNotFoundError, match=r"run and .*steps: no .* 2; there are: 1, 3"):
             ckpt.load(2)
+
+
+def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a restore has verified one; the durable tier spares that."""
+    write, most = storage.write_step, 0
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        write(path, *args, **kwargs)
+        if str(path).startswith(str(ramdisk)):
+            most = max(most, len(entries(ramdisk)))
+
+    monkeypatch.setattr(storage, "write_step", counted)
+    model = mlp()
+    for start in (0, 4, 8):
+        with TorchaxCheckpointer(
+            directory,
+            save_decision_policy=ALWAYS,
+            preservation_policy=policies.LatestN(2),
+            local=LocalTier(ramdisk, save_decision_policy=ALWAYS, keep=2),
+        ) as ckpt:
+            assert ckpt.attach(model) == start
+            if start:
+                assert ckpt.restore(tier="durable").is_verified
+                report = ckpt.restore()
+                assert (report.tier, report.is_verified) == ("local", True)
+            for step in range(start + 1, start + 5):
+                assert ckpt.save(step)
+                ckpt.wait_until_finished()
+            assert ckpt.all_steps("local") == [start + 3, start + 4]
+            kept = [start] if start else []
+            assert ckpt.all_steps("durable") == [*kept, start + 3, start + 4]
+    assert most == 3
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from torchax_ckpt.state.attached import Attached
 from torchax_ckpt.steps import as_step
 from torchax_ckpt.storage import policies
 from torchax_ckpt.storage.directory import CommittedStep
+from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.stats import Stats
@@ -272,13 +273,16 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         began = time.perf_counter()
         tier = self._tiers.holding(committed)
-        with reading(committed, tier.directory, self._processes):
+        with reading(committed, tier.directory, tier.processes):
             source = self._tiers.opened(committed)
             report = restore_attached(
                 source, attached, strict, self._options, self._processes, selection
             )
         secs = time.perf_counter() - began
-        self._telemetry.emit("restored", report.step, secs=secs, is_verified=report.is_verified)
+        where = tier.directory.path  # in which this host may lack the step that others gave it
+        logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
+        values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
+        self._telemetry.emit("restored", report.step, **values)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
         return dataclasses.replace(report, tier=tier.name)
@@ -316,7 +320,8 @@ class TorchaxCheckpointer:
         return state
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        with reading(committed, self._tiers.holding(committed).directory, self._processes):
+        tier = self._tiers.holding(committed)
+        with reading(committed, tier.directory, tier.processes):
             opened = self._tiers.opened
             return load_state(committed, opened, abstract_state, self._options, self._processes)
 
@@ -325,7 +330,8 @@ class TorchaxCheckpointer:
         """Reads a step back whole and compares every byte with what was saved.
 
         The step then counts as verified, also for later programs unless this one only reads
-        (``read_only``); no keep rule deletes the newest verified step. Live state is not touched.
+        (``read_only``); no keep rule deletes the newest verified durable step. Live state is not
+        touched.
 
         Args:
           step: completed steps of the checkpoint; None for the newest, damaged or not.
@@ -347,21 +353,24 @@ class TorchaxCheckpointer:
         for committed in self._tiers.candidates(as_step(step), tier):
             place = self._tiers.holding(committed)
             # Of the local tier another host may have a step that this one has not.
-            is_shared = place is self._durable or self._processes.count == 1
-            is_here = is_shared or committed.path.exists()
+            is_here = not place.processes.is_apart or committed.path.exists()
+            verified = place.directory.verified
             try:
-                with reading(committed, place.directory, self._processes):
+                with reading(committed, place.directory, place.processes):
                     if is_here:
-                        stored = StoredStep(committed)
-                        name = f"step {committed.step}"
-                        with progress.bar(name, functools.partial(_size, stored)) as done:
-                            stored.verify(self._options, place.processes, on_bytes=done)
+                        with verified.noting_damage(committed):
+                            self._verify(committed, place.processes)
                 if is_here:
-                    place.directory.verified.note(committed, is_sound=True)
+                    verified.note(committed, is_sound=True)
             finally:
                 if place.processes.is_first and not self._options.read_only:
-                    place.directory.verified.mark([committed])
+                    verified.mark([committed])
         return committed.step
+
+    def _verify(self, committed: CommittedStep, processes: Processes) -> None:
+        stored = StoredStep(committed, allow_part=True)
+        with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
+            stored.verify(self._options, processes, on_bytes=on_bytes)
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -654,7 +663,3 @@ class TorchaxCheckpointer:
         if self._attached is None:
             raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
         return self._attached
-
-
-def _size(stored: StoredStep) -> int:
-    return stored.stored_bytes

@@ -18,7 +18,7 @@ from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, reading
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.placing import Wanted
-from torchax_ckpt.stored import about, digests_of, parse_manifest
+from torchax_ckpt.stored import about, digests_of, parse_manifest, require_whole
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
@@ -46,8 +46,14 @@ class StoredLeaves:
       committed: the step.
       document: component -> node.
 
+    Args:
+      committed: the step.
+      options: how it is read.
+      agree: raises if another process has failed.
+      allow_part: whether it may be one host's part of a step, as for ``StoredStep``.
+
     Raises:
-      ForeignCheckpointError, CorruptCheckpointError: as ``read_manifest``.
+      ForeignCheckpointError, CorruptCheckpointError: as ``read_manifest``; or it is a part.
     """
 
     def __init__(
@@ -55,10 +61,14 @@ class StoredLeaves:
         committed: CommittedStep,
         options: CheckpointOptions,
         agree: Callable[[], None] = lambda: None,
+        *,
+        allow_part: bool = False,
     ) -> None:
         self.committed = committed
         self._agree = agree
         self._manifest = read_manifest(committed)
+        if not allow_part:
+            require_whole(committed, self._manifest)
         self._options = options
         self.document = self._manifest.document
 

@@ -59,9 +59,10 @@ class Decisions:
             metadata=None,
             commit_timestamp_nsecs=time.time_ns(),
         )
+        known = self._history.checkpoints()  # not copied: there may be many, and this is every step
         return self._policy.should_save(
             info(step),
-            (*self._history.checkpoints(), *map(info, coming)),
+            (*known, *map(info, coming)) if coming else known,
             context=policies.decision_context(
                 is_saving_in_progress=bool(coming) or self._saver.is_saving,
                 reached_preemption=False,

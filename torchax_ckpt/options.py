@@ -35,8 +35,9 @@ class CheckpointOptions:
       verify: "restore" compares everything that is read with the digests taken when it was saved;
         "never" does not. Digests are taken in any case.
       read_back: read every step once it is committed, and compare it, before it counts as
-        durable. It then counts as verified, and the newest verified step is never deleted. What
-        was just written usually comes from the host's page cache, not from the medium.
+        durable. It then counts as verified, and the newest verified step is never deleted, but in
+        a local tier. What was just written usually comes from the host's page cache, not from the
+        medium.
       on_save_error: what a failed save does to training: "continue" reports it and tries again with
         the next save; "raise" raises it from the next call of ``save``, or in ``steps``.
       read_only: the checkpointer only reads, so a bucket need not grant it permission to write;

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 
 from torchax_ckpt import content, torchax_backend
 from torchax_ckpt.errors import MismatchError, SelectionError, StepNotFoundError
-from torchax_ckpt.formats import dcp_reading, safetensors_reading
+from torchax_ckpt.formats import opening
 from torchax_ckpt.formats.tensor_files import FileTensor, TensorFiles
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.history import History
@@ -93,10 +93,11 @@ def warm_start(
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
       source: a run's directory, ``gs://`` too; a safetensors file; a directory or index as Hugging
-        Face writes them; or a directory that ``torch.distributed.checkpoint`` has written.
+        Face writes them; a file of ``torch.save``'s; or a directory that
+        ``torch.distributed.checkpoint`` has written.
       step: of a run's directory: completed steps; None for the newest that can be read.
       at: where the weights are, if not in the one attached model: ``model/generator``,
-        ``state/params`` of functional state; ``app/model`` in what torch's DCP has written.
+        ``state/params`` of functional state; ``app/model`` in what torch has written.
       include: patterns; only tensors that one of them matches are taken. None for all.
       exclude: patterns; tensors that one of them matches are not.
       rename: pattern of the source's names -> the model's.
@@ -137,14 +138,10 @@ def warm_start(
         return _start(component, origin, selection, strict, options, processes)
 
     path = Path(source)
-    is_safetensors = safetensors_reading.is_safetensors(path)
-    if is_safetensors or dcp_reading.is_dcp(path):
-        if step is not None or (is_safetensors and at is not None):
-            raise SelectionError(f"{path}: files have no steps, and safetensors no places in them")
-        if is_safetensors:
-            files = safetensors_reading.open_safetensors(path)
-        else:
-            files = dcp_reading.open_dcp(path, at)
+    if opening.is_known(path):
+        if step is not None:
+            raise SelectionError(f"{path}: files have no steps, such as {step}")
+        files = opening.open_files(path, at)
         with processes.round("taking weights from files"):
             return start(_of_files(files, str(path), cast, options))
     run = StepDirectory(source, read_only=True)
@@ -159,8 +156,8 @@ def warm_start(
         return start_from(*history.found(lambda: [run.find(number)]))
     if not (steps := history.found(run.steps)):
         raise StepNotFoundError(
-            f"{run.path}: expected a run with checkpoints, safetensors, or what torch's DCP has "
-            "written; found none of them",
+            f"{run.path}: expected a run with checkpoints, safetensors, or what torch.save or "
+            "torch's DCP has written; found none of them",
             path=run.path,
         )
     report, skipped = newest_readable(steps, start_from)

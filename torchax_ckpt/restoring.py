@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,6 @@ from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import Processes
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # What is freed and read at a time under restore_in_budget, per device, where no more is free or
@@ -113,6 +111,8 @@ def reading(
 ) -> Iterator[None]:
     """A round in which a step is read; notes it if the step is damaged, and offers others.
 
+    Where each process has a place of its own, a failure says nothing of the copy there.
+
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
@@ -120,7 +120,8 @@ def reading(
         with processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
-        if not is_damage(error) and not isinstance(error, DirectoryError):
+        is_readable = not is_damage(error) and not isinstance(error, DirectoryError)
+        if processes.is_apart or is_readable:
             raise
         if isinstance(error, CorruptCheckpointError) and not committed.path.exists():
             text = f"{committed.path}: step {committed.step} was deleted meanwhile"
@@ -183,7 +184,6 @@ def restore_attached(
         source.require_plausible(restoration.reads)
         path = str(committed.path)
         apply(restoration, source.read, options, processes, committed.step, path)
-    logger.info("restored step %d from %s", committed.step, committed.path)
     is_whole = options.verify != "never" and source.is_whole(restoration.reads, processes.count)
     return report_of(committed.step, findings, selection, is_verified=is_whole)
 

@@ -36,6 +36,7 @@ from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.own import Own
 from torchax_ckpt.storage.apart import Apart
 from torchax_ckpt.storage.commits import CommittedStep
+from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class HostSteps:
       index: of this process.
       processes: of the run.
       replica_axis: the mesh axis along which slices lie.
+      verified: is told if this host's copy is damaged; that of another says nothing of it.
 
     Raises:
       CorruptCheckpointError: no host can read its manifest.
@@ -67,16 +69,18 @@ class HostSteps:
         index: int,
         processes: Apart,
         replica_axis: str,
+        verified: Verified,
     ) -> None:
         self.committed = committed
+        self._verified = verified
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._index = index
         self._processes = processes
         self._axis = replica_axis
         self._mine: content.StoredLeaves | None = None
         if committed.path.exists():
-            with _left_aside():
-                self._mine = content.StoredLeaves(committed, self._options)
+            with self._left_aside():
+                self._mine = content.StoredLeaves(committed, self._options, allow_part=True)
         said: list[Any] = []
         if self._mine is not None:
             said = [parts.whole(self._mine.document), parts.specs(self._mine.document)]
@@ -95,11 +99,11 @@ class HostSteps:
         except ValueError as error:  # not over a mesh, or not one block of it on each host
             raise self._lost(str(error)) from error
         mine, self._mine = self._mine, None
-        if others := [n for n, part in needed.items() if held.get(n) not in (None, part)]:
+        if others := [n for n in reads if held.get(n) not in (None, needed.get(n))]:
             text = "%s holds other parts of %d leaves than this host needs now: %s"
             logger.warning(text, self.committed.path, len(others), ", ".join(others[:3]))
             return
-        with _left_aside():
+        with self._left_aside():
             mine.require_plausible({**reads, **parts.of_reads(reads, mine.document)})
             self._mine = mine
 
@@ -115,7 +119,7 @@ class HostSteps:
         }
         values: dict[str, Any] | None = None
         if self._mine is not None:
-            with _left_aside():
+            with self._left_aside():
                 mine = parts.of_reads(reads, self._mine.document)
                 values = self._mine.read({**reads, **mine})
         if values is None:
@@ -185,21 +189,22 @@ class HostSteps:
         is_source = sources[needed] == self._index
         return broadcast(reads, values if is_source else None, self._axis, self._lost)
 
+    @contextlib.contextmanager
+    def _left_aside(self) -> Iterator[None]:
+        """Says damage, and goes on: another host may have the same, undamaged."""
+        try:
+            with self._verified.noting_damage(self.committed):
+                yield
+        except CorruptCheckpointError as error:
+            logger.warning("this host's copy is left aside: %s", error)
+
     def _lost(self, why: str) -> CorruptCheckpointError:
+        place = self.committed.path.parent  # the step itself may not lie on this host
         return CorruptCheckpointError(
-            f"step {self.committed.step} of the local tier, {self.committed.path}: {why}",
+            f"step {self.committed.step} of the local tier, {place}: {why}",
             step=self.committed.step,
-            path=self.committed.path,
+            path=place,
         )
-
-
-@contextlib.contextmanager
-def _left_aside() -> Iterator[None]:
-    """Says damage, and goes on: another host may have the same, undamaged."""
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        logger.warning("this host's copy is left aside: %s", error)
 
 
 def broadcast(

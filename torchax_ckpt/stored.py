@@ -27,7 +27,7 @@ from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import inspection, medium, reading
 from torchax_ckpt.storage.commits import MANIFEST
 from torchax_ckpt.storage.directory import CommittedStep
-from torchax_ckpt.storage.placing import Wanted
+from torchax_ckpt.storage.placing import Wanted, empty
 from torchax_ckpt.storage.processes import ALONE, Processes
 
 Index = tuple[slice, ...]
@@ -61,6 +61,25 @@ def parse_manifest(committed: CommittedStep) -> Manifest:
             inspection.require_contained(committed.path, committed.step)
         path = str(committed.path / MANIFEST)
         return Manifest.from_json(storage.read_manifest(committed), path=path)
+
+
+def require_whole(committed: CommittedStep, manifest: Manifest) -> None:
+    """Refuses a step in which one host of several has saved its part of the state alone.
+
+    Raises:
+      CorruptCheckpointError: it is one; names a leaf that is not whole.
+    """
+    for name, node in manifest.leaves().items():
+        if "whole" in node:
+            raise CorruptCheckpointError(
+                f"step {committed.step} in {committed.path}: {name}: expected all of it, "
+                f"{node['whole']!r:.80}, found {list(node['shape'])}: this step of a local tier "
+                "holds one host's part. The hosts that saved it can restore it together, with "
+                "LocalTier; elsewhere read a step of the run's durable directory.",
+                step=committed.step,
+                path=committed.path,
+                key_path=name,
+            )
 
 
 def digests_of(manifest: Manifest, stored: str) -> Digests:
@@ -102,15 +121,21 @@ class StoredStep:
       manifest: what it says of itself.
       leaves: every leaf by name, in the manifest's order.
 
+    Args:
+      committed: which step.
+      allow_part: whether it may be one host's part of a step, whose leaves are not whole.
+
     Raises:
       ForeignCheckpointError: bare Orbax wrote it.
-      CorruptCheckpointError: its manifest is damaged.
+      CorruptCheckpointError: its manifest is damaged, or it is a part.
       DirectoryError: it cannot be read now.
     """
 
-    def __init__(self, committed: CommittedStep) -> None:
+    def __init__(self, committed: CommittedStep, *, allow_part: bool = False) -> None:
         self.committed = committed
         self.manifest = parse_manifest(committed)
+        if not allow_part:
+            require_whole(committed, self.manifest)
         located = self.manifest.plan.locate()
         self.leaves = {
             name: StoredLeaf(
@@ -193,7 +218,7 @@ class StoredStep:
                 path=self.committed.path,
             )
         found = {
-            name: (allocate or np.empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
+            name: (allocate or empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names
         }
         with progress.bar(f"reading step {self.committed.step}", lambda: total) as on_bytes:

@@ -225,10 +225,16 @@ class Tiers:
         Raises:
           ForeignCheckpointError, CorruptCheckpointError: it cannot.
         """
-        processes = self.holding(committed).processes
-        if self.processes.count > 1 and isinstance(processes, Apart):
-            index = self.processes.index
-            return HostSteps(committed, self._options, index, processes, self._replica_axis)
+        tier = self.holding(committed)
+        if isinstance(tier.processes, Apart) and tier.processes.is_apart:
+            return HostSteps(
+                committed,
+                self._options,
+                self.processes.index,
+                tier.processes,
+                self._replica_axis,
+                tier.directory.verified,
+            )
         return StoredLeaves(committed, self._options, self.processes.meet)
 
     def numbers(self, name: TierName | None = None) -> list[int]:

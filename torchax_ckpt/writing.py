@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from torchax_ckpt import parts
-from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.errors import CheckpointError, ProcessTimeoutError
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
@@ -155,6 +155,8 @@ class Writer:
         at = processes.agreed_time()
         committed = processes.first(lambda: self._commit(capture.step, name, at))
         (durable,) = commits.named(committed, directory.path)
+        if processes.is_apart:
+            self._require_everywhere(durable)
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
@@ -176,7 +178,7 @@ class Writer:
         plan, arrays = capture.snapshot.stored()
         if capture.own is None:
             return capture.document, plan, arrays
-        is_apart = self._processes.count == 1
+        is_apart = self._processes.is_apart
         document = parts.described(capture.document, plan, arrays) if is_apart else capture.document
         stored: dict[str, Array] = {}
         for name, array in arrays.items():
@@ -195,10 +197,20 @@ class Writer:
         durable = self._directory.commit(step, self._directory.path / name, at)
         return commits.described([durable])
 
+    def _require_everywhere(self, durable: CommittedStep) -> None:
+        """Deletes this host's part of a step again if another host could not commit its own."""
+        try:
+            self._processes.meet()
+        except ProcessTimeoutError:
+            raise  # who has not come may have its part, and with this one the step is whole
+        except Exception:
+            self._directory.delete(durable)  # nobody would know of it, nor ever remove it
+            raise
+
     def _read_back(self, durable: CommittedStep) -> None:
         """Reads the step on all processes, each its share; deletes it if that fails on any."""
         try:
-            StoredStep(durable).verify(self._options, self._processes)
+            StoredStep(durable, allow_part=True).verify(self._options, self._processes)
             self._processes.meet()
         except Exception:  # damaged, or not to be read: it must not be the newest step
             if self._processes.is_first:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when gcsfs is imported: it would ask a gRPC service that the emulator does not have.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -12,6 +14,7 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 import gcs_proxy
 import gcs_server
 import pytest
+import test_slices as slices
 from support import Running, run_processes
 from test_processes import TRAIN
 
@@ -77,3 +80,14 @@ def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
         assert (found["whole"], found["own"]) == (expected["whole"], expected["own"])
         assert found["seen"] == expected["seen"][4:]
         assert after == {"verified": 7, "step": 7, "alike": True, "count": 10}
+
+
+def test_after_the_loss_of_all_slices_the_run_goes_on_from_the_bucket(
+    gcs: gcs_proxy.FaultProxy, tmp_path: Path
+) -> None:
+    environment, ramdisks = gcs.environment(), tmp_path / "ramdisks"
+    slices.killed("gs://bucket/slices", ramdisks, 2, at=6, env=environment)
+    shutil.rmtree(ramdisks)
+    found = slices.resumed("gs://bucket/slices", ramdisks, 2, env=environment)
+    assert [(report["start"], report["tier"]) for report in found] == [(4, "durable")] * 2
+    slices.assert_ends_alike(found, slices.straight(tmp_path, 2))

@@ -316,7 +316,8 @@ def import_(
         Path,
         typer.Argument(
             metavar="FROM",
-            help="A .safetensors file; a directory of them, or its index; or one of torch's DCP.",
+            help="A .safetensors file; a directory of them, or its index; a file of torch.save's; "
+            "or a directory of torch's DCP.",
         ),
     ],
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Of the new run.")],
@@ -325,7 +326,8 @@ def import_(
         typer.Option(metavar="ALIAS=NAME", help="A tied weight's other name; may be repeated."),
     ] = None,
     at: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="DCP: where the weights are, if not model.")
+        str | None,
+        typer.Option(metavar="PLACE", help="torch.save, DCP: where the weights are, if not model."),
     ] = None,
     json: Json = False,
 ) -> int:

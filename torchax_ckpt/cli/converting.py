@@ -11,7 +11,7 @@ from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing
-from torchax_ckpt.errors import DirectoryError, MismatchError
+from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.scratch import room_for
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
@@ -91,9 +91,8 @@ def import_(
     source: Path, directory: str, ties: Sequence[str], at: str | None, *, as_json: bool
 ) -> int:
     """``torchax-ckpt import``."""
-    from torchax_ckpt.formats.dcp_reading import is_dcp, open_dcp
     from torchax_ckpt.formats.importing import import_weights, parsed_ties
-    from torchax_ckpt.formats.safetensors_reading import open_safetensors
+    from torchax_ckpt.formats.opening import open_files
 
     try:
         tied = parsed_ties(ties)
@@ -102,11 +101,9 @@ def import_(
     _require_local(source)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
-    if at is not None and not is_dcp(source):
-        raise UsageError(f"import: --at: {source} was not written by torch's DCP")
     try:
-        opened = open_dcp(source, at) if is_dcp(source) else open_safetensors(source)
-    except MismatchError as error:
+        opened = open_files(source, at)
+    except (MismatchError, SelectionError) as error:
         raise UsageError(f"import: {error}") from error
     committed = import_weights(opened, directory, ties=tied)
     num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())

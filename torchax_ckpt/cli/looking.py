@@ -12,7 +12,7 @@ from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.steps import chosen, existing
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import inspection, rules
+from torchax_ckpt.storage import identity, inspection, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep
@@ -80,7 +80,7 @@ def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[st
                 reasons.append(f"{said}?")
     found[-1].append(rules.NEWEST)
     for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
-        if committed in run.verified:
+        if committed in run.verified and not identity.names(run.path, is_local=True):
             reasons.append(rules.VERIFIED)
             break
     return found
@@ -181,7 +181,7 @@ def _verify_one(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"step": committed.step}
     try:
-        stored = StoredStep(committed)
+        stored = StoredStep(committed, allow_part=True)  # whose bytes can be compared all the same
         with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes=on_bytes)
     except CheckpointError as error:

@@ -14,6 +14,7 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.converting import parsed_size
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing
+from torchax_ckpt.options import LocalTier
 from torchax_ckpt.telemetry.journal import read_events
 
 _SECS = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?) ?(ms|s|min|h|d|)")
@@ -81,14 +82,18 @@ def plan(asked: Asked, *, as_json: bool) -> int:
         mtbf_secs=mtbf_secs,
         restart_secs=run.cluster.restart_secs + tier.restore_secs,
     )
-    hosts = run.cluster.hosts_per_slice
     said = {
         "checkpoint_bytes": num_bytes,
         "hosts": run.cluster.num_hosts,
-        "hosts_per_slice": hosts,
-        "ramdisk_bytes_per_host": planning.ramdisk_bytes_per_host(num_bytes, hosts_per_slice=hosts),
-        # One slice writes for all.
-        "write_bytes_per_sec_and_host": num_bytes / hosts / tier.durable_secs,
+        "hosts_per_slice": run.cluster.hosts_per_slice,
+        # Those that stay, and the one being written.
+        "ramdisk_bytes_per_host": planning.ramdisk_bytes_per_host(
+            num_bytes,
+            hosts_per_slice=run.cluster.hosts_per_slice,
+            num_copies=LocalTier.keep + 1,
+        ),
+        # All slices share the writing.
+        "write_bytes_per_sec_and_host": num_bytes / run.cluster.num_hosts / tier.durable_secs,
         "mtbf_secs": mtbf_secs,
         "restart_secs": run.cluster.restart_secs,
         **dataclasses.asdict(tier),
@@ -173,7 +178,8 @@ def _measured(directory: str) -> dict[str, float]:
         ("durable", "durable_secs", "durable_secs"),
         ("restored", "secs", "restore_secs"),
     ):
-        if values := [e.values[key] for e in events if e.name == name and key in e.values]:
+        of_name = (e for e in events if e.name == name and e.values.get("tier") != "local")
+        if values := [e.values[key] for e in of_name if key in e.values]:
             found[known_as] = float(statistics.median(values))
     if "durable_secs" not in found:
         raise UsageError(f"plan: --measured: {directory}: no durable save is recorded there")
@@ -225,7 +231,10 @@ def _print(said: Mapping[str, Any]) -> None:
         [
             ("one checkpoint", output.size(said["checkpoint_bytes"]) + source("num_bytes")),
             ("hosts", f"{said['hosts']:,}, {said['hosts_per_slice']:,} in each slice"),
-            ("ramdisk of each host, two-tier", output.size(said["ramdisk_bytes_per_host"])),
+            (
+                f"ramdisk of each host, keep={LocalTier.keep}",
+                output.size(said["ramdisk_bytes_per_host"]),
+            ),
             ("each host writes", f"{output.size(said['write_bytes_per_sec_and_host'])}/s"),
             ("time between failures", secs(said["mtbf_secs"])),
             ("restart, then restore", f"{secs(said['restart_secs'])} + {secs(said['restore_secs'])}"

@@ -9,43 +9,26 @@ Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
-import struct
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    DirectoryError,
-    MismatchError,
-    UnsupportedLeafError,
-)
-from torchax_ckpt.formats.foreign import MAX_METADATA_BYTES, in_folder, require_regular
-from torchax_ckpt.formats.records import Name, Pairs, Persistent, Record, read_records
+from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
+from torchax_ckpt.formats.archives import described, open_archive
+from torchax_ckpt.formats.foreign import MAX_METADATA_BYTES, in_folder, reading_file
+from torchax_ckpt.formats.records import Pairs, Record, dtype_of, ints_of, read_records, text_of
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 
 METADATA = ".metadata"
 _MODEL = "model"
+_EXPECTED = "what torch.distributed.checkpoint writes"
 _MAX_DESCRIPTION_BYTES = 1 << 20
-_MAX_DIMS = 64  # numpy's
-_LOCAL_HEADER = struct.Struct("<26xHH")
-# What torch calls the storage of a dtype.
-_STORAGES = {
-    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
-    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,91 +39,18 @@ class _Chunk(FilePart):
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
         """The chunk, mapped, as its archive says that it lies."""
-        with _read(self.path), open(self.path, "rb") as file:
-            archive = zipfile.ZipFile(_Section(file, self.offset, self.length))
-            (described,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
-            folder = described.removesuffix("data.pkl")
-            record = read_records(_member(archive, described), str(self.path))
-            key, begin, strides = self._laid_out(record, dtype)
-            if _member(archive, f"{folder}byteorder") != b"little":
-                raise ValueError("expected little-endian tensors")
-            info = archive.getinfo(f"{folder}data/{key}")
-            reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
-            if (
-                info.compress_type != zipfile.ZIP_STORED
-                or min(begin, *strides, 0) < 0
-                or (begin + reach) * dtype.itemsize > info.file_size
-            ):
-                raise ValueError(f"{info.file_size} bytes that do not hold {list(self.shape)}")
-            file.seek(self.offset + info.header_offset)
-            header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        data = self.offset + info.header_offset + _LOCAL_HEADER.size + sum(header)
-        return FilePart(
-            self.path, data + begin * dtype.itemsize, self.start, self.shape, strides
-        ).mapped(dtype)
-
-    def _laid_out(self, record: Any, dtype: np.dtype[Any]) -> tuple[str, int, tuple[int, ...]]:
-        """Which of the archive's storages holds the chunk, where in it, and its strides."""
-        if not isinstance(record, Record) or not record.name.startswith("torch._utils._rebuild_te"):
-            raise ValueError("expected a tensor")
-        storage, begin, size, strides = record.args[:4]
-        if not isinstance(storage, Persistent):
-            raise ValueError("expected a tensor with a storage")
-        _, kind, key, *_ = storage.reference
-        if record.name.endswith("_v3"):
-            found = _dtype(record.args[6])
-        else:
-            found = _STORAGES.get(kind.name.rpartition(".")[2], kind.name)
-        if (found, _ints(size)) != (dtype.name, self.shape):
-            raise ValueError(
-                f"expected {dtype.name}{list(self.shape)}, found {found}{list(_ints(size))}"
-            )
-        if len(_ints(strides)) != len(self.shape) or type(begin) is not int:
-            raise ValueError("strides of another shape")
-        return _text(key), begin, _ints(strides)
-
-
-class _Section(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
-        self._position = max(0, offset + (0, self._position, self._length)[whence])
-        return self._position
-
-    def tell(self) -> int:
-        """As of any file."""
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """As of any file."""
-        if len(buffer) > _MAX_DESCRIPTION_BYTES:
-            raise ValueError(f"an archive that describes itself in {len(buffer)} bytes")
-        count = max(0, min(len(buffer), self._length - self._position))
-        self._file.seek(self._offset + self._position)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A small file of an archive."""
-    info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size > _MAX_DESCRIPTION_BYTES:
-        raise ValueError(f"{name}: {info.file_size} bytes, or compressed: larger than any")
-    return archive.read(info)
+        with (
+            reading_file(self.path, _EXPECTED),
+            open_archive(self.path, self.offset, self.length, _MAX_DESCRIPTION_BYTES) as archive,
+        ):
+            found = described(archive.root)
+            if (found.dtype, found.shape) != (dtype.name, self.shape):
+                raise ValueError(
+                    f"expected {dtype.name}{list(self.shape)}, "
+                    f"found {found.dtype}{list(found.shape)}"
+                )
+            part = archive.part(found, self.start)
+        return part.mapped(dtype)
 
 
 def is_dcp(path: Path) -> bool:
@@ -162,13 +72,13 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
       MismatchError: there are no tensors at this place.
       UnsupportedLeafError: a tensor has a dtype that cannot be stored, or is compressed.
     """
-    with _read(path / METADATA, MAX_METADATA_BYTES):
+    with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = read_records((path / METADATA).read_bytes(), str(path / METADATA))
         metadata = _state(root, "Metadata")
-        places = {_text(key): _place(keys) for key, keys in metadata.get("planner_data") or ()}
+        places = {text_of(key): _place(keys) for key, keys in metadata.get("planner_data") or ()}
         chunks = dict(_chunks(metadata["storage_data"], path))
         every = {
-            places.get(_text(key), (key,)): _tensor(
+            places.get(text_of(key), (key,)): _tensor(
                 key, _state(described, "TensorStorageMetadata"), chunks
             )
             for key, described in metadata["state_dict_metadata"]
@@ -191,61 +101,19 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 
-@contextlib.contextmanager
-def _read(path: Path, max_bytes: int | None = None) -> Iterator[None]:
-    """What no torch has written is damage; links, which might lead out, are not followed."""
-    try:
-        require_regular(path, max_bytes=max_bytes)
-        yield
-    except OSError as error:
-        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
-    except CheckpointError:
-        raise
-    except Exception as error:  # zipfile's own, and what comes of taking records for others
-        raise CorruptCheckpointError(
-            f"{path}: expected what torch.distributed.checkpoint writes: {error!s:.200}", path=path
-        ) from error
-
-
 def _state(record: Any, kind: str) -> dict[str, Any]:
     """The fields of a dataclass of DCP's."""
     if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
         raise ValueError(f"expected {kind}, found {type(record).__name__}")
     if not isinstance(record.state, Pairs):
         raise ValueError(f"expected fields of {kind}")
-    return {_text(field): value for field, value in record.state}
-
-
-def _text(value: Any) -> str:
-    # Whatever else a pickle holds may have parts in common, so many that to show, compare or hash
-    # it never ends.
-    if type(value) is not str:
-        raise ValueError(f"expected a text, found a {type(value).__name__}")
-    return value
+    return {text_of(field): value for field, value in record.state}
 
 
 def _place(keys: Any) -> tuple[str, ...]:
     if not isinstance(keys, tuple) or not keys:
         raise ValueError("expected the keys of a tensor")
-    return tuple(str(key) if type(key) is int else _text(key) for key in keys)
-
-
-def _ints(size: Any) -> tuple[int, ...]:
-    """``torch.Size`` or a tuple."""
-    values = size.args[0] if isinstance(size, Record) else size
-    if (
-        not isinstance(values, tuple)
-        or len(values) > _MAX_DIMS
-        or not all(type(n) is int and 0 <= n < 1 << 63 for n in values)
-    ):
-        raise ValueError("expected a size")
-    return values
-
-
-def _dtype(name: Any) -> str:
-    if not isinstance(name, Name):
-        raise ValueError("expected a dtype")
-    return name.name.removeprefix("torch.")
+    return tuple(str(key) if type(key) is int else text_of(key) for key in keys)
 
 
 def _chunks(
@@ -256,24 +124,24 @@ def _chunks(
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
         if key.get("offset") is None:
             continue  # no tensor, but some pickled object
-        fqn, offset, length = _text(key["fqn"]), where["offset"], where["length"]
+        fqn, offset, length = text_of(key["fqn"]), where["offset"], where["length"]
         file = in_folder(folder, where["relative_path"])
         if where.get("transform_descriptors"):
             raise UnsupportedLeafError(f"{folder}: {fqn}: is compressed or transformed")
         if not (type(offset) is type(length) is int and offset >= 0 < length):
             raise ValueError(f"{fqn}: expected a place in {file}")
-        yield (fqn, _ints(key["offset"])), (file, offset, length)
+        yield (fqn, ints_of(key["offset"])), (file, offset, length)
 
 
 def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> FileTensor:
-    shape = _ints(described["size"])
-    dtype = _dtype(described["properties"].state[0])
+    shape = ints_of(described["size"])
+    dtype = dtype_of(described["properties"].state[0])
     if dtype not in STORABLE_DTYPES:
         raise UnsupportedLeafError(f"{key}: dtype {dtype} cannot be stored")
     parts = []
     for chunk in described["chunks"]:
         fields = _state(chunk, "ChunkStorageMetadata")
-        start, lengths = _ints(fields["offsets"]), _ints(fields["sizes"])
+        start, lengths = ints_of(fields["offsets"]), ints_of(fields["sizes"])
         ends = (s + n for s, n in zip(start, lengths, strict=True))
         if any(end > n for end, n in zip(ends, shape, strict=True)):
             raise ValueError(f"{key}: a chunk beyond {list(shape)}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DirectoryError
 from torchax_ckpt.storage import digests
 
 MAX_METADATA_BYTES = digests.MAX_JSON_BYTES
@@ -44,3 +47,30 @@ def in_folder(folder: Path, name: Any) -> Path:
     if Path(name).name != name or name in ("", ".."):
         raise ValueError(f"{name!r:.80} is no name of a file")
     return folder / name
+
+
+@contextlib.contextmanager
+def reading_file(
+    path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
+) -> Iterator[None]:
+    """Reads a file that another program should have written; what none has written is damage.
+
+    Args:
+      path: of the file, for ``require_regular``, as are ``may_be_link`` and ``max_bytes``.
+      expected: what it should be, for messages.
+
+    Raises:
+      CorruptCheckpointError: it is something else.
+      DirectoryError: it cannot be read now.
+    """
+    try:
+        require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
+        yield
+    except OSError as error:
+        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile's own, and what comes of taking records for others
+        raise CorruptCheckpointError(
+            f"{path}: expected {expected}: {error!s:.200}", path=path
+        ) from error

@@ -31,7 +31,7 @@ class Record:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """What would be a dict; its keys need not be hashable."""
+    """What would be a dict, ordered or not; its keys need not be hashable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Persistent:
 
 
 _MARK = object()
+_MAX_DIMS = 64  # numpy's
+_DICTS = ("collections.OrderedDict",)
 _MAX_NAME_CHARS = 1000  # Python's own are far shorter; what is longer is no global
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(
@@ -76,6 +78,45 @@ def read_records(pickled: bytes, path: str) -> Any:
             f"{path}: expected metadata as torch writes it: {error!s:.200}", path=path
         ) from error
     raise CorruptCheckpointError(f"{path}: ends in the middle of its metadata", path=path)
+
+
+def text_of(value: Any) -> str:
+    """A text.
+
+    Raises:
+      ValueError: it is something else. Whatever else a pickle holds may have parts in common, so
+        many that to show, compare or hash it never ends.
+    """
+    if type(value) is not str:
+        raise ValueError(f"expected a text, found a {type(value).__name__}")
+    return value
+
+
+def ints_of(size: Any) -> tuple[int, ...]:
+    """``torch.Size``, or a tuple of as many numbers as arrays have dims.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    values = size.args[0] if isinstance(size, Record) else size
+    if (
+        not isinstance(values, tuple)
+        or len(values) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+    ):
+        raise ValueError("expected a size")
+    return values
+
+
+def dtype_of(name: Any) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(name, Name):
+        raise ValueError("expected a dtype")
+    return name.name.removeprefix("torch.")
 
 
 class _Machine:
@@ -130,13 +171,14 @@ class _Machine:
                 last = stack.pop()
                 stack.append(_name(stack.pop(), last))
             case "REDUCE" | "NEWOBJ":
-                args = stack.pop()
-                stack.append(Record(stack.pop().name, args))
+                args, made = stack.pop(), stack.pop().name
+                stack.append(Pairs() if made in _DICTS and args == () else Record(made, args))
             case "BUILD":
                 state = stack.pop()
-                if not isinstance(stack[-1], Record):
+                if isinstance(stack[-1], Record):
+                    stack[-1].state = state
+                elif not isinstance(stack[-1], Pairs):  # state_dict's _metadata, of no use here
                     raise ValueError("a state for what is no object")
-                stack[-1].state = state
             case "BINPERSID":
                 stack.append(Persistent(stack.pop()))
             case _:

@@ -42,9 +42,11 @@ class FilePart:
         if self.strides is None:
             return np.memmap(self.path, dtype, "r", self.offset, self.shape).view(np.ndarray)
         reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        flat = np.memmap(self.path, dtype, "r", self.offset, (reach,)).view(np.ndarray)
+        # As bytes, since numpy's as_strided does not know float8_e5m2.
+        octets = np.dtype((np.void, dtype.itemsize))
+        flat = np.memmap(self.path, octets, "r", self.offset, (reach,)).view(np.ndarray)
         steps = tuple(stride * dtype.itemsize for stride in self.strides)
-        return as_strided(flat, self.shape, steps, writeable=False)
+        return as_strided(flat, self.shape, steps, writeable=False).view(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

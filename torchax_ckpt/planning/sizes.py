@@ -126,15 +126,15 @@ def module_state_bytes(
 def ramdisk_bytes_per_host(
     total_bytes: int, *, hosts_per_slice: int, num_copies: int = 2, headroom: float = 0.15
 ) -> int:
-    """What the two-tier mode needs on the ramdisk of every host.
+    """What two tiers need on the ramdisk of every host.
 
-    Each slice holds the whole state, spread over its hosts, and twice, since the last checkpoint
-    stays until the next is complete.
+    Each slice holds the whole state, spread over its hosts, and several times, since the last
+    checkpoint stays until the next is complete. The default is the published formula.
 
     Args:
       total_bytes: of one checkpoint.
       hosts_per_slice: hosts that share it.
-      num_copies: checkpoints that exist at the same time.
+      num_copies: checkpoints that exist at the same time: with ``LocalTier(keep=2)``, 3.
       headroom: fraction on top, for metadata, and for hosts that hold more than their share.
 
     Raises:
@@ -142,7 +142,7 @@ def ramdisk_bytes_per_host(
     """
     checks.count("total_bytes", total_bytes, "give the bytes of one checkpoint, an int")
     checks.count("hosts_per_slice", hosts_per_slice, "each slice has at least one host")
-    checks.count("num_copies", num_copies, "one stays while the next is written: 2")
+    checks.count("num_copies", num_copies, "those that stay, and the one being written: 2")
     checks.at_least("headroom", headroom, 0, "0.15 means 15 % on top")
     exact = total_bytes * num_copies * (1 + headroom) / hosts_per_slice
     return math.ceil(round(exact, 3))  # 1.15 has no exact binary form: no byte for its error

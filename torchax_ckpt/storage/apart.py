@@ -24,6 +24,11 @@ class Apart(Processes):
         super().__init__("", 0, index=0, count=1)
         self._processes = processes
 
+    @property
+    def is_apart(self) -> bool:
+        """Unless there is only one."""
+        return self._processes.count > 1
+
     @contextlib.contextmanager
     def round(self, what: str) -> Iterator[None]:
         """As for those that do something together."""

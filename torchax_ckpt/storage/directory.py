@@ -375,14 +375,15 @@ class StepDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps that are not kept, but never the newest verified one.
+        """Deletes the steps that are not kept, but never the newest verified durable one.
 
         Returns:
           The numbers of the deleted steps.
         """
         doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
-        spared = self.verified.newest_of(doomed, steps)
-        doomed = [s for s in doomed if s is not spared]
+        if self._durable is None:  # a local tier has room for no more
+            spared = self.verified.newest_of(doomed, steps)
+            doomed = [s for s in doomed if s is not spared]
         for committed in doomed:
             self.delete(committed)
         return [s.step for s in doomed]

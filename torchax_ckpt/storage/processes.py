@@ -86,6 +86,11 @@ class Processes:
         """Whether this is process 0, which commits, moves and deletes for all."""
         return self.index == 0
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether there are several, and each has a place of its own."""
+        return False
+
     def agreed_time(self) -> int | None:
         """Nanoseconds since 1970 that all have agreed on; None where one commits for all."""
         return None

@@ -4,10 +4,12 @@ found otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.storage import modes
 
 if TYPE_CHECKING:
@@ -30,6 +32,15 @@ class Verified:
         """Takes it that the step was read whole and is sound, or that it is damaged."""
         self._noted[committed.key] = is_sound
         self._written.discard(committed.key)
+
+    @contextlib.contextmanager
+    def noting_damage(self, committed: CommittedStep) -> Iterator[None]:
+        """Notes it of the step if what is read of it in the block turns out to be damaged."""
+        try:
+            yield
+        except CorruptCheckpointError:
+            self.note(committed, is_sound=False)
+            raise
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
         """Has those of the steps that were noted say so to later programs."""

@@ -57,7 +57,7 @@ _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "keeps": _is_rules,
         "steps": _is_steps,
     },
-    "restored": {"secs": _is_number, "is_verified": _is_flag},
+    "restored": {"secs": _is_number, "is_verified": _is_flag, "tier": _is_text},
     "reached": {"num_skipped": _is_count},
     "saving": {"num_skipped": _is_count, "num_steps": _is_count, "interval_secs": _is_number},
     "durable": {"blocking_secs": _is_number, "durable_secs": _is_number, "num_bytes": _is_count},

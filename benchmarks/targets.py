@@ -1,0 +1,137 @@
+"""What this library set out to reach, and whether the figures do. All of medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+BARE = ("orbax_v0", "orbax_v1")
+OURS = "torchax_ckpt"
+
+# Fractions of the better bare Orbax.
+OF_BARE = {
+    "deep": {"blocking": 1 / 40, "durable": 1 / 15, "restore": 1 / 5},
+    "gpt2": {"blocking": 1 / 15, "durable": 1 / 2, "restore": 2 / 3},
+    "wide": {"blocking": 1 / 10, "durable": 2 / 3, "restore": 1.0},
+    "moe": {"blocking": 1 / 40, "durable": 1 / 15, "restore": 1 / 5},
+}
+# Durable time, at most so many times what the medium takes for as many bytes.
+OF_MEDIUM = {"gpt2": 1.5, "wide": 1.5}
+# Blocking by reference, with idle devices.
+REFERENCE_SECS, REFERENCE_SECS_PER_LEAF = 1e-3, 5e-6
+# What the first save blocks longer than those after it.
+FIRST_EXTRA_SECS = 1.0
+DIGESTS_OF_DURABLE, DIGESTS_OF_RESTORE = 0.05, 0.10
+# Steps between durable checkpoints, of the better bare Orbax.
+STEPS_OF_BARE = 1 / 2
+DECLINED_SECS = 20e-6
+# With a state of at least so many bytes on an accelerator: blocking, of the better bare Orbax, and
+# how much longer steps take.
+ACCELERATOR_BYTES, ACCELERATOR_BLOCKING, ACCELERATOR_OVERHEAD = 10e9, 1 / 50, 0.03
+
+
+def verdict(reached: str, target: str, is_met: bool) -> str:
+    return f"{reached} (target {target}: {'met' if is_met else 'missed'})"
+
+
+def at_most(reached: float, target: float, form: Any) -> str:
+    """The verdict on two numbers, which ``form`` writes."""
+    return verdict(form(reached), form(target), reached <= target)
+
+
+def of_bare(name: str, peers: dict[str, Any], what: str) -> str:
+    """Our median against the better bare Orbax's."""
+    ratio = _median(peers[OURS][what]) / min(_median(peers[peer][what]) for peer in BARE)
+    target = OF_BARE.get(name, {}).get(what)
+    return at_most(ratio, target, fraction) if target else fraction(ratio)
+
+
+def against_medium(figures: dict[str, Any]) -> float:
+    """The median of durable time over the medium's, of pairs taken one after the other."""
+    pairs = zip(figures["durable"], figures["write"], strict=True)
+    return _median([durable / write for durable, write in pairs])
+
+
+def of_medium(name: str, peers: dict[str, Any]) -> str:
+    ratio, target = against_medium(peers[OURS]), OF_MEDIUM.get(name)
+    return at_most(ratio, target, "{:.2f}".format) if target else f"{ratio:.2f}"
+
+
+def by_reference(state: dict[str, Any]) -> str:
+    target = REFERENCE_SECS + REFERENCE_SECS_PER_LEAF * state["peers"][OURS]["leaves"]
+    return at_most(_median(state["modes"]["reference, idle"]), target, seconds)
+
+
+def first_extra(peers: dict[str, Any]) -> str:
+    extra = peers[OURS]["first"] - _median(peers[OURS]["blocking"])
+    return at_most(extra, FIRST_EXTRA_SECS, seconds)
+
+
+def digests_cost(taken: dict[str, list[float]], with_: str, without: str) -> list[float]:
+    """By what fraction digests lengthen it, of pairs taken one after the other."""
+    return [a / b - 1 for a, b in zip(taken[with_], taken[without], strict=True)]
+
+
+def digests(taken: dict[str, list[float]]) -> tuple[str, str]:
+    """Of the durable time; of the first restore of a process."""
+    durable = _median(digests_cost(taken, "taken", "not taken"))
+    restore = _median(digests_cost(taken, "first, compared", "first, trusted"))
+    return at_most(durable, DIGESTS_OF_DURABLE, more), at_most(restore, DIGESTS_OF_RESTORE, more)
+
+
+def overhead(peers: dict[str, Any], peer: str) -> float:
+    """By what fraction a step takes longer, of means."""
+    return statistics.mean(peers[peer]["step"]) / statistics.mean(peers["none"]["step"]) - 1
+
+
+def loop(measured: dict[str, Any]) -> list[str]:
+    """Verdicts on a training loop, for each target that has figures."""
+    peers = measured["peers"]
+    bare = [peer for peer in BARE if peers.get(peer, {}).get("intervals")]
+    if not bare or not peers.get(OURS, {}).get("intervals"):
+        return []
+    steps = _median(peers[OURS]["intervals"])
+    best = min(_median(peers[peer]["intervals"]) for peer in bare)
+    slower = min(overhead(peers, peer) for peer in bare)
+    ours = overhead(peers, OURS)
+    of_theirs = verdict(more(ours), f"bare Orbax's {more(slower)}", ours <= slower)
+    verdicts = [
+        "steps between durable checkpoints, of bare Orbax's: "
+        f"{at_most(steps / best, STEPS_OF_BARE, fraction)}",
+        f"steps take longer by {of_theirs}",
+    ]
+    is_cpu = measured["taken"]["platform"] == "cpu"
+    if not is_cpu and peers[OURS]["bytes"] >= ACCELERATOR_BYTES:
+        ratio = _median(peers[OURS]["blocking"]) / min(_median(peers[p]["blocking"]) for p in bare)
+        verdicts += [
+            "on an accelerator, blocking, of bare Orbax's: "
+            f"{at_most(ratio, ACCELERATOR_BLOCKING, fraction)}",
+            f"on an accelerator, steps take longer by {at_most(ours, ACCELERATOR_OVERHEAD, more)}",
+        ]
+    return verdicts
+
+
+def declined(median_secs: float) -> str:
+    return at_most(median_secs, DECLINED_SECS, microseconds)
+
+
+def seconds(value: float) -> str:
+    sign, value = ("-" if value < 0 else ""), abs(value)
+    return f"{sign}{value * 1e3:.1f} ms" if value < 1 else f"{sign}{value:.2f} s"
+
+
+def microseconds(value: float) -> str:
+    return f"{value * 1e6:.1f} us"
+
+
+def fraction(ratio: float) -> str:
+    return f"1/{1 / ratio:.3g}"
+
+
+def more(value: float) -> str:
+    return f"{value:+.1%}"
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
