@@ -799,6 +799,23 @@ def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: 
     assert {(tmp_path / f"of-the-user-{name}").read_text() for name in names} == {"precious"}
 
 
+def test_a_link_named_like_a_leftover_is_removed_and_not_what_it_leads_to(
+    directory: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "of-the-user"
+    kept.mkdir()
+    (kept / "file").write_text("precious")
+    directory.mkdir(exist_ok=True)
+    links = [directory / "1.orbax-checkpoint-tmp", directory / "deleting-3"]
+    for link in links:
+        link.symlink_to(kept)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert ckpt.all_steps() == [1]
+    assert not any(link.is_symlink() for link in links)
+    assert (kept / "file").read_text() == "precious"
+
+
 def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     left = directory / f"{modes.PROBE}-0123{DRAFT_SUFFIX}"

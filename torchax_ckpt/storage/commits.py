@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -139,7 +140,7 @@ def remove_leftover(path: epath.Path) -> None:
         bucket.remove(path)
         return
     try:
-        path.rmtree()
+        path.unlink() if os.path.islink(path) else path.rmtree()
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
