@@ -6,6 +6,7 @@ answers a write once it is stored.
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from torchax_ckpt.storage import location
 
 # What file systems answer that cannot sync a folder; most of these need no such thing.
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+# A disk stores several small files as fast as one.
+_AT_A_TIME = 16
 
 
 def sync_tree(top: epath.Path) -> None:
@@ -29,8 +32,8 @@ def sync_tree(top: epath.Path) -> None:
     """
     if location.is_bucket(top):
         return
-    for path in _within(os.fspath(top)):
-        sync(path)
+    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+        list(pool.map(sync, _within(os.fspath(top))))
 
 
 def sync(path: Any) -> None:
@@ -52,7 +55,6 @@ def sync(path: Any) -> None:
 
 
 def _within(top: str) -> Iterator[str]:
-    """Files before their folders, folders before those above them."""
-    for folder, _, files in os.walk(top, topdown=False):
+    for folder, _, files in os.walk(top):
         yield from (os.path.join(folder, name) for name in files)
         yield folder
