@@ -199,6 +199,33 @@ def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
     assert TorchaxCheckpointer(directory).all_steps() == [10, 11]
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_incoming_step_abandons_its_branch_even_if_it_can_no_longer_say_so(
+    is_damaged: bool, directory: Path
+) -> None:
+    model, optimizer, held = trained(directory, 4)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.restore(2)
+        ckpt.save(3, force=True)
+    # As if it had been killed before it set the old branch aside.
+    for now, then in (("3", "incoming-3"), ("abandoned-3", "3"), ("abandoned-4", "4")):
+        (directory / now).rename(directory / then)
+    if is_damaged:
+        (directory / "incoming-3" / "summary" / "data.json").write_text("{}")
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert ckpt.all_steps() == [1, 2, 3]
+        if not is_damaged:
+            assert ckpt.attach(model, optimizer) == 3
+            return
+        with pytest.warns(UserWarning, match="skipping an unreadable"):
+            assert ckpt.attach(model, optimizer) == 2
+        assert_trees_identical(training_state(model, optimizer), held[2])
+        ckpt.save(3, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 2, 3]
+
+
 def test_without_attach_what_is_newer_than_the_first_save_is_abandoned(directory: Path) -> None:
     trained(directory, 4)
     state = {"w": np.zeros(2)}

@@ -32,8 +32,9 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
-from torchax_ckpt.storage import digests, inspection
+from torchax_ckpt.storage import digests, inspection, modes
 from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.record import DRAFT_SUFFIX
 
 DAMAGED = 2
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -670,6 +671,16 @@ def test_a_garbage_summary_breaks_no_listing(run: Path, raw: bytes) -> None:
         assert ckpt.metrics(DAMAGED) == {}
 
 
+@pytest.mark.parametrize("lost", ["manifest", "summary", "manifest/data.json", "both"])
+def test_a_step_that_has_lost_its_json_is_damaged_and_not_foreign(run: Path, lost: str) -> None:
+    for item in ("manifest", "summary") if lost == "both" else (lost,):
+        path = run / str(DAMAGED) / item
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    refused(run, "cannot read its (manifest|summary)")
+    with TorchaxCheckpointer(run) as ckpt, pytest.raises(CorruptCheckpointError):
+        ckpt.load(DAMAGED)
+
+
 @pytest.mark.parametrize("name", ["02", "-2", "2 ", "٣", "9" * 200, "incoming-٣", "1e3"])
 def test_a_name_that_no_step_has_is_no_step(run: Path, name: str) -> None:
     shutil.copytree(run / str(DAMAGED), run / name)
@@ -807,9 +818,47 @@ with TorchaxCheckpointer(target, preservation_policy=policies.PreserveAll()) as 
     ckpt.save(3, force=True)
 done.set()
 watcher.join()
-seen = {s for s in seen if not s.rpartition("/")[2].startswith(".torchax_ckpt")}
 assert not seen, seen
 """
+
+
+def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: Path) -> None:
+    names = (".torchax_ckpt_write_test", modes.PROBE)
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (tmp_path / f"of-the-user-{name}").write_text("precious")
+        (directory / name).symlink_to(tmp_path / f"of-the-user-{name}")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+    assert {(tmp_path / f"of-the-user-{name}").read_text() for name in names} == {"precious"}
+
+
+def test_a_link_named_like_a_leftover_is_removed_and_not_what_it_leads_to(
+    directory: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "of-the-user"
+    kept.mkdir()
+    (kept / "file").write_text("precious")
+    directory.mkdir(exist_ok=True)
+    links = [directory / "1.orbax-checkpoint-tmp", directory / "deleting-3"]
+    for link in links:
+        link.symlink_to(kept)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert ckpt.all_steps() == [1]
+    assert not any(link.is_symlink() for link in links)
+    assert (kept / "file").read_text() == "precious"
+
+
+def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    left = directory / f"{modes.PROBE}-0123{DRAFT_SUFFIX}"
+    left.touch()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
@@ -823,6 +872,6 @@ def test_nothing_that_is_created_can_be_written_by_everybody(
     for path in found:
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode == expected[path.is_dir()], f"{path}: {mode:o}"
-    assert not list(target.glob(".torchax*"))
+    assert not list(target.glob("*.draft"))
     with TorchaxCheckpointer(target) as ckpt:
         assert ckpt.attach(mlp()) == 3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -18,14 +20,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import entries, run_python
+from support import entries, mlp, run_python
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
 from torchax_ckpt.storage import arrays as storage
 from torchax_ckpt.storage import lease as lease_room
 from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.storage.lease import Holder, Lease
+from torchax_ckpt.storage.holder import Holder, process_of
+from torchax_ckpt.storage.lease import Lease
 from torchax_ckpt.storage.record import Conflict, record_at
 
 STATE = {"w": np.arange(3)}
@@ -118,7 +121,23 @@ def test_a_holder_that_lives_elsewhere_is_named_as_soon_as_it_gives_a_sign(
     assert written(tmp_path) == sign
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff", b'{"a": 1}'])
+def odd(**changes: Any) -> bytes:
+    """A lease that names a holder elsewhere, all but what was changed."""
+    return json.dumps(dataclasses.asdict(ELSEWHERE) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b'{"pid": 1}', b"\xff", b'{"a": 1}', b"[" * 60_000),
+        *(odd(since_secs=secs) for secs in (1e300, 10**400, -1, "x", None, True)),
+        odd(since_secs=[]),
+        *(odd(renewed_secs=secs) for secs in (float("nan"), float("inf"), 1e18, "x")),
+        *(odd(pid=pid) for pid in ("../..", 2**70, 1.5, None)),
+        *(odd(host=5), odd(token=None), odd(kernel=[1]), odd(started="x")),
+    ],
+    ids=lambda content: f"{content!r:.20}..{content[-60:]!r}",
+)
 def test_a_lease_that_cannot_be_read_blocks_for_60_s(
     content: bytes, tmp_path: Path, clock: Clock, leased: Lease
 ) -> None:
@@ -127,8 +146,35 @@ def test_a_lease_that_cannot_be_read_blocks_for_60_s(
     assert clock.waited_secs == 60
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "huge", "socket"])
+def test_what_is_no_file_of_a_lease_blocks_for_60_s_and_is_neither_waited_for_nor_followed(
+    kind: str, tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    lease, elsewhere = tmp_path / "lease", tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(lease)
+    elif kind == "link":
+        lease.symlink_to(elsewhere)
+    elif kind == "huge":
+        with open(lease, "wb") as file:
+            file.truncate(1 << 40)
+    else:
+        os.mknod(lease, stat.S_IFSOCK | 0o600)
+    leased.hold()
+    assert clock.waited_secs == 60
+    assert written(tmp_path).pid == os.getpid()
+    assert elsewhere.read_text() == "precious"
+
+
+def test_a_directory_for_a_lease_is_said(tmp_path: Path, leased: Lease) -> None:
+    (tmp_path / "lease").mkdir()
+    with pytest.raises(IsADirectoryError):
+        leased.hold()
+
+
 def holder_of(process: subprocess.Popen[Any]) -> Holder:
-    started = lease_room._process(process.pid)
+    started = process_of(process.pid)
     assert started is not None
     return dataclasses.replace(
         Holder.here(T0), pid=process.pid, started=started.started, host="here"
@@ -331,6 +377,65 @@ def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: 
     use_and_drop()
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.save(2, state=STATE, force=True)
+
+
+_ANOTHER_PROGRAM = """
+import sys
+import torchax
+from support import mlp
+from torchax_ckpt import TorchaxCheckpointer, policies
+torchax.enable_globally()
+keep = policies.PreserveAll()
+with TorchaxCheckpointer(sys.argv[1], preservation_policy=keep) as ckpt:
+    ckpt.attach(mlp())
+    if sys.argv[2]:
+        ckpt.restore(int(sys.argv[2]))
+    for step in map(int, sys.argv[3:]):
+        ckpt.save(step, force=True)
+"""
+
+
+def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
+    directory: Path,
+) -> None:
+    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2")
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as late:
+        assert late.attach(mlp()) == 2
+        run_python(_ANOTHER_PROGRAM, str(directory), "", "3", "4", "5")
+        held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+        for _ in range(2):
+            with pytest.raises(LeaseError, match=r"has saved steps 3, 4, 5 there.*Nothing was wr"):
+                late.save(3, force=True)
+        with pytest.raises(LeaseError, match="steps 3, 4, 5"):
+            late.delete(1)
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == held
+        # On purpose: what is newer than the step gone back to is set aside, whose ever it is.
+        late.restore(4)
+        late.save(6, force=True)
+    assert entries(directory) == {"1", "2", "3", "4", "6", "abandoned-5"}
+
+
+def test_a_branch_that_another_program_began_meanwhile_is_not_mixed_with_either(
+    directory: Path,
+) -> None:
+    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2", "9")
+    late = TorchaxCheckpointer(directory)
+    assert late.attach(mlp()) == 9
+    run_python(_ANOTHER_PROGRAM, str(directory), "2", "3")
+    with pytest.raises(LeaseError, match="has saved steps 3 there"):
+        late.delete(1)
+    late.close()
+
+
+def test_steps_that_were_removed_before_the_first_save_stop_nobody(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state=STATE, force=True)
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.load(2)
+        shutil.rmtree(directory / "3")
+        assert ckpt.save(4, state=STATE, force=True)
+    assert entries(directory) == {"1", "2", "4"}
 
 
 def test_readers_take_no_lease(directory: Path) -> None:
@@ -607,7 +712,8 @@ BUCKET = """
         from torchax_ckpt import TorchaxCheckpointer
         from torchax_ckpt.errors import LeaseError, SaveError
         from torchax_ckpt.storage import arrays as storage
-        from torchax_ckpt.storage.lease import Holder, Lease
+        from torchax_ckpt.storage.holder import Holder
+        from torchax_ckpt.storage.lease import Lease
         from torchax_ckpt.storage.record import Conflict, record_at
 
         def raises(kind, call):

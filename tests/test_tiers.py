@@ -692,3 +692,21 @@ def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(
         pytest.raises(DirectoryError, match=re.escape(f"cannot create and write {ramdisk}/below")),
     ):
         ckpt.save(1, state=state(1))
+
+
+def test_a_late_first_save_mixes_in_neither_tier(directory: Path, ramdisk: Path) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 1)
+        ckpt.wait_until_finished()
+    late = two_tiers(directory, ramdisk)
+    assert late.attach() == 1
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 2, 3, 4)
+    found = entries(directory), entries(ramdisk)
+    for _ in range(2):
+        with pytest.raises(LeaseError, match="has saved steps"):
+            late.save(2, state=state(2), force=True)
+    late.close()
+    assert (entries(directory), entries(ramdisk)) == found
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.attach() == 4

@@ -465,7 +465,8 @@ class TorchaxCheckpointer:
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
           MetricsError: metrics that cannot be stored, or ranked under a best-N rule.
           DirectoryError: the first save finds that the directory cannot be written.
-          LeaseError: another program writes to the directory, or has taken over from this one.
+          LeaseError: another program writes to the directory, or has taken over from this one; or
+            the first save finds that another has saved this step, or newer ones, since ``attach``.
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
@@ -502,7 +503,7 @@ class TorchaxCheckpointer:
         metrics_room.require_ranking(pending, ranked, step)
         began = time.perf_counter()
         pending = metrics_room.hold(pending)
-        self._tiers.prepare(due)
+        self._tiers.prepare(step, due)
         if raises:
             self.check_for_errors()
         fetch_metrics = functools.partial(metrics_room.fetch_ranked, pending, ranked, step)

@@ -98,7 +98,7 @@ class ForeignCheckpointError(CheckpointError, ValueError):
 
 
 class LeaseError(CheckpointError, RuntimeError):
-    """Another program writes to the directory, or has taken over from this one."""
+    """Another program writes to the directory, has taken over from this one, or was there since."""
 
 
 class MetricsError(CheckpointError, ValueError):

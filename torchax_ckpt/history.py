@@ -65,6 +65,21 @@ class History:
             found = self._processes.first(lambda: commits.described(find()))
         return commits.named(found, self.path)
 
+    def unknown(self, step: int | None = None) -> list[CommittedStep]:
+        """Steps that others have saved since the directory was listed; for process 0.
+
+        Args:
+          step: only this one and newer ones; default: newer than what this run goes on from.
+        """
+        if not self._is_open:
+            return []
+        known = {s.key for s in (*self.committed, *self.abandoned)}
+        own = {s.key for s in self.committed}
+        found = self._directory.steps()
+        first = max((s.step + 1 for s in found if s.key in own), default=0)
+        first = first if step is None else step
+        return [s for s in found if s.key not in known and s.step >= first]
+
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
         self._is_open = False

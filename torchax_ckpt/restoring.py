@@ -22,6 +22,7 @@ from torchax_ckpt.device_memory import free_device_bytes
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    DirectoryError,
     ForeignCheckpointError,
     StepNotFoundError,
     UnusableStateError,
@@ -121,9 +122,11 @@ def reading(
         with looked, processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
-        if processes.is_apart or not is_damage(error):
+        is_readable = not is_damage(error) and not isinstance(error, DirectoryError)
+        if processes.is_apart or is_readable:
             raise
-        directory.verified.note(committed, is_sound=False)
+        if is_damage(error):
+            directory.verified.note(committed, is_sound=False)
         others = [s for s in directory.steps() if s.step != committed.step]
         named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])
         error.message += f" Other steps there: {', '.join(named) or 'none'}."

@@ -95,16 +95,39 @@ class Saver:
         """Whether the directory was taken, and is not known to be lost."""
         return self._was_claimed
 
-    def claim(self) -> None:
-        """Makes sure, before the first save, that the directory can be written, and takes it."""
+    def claim(self, step: int | None = None) -> None:
+        """Makes sure, before the first save, that the directory can be written, and takes it.
+
+        Args:
+          step: which is to be saved, if one is.
+
+        Raises:
+          LeaseError: another program writes to it, or has saved this step or newer ones since this
+            run looked.
+        """
         # Once only: after a failure the save's own thread does it, as the medium may keep it long.
         if not self._was_claimed:
             with self._calls.round("taking the directory"):
-                self._calls.first(self._directory.claim)
+                self._calls.first(functools.partial(self._take, step))
             self._was_claimed = True
             self._history.open()
             there = (*self._history.committed, *self._history.abandoned)
             self._telemetry.open([s.step for s in there])
+
+    def _take(self, step: int | None) -> None:
+        """Takes the lease, unless what this run would save would mix with another program's."""
+        self._directory.claim()
+        if unknown := self._history.unknown(step):
+            self._directory.release()
+            path = self._directory.path
+            raise LeaseError(
+                f"{path}: since this program looked, another one has saved steps "
+                f"{', '.join(str(s.step) for s in unknown)} there, which do not belong to the run "
+                "that this one goes on with. Nothing was written. Start this program again, or "
+                "restore() one of the steps there: what is newer is then set aside. Or give it a "
+                "directory of its own.",
+                path=path,
+            )
 
     def delete(self, step: int) -> None:
         """Deletes a step. Without a save in flight."""

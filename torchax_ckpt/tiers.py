@@ -270,16 +270,16 @@ class Tiers:
             if not tier.history.has(step) and tier.decisions.should_save(step)
         ]
 
-    def claim(self) -> None:
+    def claim(self, step: int | None = None) -> None:
         """Makes sure, before the first save, that all can be written, and takes them."""
         for tier in self._tiers:
-            tier.saver.claim()
+            tier.saver.claim(step)
 
-    def prepare(self, tiers: Sequence[Tier]) -> None:
-        """Makes sure that some of the tiers can take a capture, and have none in flight."""
+    def prepare(self, step: int, tiers: Sequence[Tier]) -> None:
+        """Makes sure that some of the tiers can take a step, and have none in flight."""
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = identity.new(), False
-        self.claim()
+        self.claim(step)
         if not self._is_named:
             self._name_run()
         for tier in tiers:

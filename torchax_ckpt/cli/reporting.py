@@ -14,8 +14,9 @@ from torchax_ckpt.cli.looking import steps_of
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.page import MARK, Contents, page
 from torchax_ckpt.cli.steps import existing
-from torchax_ckpt.storage import inspection, lease
+from torchax_ckpt.storage import lease
 from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.holder import Holder
 from torchax_ckpt.storage.record import record_at
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles
@@ -74,15 +75,13 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 def _is_held(run: StepDirectory) -> bool:
     """Whether a program that lives holds the lease, as far as can be told from here."""
-    if not inspection.is_plain_file(run.path / lease.NAME):
-        return False
-    with contextlib.suppress(OSError, RecursionError):
+    with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)
         try:
             seen = record.read()
         finally:
             record.close()
-        holder = lease.Holder.of(seen.content) if seen is not None else None
+        holder = Holder.of(seen.content) if seen is not None else None
         if holder is not None:
             is_alive = holder.is_alive()
             is_fresh = time.time() - holder.renewed_secs < lease.LEASE_SECS

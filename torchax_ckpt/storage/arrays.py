@@ -35,6 +35,7 @@ from torchax_ckpt.storage import (
     medium,
     modes,
     rendezvous,
+    syncing,
 )
 from torchax_ckpt.storage.commits import MANIFEST, SUMMARY
 from torchax_ckpt.storage.directory import CommittedStep
@@ -121,6 +122,8 @@ def write_step(
                         response.result()
                     raise
                 response.result()
+        if processes.is_first:
+            syncing.sync_tree(path)
     finally:
         del _FencedPath.fences[str(path)]
 
@@ -155,8 +158,9 @@ def read_manifest(committed: CommittedStep) -> Any:
       CorruptCheckpointError: one of them cannot be read, or is not what was written.
     """
     with as_corrupt(committed, "manifest"):
-        is_foreign = not (committed.path / MANIFEST).exists()
-    if is_foreign:
+        is_there = (committed.path / MANIFEST).exists()
+        is_ours = is_there or {MANIFEST, SUMMARY} <= commits.item_names(committed.path)
+    if not is_ours:
         raise ForeignCheckpointError(
             f"step {committed.step} in {committed.path} has no manifest: it was not written by "
             "torchax_ckpt, so its arrays cannot be matched with torch's names. Read it with "

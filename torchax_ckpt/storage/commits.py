@@ -12,13 +12,14 @@ import dataclasses
 import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.storage import bucket, digests, inspection, location, verified
+from torchax_ckpt.storage import bucket, digests, inspection, location, syncing, verified
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,12 @@ class CommitTimes:
         return None
 
 
+def item_names(path: epath.Path) -> set[str]:
+    """What a committed step was made of, as its commit record says; some may be lost since."""
+    items = json.loads((path / _RECORD).read_text()).get("item_handlers")
+    return set(items) if isinstance(items, dict) else set()
+
+
 def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
     """Says of a step that is not visible yet when it was committed, which Orbax has said before."""
     record = json.loads((path / _RECORD).read_text())
@@ -140,6 +147,8 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
     (path / _RECORD).write_text(json.dumps(record))
     said, _, _ = (path / MARK).read_text().partition("\n")
     (path / MARK).write_text(sealing(path, said))
+    for name in (_RECORD, MARK):
+        syncing.sync(path / name)
 
 
 def sealing(path: epath.Path, said: str) -> str:
@@ -185,7 +194,7 @@ def remove_leftover(path: epath.Path) -> None:
         bucket.remove(path)
         return
     try:
-        path.rmtree()
+        path.unlink() if os.path.islink(path) else path.rmtree()
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise

@@ -45,7 +45,7 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
-from torchax_ckpt.storage import bucket, commits, identity, location, medium, modes
+from torchax_ckpt.storage import bucket, commits, identity, location, medium, modes, syncing
 from torchax_ckpt.storage import lease as lease_room
 from torchax_ckpt.storage.commits import CommittedStep
 from torchax_ckpt.storage.policies import CheckpointInfo
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
-    rf"|({lease_room.NAME}|{identity.NAME})-.*{re.escape(DRAFT_SUFFIX)}"
+    rf"|({lease_room.NAME}|{identity.NAME}|{modes.PROBE})-.*{re.escape(DRAFT_SUFFIX)}"
 )
 # What is no step, nor one set aside, as long as it has no commit mark.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
@@ -159,7 +159,7 @@ class StepDirectory:
         except (FileNotFoundError, NotADirectoryError):  # a bucket knows only what is in them
             return []
 
-    def _abandoned(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+    def _abandoned(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
         """What the steps found here, and those of the run's other directory, have abandoned."""
         keys = self.told_abandoned | self._abandoned_by(found)
         return keys | (self._other.abandons() if self._other is not None else set())
@@ -168,7 +168,7 @@ class StepDirectory:
         """Keys of the steps that those found here have abandoned, in either directory."""
         return self._abandoned_by(self._found())
 
-    def _abandoned_by(self, found: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+    def _abandoned_by(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
         with self._translated("read"):
             return self._summaries.abandoned_by(found)
 
@@ -185,9 +185,7 @@ class StepDirectory:
         with self._translated("create and write"):
             modes.make_folder(self.path)
             self.fence()
-            probe = self.path / ".torchax_ckpt_write_test"
-            probe.write_text("")
-            probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
+            modes.prove_writable(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
         """The name that the run of a durable directory has, if it has one; for the one writer."""
@@ -296,6 +294,7 @@ class StepDirectory:
                 path = self.path / f"incoming-{step}"
             self.fence()
             written.rename(path)
+            syncing.sync(self.path)
         commit_time = self._commit_times.read(path)
         if commit_time is None:
             raise DirectoryError(

@@ -21,20 +21,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import os
-import pathlib
-import socket
 import sys
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torchax_ckpt.errors import LeaseError
+from torchax_ckpt.storage.holder import Holder, this_kernel
 from torchax_ckpt.storage.record import Conflict, Record, Seen, record_at
 
 logger = logging.getLogger(__name__)
@@ -43,108 +40,6 @@ NAME = "lease"
 LEASE_SECS = 60.0
 RENEW_SECS = 20.0
 _POLL_SECS = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    """Who holds a lease.
-
-    Attributes:
-      token: tells one hold from another by the same process.
-      host, pid: for people.
-      kernel: which kernel and set of process numbers ``pid`` belongs to; None if unknown.
-      started: when the process started, in the kernel's ticks: a number may be used again.
-      since_secs: when the lease was taken, in seconds since the epoch.
-      renewed_secs: the last sign of life.
-    """
-
-    token: str
-    host: str
-    pid: int
-    kernel: str | None
-    started: int | None
-    since_secs: float
-    renewed_secs: float
-
-    @classmethod
-    def here(cls, now: float) -> Holder:
-        """This process."""
-        process = _process(os.getpid())
-        started = process.started if process else None
-        return cls(
-            uuid.uuid4().hex, socket.gethostname(), os.getpid(), _kernel(), started, now, now
-        )
-
-    @classmethod
-    def of(cls, content: bytes) -> Holder | None:
-        """Whom a lease names; None if it cannot be read."""
-        try:
-            found = cls(**json.loads(content))
-            return found if found.renewed_secs >= 0 and found.pid >= 0 else None
-        except (ValueError, TypeError):
-            return None
-
-    def to_bytes(self) -> bytes:
-        """The content of the lease file."""
-        return json.dumps(dataclasses.asdict(self), indent=1).encode()
-
-    def is_alive(self) -> bool | None:
-        """Whether the process runs; None if that cannot be told from here, or not yet."""
-        if self.kernel is None or self.kernel != _kernel():
-            return None
-        process = _process(self.pid)
-        if process is None:
-            return _is_hidden(self.pid)
-        if process.started != self.started:
-            return False
-        if process.has_ended:
-            # A killed process may still be inside a system call of another of its threads.
-            return None if process.num_threads > 1 else False
-        return True
-
-    def describe(self, now: float) -> str:
-        """For messages."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_secs))
-        return (
-            f"host {self.host}, pid {self.pid}, since {since}, last sign of life "
-            f"{max(0.0, now - self.renewed_secs):.0f} s ago"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Process:
-    has_ended: bool
-    num_threads: int
-    started: int
-
-
-def _process(pid: int) -> _Process | None:
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        # The second field is the program's name, in parentheses, and may hold anything.
-        fields = stat.rpartition(")")[2].split()
-        return _Process(fields[0] in "ZX", int(fields[17]), int(fields[19]))
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether a process that /proc does not show runs: another user's may be hidden."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _kernel() -> str | None:
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
 
 
 class Lease:
@@ -262,7 +157,7 @@ class Lease:
 
     def _refused(self, other: Holder | None, now: float) -> LeaseError:
         who = other.describe(now) if other else "unknown"
-        if other is not None and other.kernel == _kernel() and other.pid == os.getpid():
+        if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
             who = f"another checkpointer of this very process ({who})"
             what_to_do = "Close that one first"
         else:

@@ -12,11 +12,14 @@ import contextlib
 import os
 import pathlib
 import stat
+import uuid
 from collections.abc import Iterator
 
 from etils import epath
 
-from torchax_ckpt.storage import location
+from torchax_ckpt.storage import location, syncing
+
+PROBE = "probe"
 
 
 def make_folder(path: epath.Path) -> None:
@@ -27,10 +30,16 @@ def make_folder(path: epath.Path) -> None:
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o775, exist_ok=True)
+            with contextlib.suppress(PermissionError):  # one may add to it, but not list it
+                syncing.sync(folder.parent)
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
-    """Creates a file, closed to everybody's writing from its first moment."""
+    """Creates a file, closed to everybody's writing from its first moment.
+
+    Raises:
+      FileExistsError: there is one, or a link, which is not followed.
+    """
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
         file.write(content)
 
@@ -40,7 +49,25 @@ def make_file(path: epath.Path) -> None:
     if location.is_bucket(path):
         path.write_text("")
         return
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o664))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(path, flags, 0o664))
+
+
+def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
+    """Creates a file in a folder and removes it; the suffix marks what a killed process leaves.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if location.is_bucket(folder):
+        probe = folder / ".torchax_ckpt_write_test"
+        probe.write_text("")
+        probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
+        return
+    # Of a name that nobody can have put a link under.
+    path = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}{draft_suffix}")
+    write_file(path, b"")
+    path.unlink()
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ only what its devices hold, in regions of whole blocks; no more than a bound is 
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import tensorstore as ts
 from torchax_ckpt import progress
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import digests, locating, location, replicas
+from torchax_ckpt.storage import digests, locating, location, medium, replicas
 from torchax_ckpt.storage.arrays import as_corrupt
 from torchax_ckpt.storage.directory import CommittedStep
 from torchax_ckpt.storage.inspection import STATE, stored_key
@@ -209,7 +210,7 @@ class _Arrival:
     ) -> None:
         self._committed, self._target, self._piece = committed, target, piece
         self.nbytes = piece.nbytes
-        self._chunk = _chunk(store)
+        self._store, self._chunk = store, _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
         self._wrong: Sequence[tuple[int, ...]] = ()
@@ -234,8 +235,11 @@ class _Arrival:
 
     def fetch(self) -> np.ndarray:
         """Waits for the piece; raises if it is not what was stored."""
-        with as_corrupt(self._committed, self._target.name):
-            self._future.result()
+        try:
+            with as_corrupt(self._committed, self._target.name):
+                self._future.result()
+        except CorruptCheckpointError as error:
+            raise self._undecodable(error) from error.__cause__
         self._is_compared.wait()
         if self._failure is not None:
             raise self._failure
@@ -244,23 +248,59 @@ class _Arrival:
         return self._host
 
     def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
-        members, committed = self._target.wanted.members, self._committed
-        leaves = sorted({members[cell[0]] for cell in wrong} if members else {self._target.name})
-        named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
         known = self._target.wanted.digests
         assert known is not None
         chunk = [i * b // c for i, b, c in zip(wrong[0], known.block, self._chunk, strict=True)]
-        place = locating.place_of_chunk(
-            committed.path / STATE, stored_key(self._target.name), chunk
-        )
-        return _corrupt(
-            committed,
-            leaves[0],
+        place = self._place(chunk)
+        return self._about(
+            {cell[0] for cell in wrong if cell},
             f"the stored bytes are not those that were saved ({len(wrong)} of the blocks read "
             f"differ from their digests{f'; the first lies in {place}' if place else ''}). The "
             "storage has damaged them; restore another step, or a copy of this one.",
-            named,
         )
+
+    def _undecodable(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
+        """The error, with the leaves and the file of the first chunk that cannot be read."""
+        start, shape = self._piece.start, self._piece.shape
+        rows, place = range(start[0], start[0] + shape[0]) if shape else range(0), None
+        if (chunk := self._first_unreadable()) is not None:
+            place = self._place(chunk)
+            if chunk:
+                first = chunk[0] * self._chunk[0]
+                rows = range(max(rows.start, first), min(rows.stop, first + self._chunk[0]))
+        return self._about(
+            rows,
+            f"cannot be read: {medium.said(error)}"
+            + (f". The first part that cannot lies in {place}" if place else ""),
+        )
+
+    def _first_unreadable(self) -> tuple[int, ...] | None:
+        """Place of the first such chunk of the piece; None if by now all can be read."""
+        grid = [
+            range(start // size, -(-(start + length) // size))
+            for start, length, size in zip(
+                self._piece.start, self._piece.shape, self._chunk, strict=True
+            )
+        ]
+        for chunk in itertools.product(*grid):
+            corner = tuple(i * size for i, size in zip(chunk, self._chunk, strict=True))
+            try:
+                self._store[corner].read().result()
+            except Exception:
+                return chunk
+        return None
+
+    def _place(self, chunk: Sequence[int]) -> str | None:
+        """Where in the step's files a chunk lies."""
+        folder = self._committed.path / STATE
+        return locating.place_of_chunk(folder, stored_key(self._target.name), chunk)
+
+    def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
+        """An error about the members of a stack in these rows, or about the array."""
+        members, name = self._target.wanted.members, self._target.name
+        leaves = sorted({members[row] for row in rows}) if members else [name]
+        named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
+        return _corrupt(self._committed, leaves[0], problem, named)
 
 
 class _Window:

@@ -16,6 +16,7 @@ import dataclasses
 import fcntl
 import os
 import pathlib
+import stat
 import urllib.parse
 import uuid
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ import fsspec
 from torchax_ckpt.storage import location, modes
 
 DRAFT_SUFFIX = ".draft"
+# More than any record has; of a longer one no more is read.
+_MAX_BYTES = 1 << 16
 
 
 class Conflict(Exception):  # noqa: N818 - not an error: the other side of every exchange
@@ -44,7 +47,7 @@ class Record(Protocol):
     """A record at one place."""
 
     def read(self) -> Seen | None:
-        """What is there now; None for nothing."""
+        """What is there now, which may be anything; None for nothing."""
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
         """Replaces what was seen.
@@ -78,7 +81,11 @@ class _LocalRecord:
 
     def read(self) -> Seen | None:
         try:
-            content = self._path.read_bytes()
+            kind = stat.S_IFMT(os.lstat(self._path).st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                return Seen(b"", kind)  # a pipe would be waited for, a link lead elsewhere
+            with open(self._path, "rb") as file:
+                content = file.read(_MAX_BYTES)
         except FileNotFoundError:
             return None
         return Seen(content, content)

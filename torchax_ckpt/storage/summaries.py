@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.storage import commits, digests, inspection, medium
@@ -11,6 +12,8 @@ from torchax_ckpt.storage.commits import CommittedStep
 
 # How many commits may bear later times than the latest of all.
 _LATEST = 32
+# The summary of a step that has none, or a damaged one.
+_LOST: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Summaries:
@@ -28,16 +31,26 @@ class Summaries:
         metrics = self._of(committed).get("metrics")
         return dict(metrics) if isinstance(metrics, dict) else {}
 
-    def abandoned_by(self, steps: Iterable[CommittedStep]) -> set[tuple[int, int]]:
+    def abandoned_by(self, steps: Sequence[CommittedStep]) -> set[tuple[int, int]]:
         """The steps and commit times that these steps have abandoned."""
         # Only the latest commit can name steps that are still in place: whoever writes next first
         # finishes setting them aside. Clocks of several hosts do not quite say which it is.
         latest = sorted(steps, key=lambda s: s.commit_timestamp_nsecs)[-_LATEST:]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            listed = [summary.get("abandons") for summary in pool.map(self._of, latest)]
-        return {
+            summaries = list(pool.map(self._of, latest))
+        # An incoming step has abandoned something, whether or not it can still say what.
+        lost = [s for s, said in zip(latest, summaries, strict=True) if said is _LOST]
+        guessed = {
+            s.key
+            for incoming in lost
+            if incoming.is_incoming
+            for s in steps
+            if s.step >= incoming.step
+            and s.commit_timestamp_nsecs < incoming.commit_timestamp_nsecs
+        }
+        return guessed | {
             (entry[0], entry[1])
-            for entries in listed
+            for entries in (summary.get("abandons") for summary in summaries)
             for entry in (entries if isinstance(entries, list) else [])
             if isinstance(entry, list) and [type(part) for part in entry] == [int, int]
         }
@@ -54,5 +67,5 @@ class Summaries:
                 if not committed.path.exists():
                     return {}  # moved meanwhile, by whoever writes here
                 loaded = None  # not written by this package, or damaged: restoring will tell
-            self._known[key] = loaded if isinstance(loaded, dict) else {}
+            self._known[key] = loaded if isinstance(loaded, dict) else _LOST
         return self._known[key]
