@@ -117,11 +117,13 @@ def held(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, l
       ValueError: a part does not lie on this host's devices as one of now would.
     """
     found, nodes = needed(reads), _nodes(document)
-    for name, part in found.items():
+    for name in reads:
         starts = nodes.get(name, {}).get("starts")
         if starts is None:
             continue
-        if _blocks(starts) != _blocks(part):
+        if name not in found:
+            raise ValueError(f"{name} is a part, and it is wanted whole")
+        if _blocks(starts) != _blocks(found[name]):
             raise ValueError(f"{name} is cut otherwise than on this host now")
         found[name] = starts
     return found
