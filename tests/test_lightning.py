@@ -636,7 +636,7 @@ class Bare:
         self.loop = BareLoop(
             optimizers=[self.optimizer],
             lr_schedulers=[self.scheduler],
-            train_dataloader=self.loader,
+            train_dataloader={"train": self.loader},
         )
         self.seen: list[Any] = []
 
@@ -687,6 +687,19 @@ def test_an_exception_in_a_bare_loop_saves_the_step_that_is_still_there(
     resumed = Bare(directory / "failing", [])  # the lease is free
     assert_trees_identical(resumed.train(), expected)
     assert resumed.seen == uninterrupted.seen[saved[-1] :]
+
+
+def test_a_loop_that_catches_nothing_ends_at_a_sigterm_with_a_code_to_restart_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Bare(directory, [])
+    bare.checkpoint.on_fit_start(bare.loop, bare.model)
+    bare.loop.global_step = 1
+    monkeypatch.setattr(TorchaxCheckpointer, "reached_preemption", lambda self: True)
+    with pytest.raises(SystemExit) as ended:
+        bare.checkpoint.on_train_batch_end(bare.loop, bare.model)
+    assert ended.value.code == 128 + signal.SIGTERM
+    bare.checkpoint.teardown(bare.loop, bare.model, "fit")
 
 
 def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:

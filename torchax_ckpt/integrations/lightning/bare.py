@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class BareLoop:
     Attributes:
       optimizers: one or several, in an order that stays.
       lr_schedulers: the same.
-      train_dataloader: a ``StatefulDataLoader``, or None where position in the data is not saved.
+      train_dataloader: a ``StatefulDataLoader``, or a dict of them, as ``on_fit_start`` finds it;
+        None where position in the data is not saved.
       global_step: completed optimizer steps. Set by ``on_fit_start``, then counted by the loop.
       callback_metrics: saved with the step, and ranked by ``monitor``.
     """
@@ -36,16 +38,20 @@ class BarePosition:
 
     Attributes:
       step: ``loop.global_step`` of what is held.
-      dataloader: the loop's, as it is saved: within ``as_held`` where it was.
+      dataloader: the loop's, or a dict of them, as it is saved: within ``as_held`` where it was.
     """
 
     def __init__(self, loop: BareLoop, module: torch.nn.Module) -> None:
         self._loop, self._module = loop, module
         self._held: Held | None = None
+        self._of_loaders: list[Any] = []
         self.step = 0
+        self._wrapped: list[_Loader] = []
         loader = loop.train_dataloader
-        # One that cannot say where it is goes to ``attach`` itself, which says what to take.
-        self.dataloader = _Loader(loader) if hasattr(loader, "state_dict") else loader
+        if isinstance(loader, Mapping):
+            self.dataloader: Any = {name: self._wrap(value) for name, value in loader.items()}
+        else:
+            self.dataloader = self._wrap(loader)
 
     @property
     def is_current(self) -> bool:
@@ -57,16 +63,23 @@ class BarePosition:
         loop = self._loop
         self.step = loop.global_step
         self._held = Held(self._module, loop.optimizers, loop.lr_schedulers)
-        self._of_loader = None if loop.train_dataloader is None else self.dataloader.state_dict()
+        self._of_loaders = [copy.deepcopy(loader.state_dict()) for loader in self._wrapped]
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
         """Puts back for a while what has moved on since."""
         assert self._held is not None
         with self._held.put_back():
-            if self.dataloader is not None:
-                self.dataloader.held = self._of_loader
+            for loader, state in zip(self._wrapped, self._of_loaders, strict=True):
+                loader.held = state
             yield
+
+    def _wrap(self, loader: Any) -> Any:
+        """One that cannot say where it is goes to ``attach`` itself, which says what to take."""
+        if not all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict")):
+            return loader
+        self._wrapped.append(_Loader(loader))
+        return self._wrapped[-1]
 
 
 class _Loader:

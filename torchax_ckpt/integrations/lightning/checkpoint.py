@@ -27,6 +27,8 @@ from torchax_ckpt.integrations.lightning.position import Moment, Position
 
 logger = logging.getLogger(__name__)
 
+_TOLD_TO_END = 128 + signal.SIGTERM  # an exit code that schedulers restart on
+
 
 class TorchaxCheckpoint(Checkpoint):
     """Saves what a Trainer trains, continuously, and resumes it to the bit::
@@ -81,6 +83,8 @@ class TorchaxCheckpoint(Checkpoint):
             best = policies.BestN(metric=monitor, mode=mode, n=num_best)
             others = preservation_policy or policies.LatestN(3)
             preservation_policy = policies.AnyPreservationPolicy([others, best])
+        # What ranks nothing would end the training, so it is looked at in time.
+        self._raises = options is not None and options.on_save_error == "raise"
         self._make = lambda: TorchaxCheckpointer(
             directory,
             save_decision_policy=save_decision_policy,
@@ -150,14 +154,17 @@ class TorchaxCheckpoint(Checkpoint):
 
         Raises:
           SIGTERMException: the loop was told to end, and the step is saved. It ends the process
-            with exit code 143 if nobody catches it, once ``on_exception`` was called with it.
+            with exit code 143 if nobody catches it.
         """
         if isinstance(trainer, BareLoop):
             assert isinstance(self._position, BarePosition), "on_fit_start was not called"
             self._position.hold()
-            self._open.save(trainer.global_step, metrics=self._rankable(trainer.callback_metrics))
+            self._open.save(
+                trainer.global_step,
+                metrics=self._rankable(trainer.callback_metrics, waits=self._raises),
+            )
             if self._open.reached_preemption():
-                raise SIGTERMException
+                raise SIGTERMException(_TOLD_TO_END)
 
     def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
         """Saves the last step, and waits for it."""
@@ -188,7 +195,8 @@ class TorchaxCheckpoint(Checkpoint):
             return  # it does not fit
         ckpt = self._open
         try:
-            if not isinstance(exception, CheckpointError):
+            # One process alone would wait for the others, which do not know of its exception.
+            if not isinstance(exception, CheckpointError) and jax.process_count() == 1:
                 self._save_held()
         except Exception:
             logger.exception("no step was saved for the %s", type(exception).__name__)
@@ -202,7 +210,7 @@ class TorchaxCheckpoint(Checkpoint):
         )
         if isinstance(exception, SIGTERMException):
             # To most schedulers Lightning's own, 0, says that all is done.
-            exception.code = 128 + signal.SIGTERM
+            exception.code = _TOLD_TO_END
 
     def teardown(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, stage: str) -> None:
         """Closes the checkpointer of this fit.
@@ -244,7 +252,7 @@ class TorchaxCheckpoint(Checkpoint):
             position.hold(moment)
         # Looked at in every step, or what an earlier one logged would be taken for this one's.
         fresh = self._fresh(trainer) if is_due or was_measured else {}
-        metrics = self._rankable(fresh, waits=was_measured)
+        metrics = self._rankable(fresh, waits=was_measured or self._raises)
         is_ranked = was_measured and self.monitor in metrics
         is_saved = is_due and ckpt.save(
             position.step, metrics=metrics, force=is_ranked or position.is_over
