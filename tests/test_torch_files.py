@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
 import zipfile
 from pathlib import Path
@@ -35,6 +36,10 @@ _WAYS = {
     "Lightning's": lambda model, more: {**more, "state_dict": model.state_dict()},
     "elsewhere": lambda model, more: {**more, "app": [3], "trained": {"ema": model.state_dict()}},
 }
+
+
+class Special(torch.Tensor):
+    pass
 
 
 def save(value: Any, path: Path, **how: Any) -> Path:
@@ -122,6 +127,26 @@ def test_the_form_is_told_by_the_name_or_the_content(directory: Path, tmp_path: 
     said = run("import", old, tmp_path / "b", code=outcome.USAGE)
     assert "old.pth: is no archive, as torch.save has written since torch 1.6" in said
     assert not (tmp_path / "b").exists()
+
+
+def test_what_is_no_weight_is_left_out_and_no_tensor_is(tmp_path: Path) -> None:
+    with backend.native_torch():
+        named = torch.ones(2)
+        named.note = "an attribute of its own"  # type: ignore[attr-defined]
+        history = collections.defaultdict(list, loss=[1.0])
+        state = {"w": named, "b": torch.nn.Buffer(torch.zeros(3)), "history": history}
+        state["queue"] = collections.deque([1, 2])
+        state["count"] = collections.Counter("abc")
+        path = save(state, tmp_path / "w.pt")
+        special = save({"w": torch.ones(2).as_subclass(Special)}, tmp_path / "special.pt")
+    assert open_torch_file(path).tensors.keys() == {"w", "b"}
+    with pytest.raises(
+        UnsupportedLeafError, match="w: a tensor of the kind .*Special, not a plain"
+    ):
+        open_torch_file(special)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(CorruptCheckpointError, match="an archive without an end"):
+        open_torch_file(path)
 
 
 def test_wrong_use_is_told(directory: Path, tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 _REBUILDS = "torch._utils._rebuild_"
 _TENSORS = frozenset(f"{_REBUILDS}tensor{version}" for version in ("", "_v2", "_v3"))
 _PARAMETERS = frozenset(f"{_REBUILDS}parameter{more}" for more in ("", "_with_state"))
+# A tensor with attributes of its own, or of a class of its own.
+_OF_CLASS = "torch._tensor._rebuild_from_type_v2"
+_USUAL = ("Tensor", "Parameter", "Buffer")
 # What torch calls the storage of a dtype.
 _STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",
@@ -64,6 +67,10 @@ def tensor_in(record: Any) -> Record | None:
     """The tensor, of whatever kind, that a record stands for or has as a parameter."""
     if isinstance(record, Record) and record.name in _PARAMETERS:
         record = record.args[0]
+    if isinstance(record, Record) and record.name == _OF_CLASS:
+        made, kind, args, _ = record.args
+        is_usual = kind.name.rpartition(".")[2] in _USUAL
+        record = Record(made.name if is_usual else f"{_REBUILDS}{kind.name}", args)
     is_one = isinstance(record, Record) and record.name.startswith(_REBUILDS)
     return record if is_one else None
 

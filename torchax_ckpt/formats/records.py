@@ -43,7 +43,8 @@ class Persistent:
 
 _MARK = object()
 _MAX_DIMS = 64  # numpy's
-_DICTS = ("collections.OrderedDict",)
+# With how many arguments they are made empty: a defaultdict of what makes its values.
+_DICTS = {"collections.OrderedDict": 0, "collections.defaultdict": 1}
 _MAX_NAME_CHARS = 1000  # Python's own are far shorter; what is longer is no global
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(
@@ -154,17 +155,16 @@ class _Machine:
     def _build(self, name: str, argument: Any) -> None:
         stack = self.stack
         match name:
-            case "APPEND":
-                last = stack.pop()
-                stack[-1].append(last)
-            case "APPENDS":
-                members = self._since_mark()
-                stack[-1].extend(members)
+            case "APPEND" | "APPENDS":
+                members = self._since_mark() if name == "APPENDS" else [stack.pop()]
+                if not isinstance(stack[-1], Record):  # a deque, say: what is in it is of no use
+                    stack[-1].extend(members)
             case "SETITEM" | "SETITEMS":
                 flat = self._since_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-                if not isinstance(stack[-1], Pairs):
+                if isinstance(stack[-1], Pairs):
+                    stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
+                elif not isinstance(stack[-1], Record):  # some class of dict
                     raise ValueError("items of what is no dict")
-                stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
@@ -172,7 +172,7 @@ class _Machine:
                 stack.append(_name(stack.pop(), last))
             case "REDUCE" | "NEWOBJ":
                 args, made = stack.pop(), stack.pop().name
-                stack.append(Pairs() if made in _DICTS and args == () else Record(made, args))
+                stack.append(Pairs() if _DICTS.get(made) == len(args) else Record(made, args))
             case "BUILD":
                 state = stack.pop()
                 if isinstance(stack[-1], Record):

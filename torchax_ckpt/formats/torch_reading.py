@@ -36,10 +36,13 @@ _MAX_DEPTH = 64
 
 def is_torch_file(path: Path) -> bool:
     """Whether there is a file that ``open_torch_file`` takes, by its name or how it begins."""
-    if not path.is_file():
+    if not path.is_file() or path.suffix in _SUFFIXES:
+        return path.is_file()
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_ZIP)) == _ZIP
+    except OSError:  # whoever opens it as something else says why
         return False
-    with open(path, "rb") as file:
-        return path.suffix in _SUFFIXES or file.read(len(_ZIP)) == _ZIP
 
 
 def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
@@ -62,6 +65,10 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
     """
     with reading_file(path, "what torch.save writes", may_be_link=True):
         if not zipfile.is_zipfile(path):
+            with open(path, "rb") as file:
+                begins = file.read(len(_ZIP))
+            if begins == _ZIP:
+                raise ValueError("an archive without an end")
             raise UnsupportedLeafError(
                 f"{path}: is no archive, as torch.save has written since torch 1.6: torch.load and "
                 "torch.save it again"
