@@ -114,7 +114,8 @@ def held(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, l
     They may be those of another place of the mesh. Of what it holds whole, it holds what is needed.
 
     Raises:
-      ValueError: a part does not lie on this host's devices as one of now would.
+      ValueError: a part is of another size, or does not lie on this host's devices as one of now
+        would.
     """
     found, nodes = needed(reads), _nodes(document)
     for name in reads:
@@ -123,7 +124,9 @@ def held(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, l
             continue
         if name not in found:
             raise ValueError(f"{name} is a part, and it is wanted whole")
-        if _blocks(starts) != _blocks(found[name]):
+        part = host_part(reads[name].placement, reads[name].spec.shape)  # type: ignore[arg-type]
+        is_alike = list(part.shape) == nodes[name]["shape"]
+        if not is_alike or _blocks(starts) != _blocks(found[name]):
             raise ValueError(f"{name} is cut otherwise than on this host now")
         found[name] = starts
     return found

@@ -36,6 +36,9 @@ from torchax_ckpt.storage.verified import Verified
 
 logger = logging.getLogger(__name__)
 
+# Leaves that are moved by one compiled call: what it takes to compile grows with its arguments.
+_CHUNK = 64
+
 
 class HostSteps:
     """One step, of which every host may have what its devices held; a source for a restore.
@@ -117,10 +120,13 @@ class HostSteps:
         here = {name: read for name, read in reads.items() if name not in spanning}
         found = self._of_parts(spanning, values)
         moved = {n: a for n, a in found.items() if asked[n].placement != reads[n].placement}
-        if moved:
-            targets = tuple(asked[name].placement for name in moved)
-            whole = jax.jit(lambda *arrays: arrays, out_shardings=targets)(*moved.values())
-            found.update(zip(moved, whole, strict=True))
+        names = list(moved)
+        for start in range(0, len(names), _CHUNK):
+            chunk = names[start : start + _CHUNK]
+            targets = tuple(asked[name].placement for name in chunk)
+            of_chunk = [moved[name] for name in chunk]
+            whole = jax.jit(lambda *arrays: arrays, out_shardings=targets)(*of_chunk)
+            found.update(zip(chunk, whole, strict=True))
         return {**self._of_one(here, values), **found}
 
     # --- what is the same on all hosts ---
@@ -149,7 +155,10 @@ class HostSteps:
     def _bytes_from_first(self, value: bytes | None) -> bytes:
         has_it = self._processes.gather(b"" if value is None else b"1")
         if not any(has_it):
-            raise self._lost("no host has it undamaged")
+            raise self._lost(
+                "no host has it undamaged, and as it is wanted: whole leaves are on no host alone; "
+                "give an abstract_state with shardings over all hosts"
+            )
         first = next(index for index, said in enumerate(has_it) if said)
         mine = value if value is not None and first == self._index else b""
         return self._processes.gather(mine)[first]
