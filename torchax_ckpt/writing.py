@@ -112,7 +112,7 @@ class Writer:
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
-            self._failures.report(problem)
+            self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
         # Either way all shards are asked for now, before Orbax and the digests do on their threads.
@@ -124,7 +124,11 @@ class Writer:
                     shards_of(array)
 
         def manifest() -> dict[str, Any]:
-            hosts = {name: list(digests.shards(array)) for name, array in stored.items()}
+            coming = {name: digests.started(array) for name, array in stored.items()}
+            hosts = {
+                name: [(start, np.asarray(part)) for start, part in coming.pop(name)]
+                for name in stored
+            }
             progress.transferred.set()
             self._compression.begin(hosts)
             progress.enter("digesting and writing the arrays")

@@ -168,18 +168,22 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     memory of a save: Orbax, fetching them again, leaves them there as well. Only where the replicas
     on several processes share a shard, each its own part, Orbax cuts and fetches the part anew.
     """
+    for start, part in started(array):
+        yield start, np.asarray(part)
+
+
+def started(array: jax.Array | np.ndarray) -> list[tuple[tuple[int, ...], Any]]:
+    """What ``shards`` gives, on its way to the host: who wants many arrays starts all of them."""
     if not isinstance(array, jax.Array):
-        yield (0,) * array.ndim, array
-        return
+        return [((0,) * array.ndim, array)]
     shards_of(array)  # for Orbax, too, on one thread at a time
     parts = replica_slices.get_replica_slices(
         array, replica_id=0, use_replica_parallel=cutting.is_shared(array)
     ).replica_slices
-    fetched = [(part.index, part.data()) for part in parts]
-    for _, device in fetched:
+    found = [(tuple(dim.start or 0 for dim in part.index), part.data()) for part in parts]
+    for _, device in found:
         device.copy_to_host_async()
-    for index, device in fetched:
-        yield tuple(part.start or 0 for part in index), np.asarray(device)
+    return found
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
