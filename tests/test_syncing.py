@@ -68,8 +68,10 @@ def test_a_time_that_hosts_agree_on_is_synced_as_well(directory: Path, syncs: Sy
     path = directory / "writing-1"
     path.mkdir(parents=True)
     (path / "_CHECKPOINT_METADATA").write_text("{}")
+    (path / commits.MARK).write_text("done")
     commits.set_time(epath.Path(path), 5)
-    assert state_of((path / "_CHECKPOINT_METADATA").lstat()) in syncs.before
+    for name in ("_CHECKPOINT_METADATA", commits.MARK):
+        assert state_of((path / name).lstat()) in syncs.before
 
 
 def test_a_step_that_the_medium_does_not_store_is_none(

@@ -17,7 +17,7 @@ from torchax_ckpt.errors import (
     LeaseError,
 )
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage import commits, location, modes
+from torchax_ckpt.storage import commits, location, modes, syncing
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep, still_there
@@ -91,6 +91,7 @@ def _copy(
             target.fence()
             # Last: on a bucket it makes a step of what is there.
             _copy_file(committed.path / commits.MARK, path / commits.MARK, on_bytes)
+        syncing.sync_tree(path)
         done = target.commit(committed.step, path)
     except BaseException as error:
         if not isinstance(error, LeaseError):  # else what is there may be its new holder's

@@ -127,9 +127,10 @@ def reading(
             raise
         if is_damage(error):
             directory.verified.note(committed, is_sound=False)
-        others = [s for s in directory.steps() if s.step != committed.step]
-        named = (f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:])
-        error.message += f" Other steps there: {', '.join(named) or 'none'}."
+        with contextlib.suppress(Exception):  # the storage may not answer: this error counts
+            others = [s for s in directory.steps() if s.step != committed.step]
+            named = [f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:]]
+            error.message += f" Other steps there: {', '.join(named) or 'none'}."
         raise
 
 
