@@ -9,10 +9,10 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3, \
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
-# Two processes, as most of a test's time is Python's and XLA's compiler's, which use one core.
-PYTEST_FLAGS ?= -n 2 --dist worksteal
+# One more than two cores, as some tests wait.
+PYTEST_FLAGS ?= -n 3 --dist worksteal
 
-.PHONY: demo test lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
+.PHONY: demo test test-long lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
     torture-endurance clean
 .DEFAULT_GOAL := test
 
@@ -21,6 +21,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# The longer variants of what those tests show; before a release.
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -54,3 +54,23 @@ def _fixed_seeds() -> None:
 def directory(tmp_path: Path) -> Path:
     """A directory for one run, which does not exist yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def _modes_are_left() -> Iterator[None]:
+    """A test that enabled torchax once more would change what later ones see."""
+    depth = torch._C._len_torch_function_stack()
+    yield
+    assert torch._C._len_torch_function_stack() == depth, "torchax stays enabled, or disabled"
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The working directory of a page's program, which enables torchax anew, or disables it."""
+    monkeypatch.chdir(tmp_path)
+    depth = torch._C._len_torch_function_stack()
+    yield
+    while torch._C._len_torch_function_stack() > depth:
+        torchax.disable_globally()
+    while torch._C._len_torch_function_stack() < depth:
+        torchax.enable_globally()

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torchax
 from support import run_python
 from typer.testing import CliRunner
 
@@ -38,18 +36,6 @@ DIRECTIVES = {"{toctree}", "{eval-rst}"}
 # SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
 # these get a process of their own.
 ALONE = {"lightning", "preemption"}
-
-
-@pytest.fixture
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The working directory of a page's program, which enables torchax anew, or disables it."""
-    monkeypatch.chdir(tmp_path)
-    depth = torch._C._len_torch_function_stack()
-    yield
-    while torch._C._len_torch_function_stack() > depth:
-        torchax.disable_globally()
-    while torch._C._len_torch_function_stack() < depth:
-        torchax.enable_globally()
 
 
 def run_commands(body: str) -> None:

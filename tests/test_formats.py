@@ -247,7 +247,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("safetensors", 16 << 20, False),
         ("pt", 16 << 20, False),
         ("dcp", 16 << 20, False),
-        ("pt", 1 << 30, True),  # so that it would be seen
+        # So that it would be seen.
+        pytest.param("pt", 1 << 30, True, marks=pytest.mark.long),
     ],
 )
 def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
@@ -259,7 +260,7 @@ def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
     grown = int(result.stdout.split("grown:")[1])
     assert sum(f.stat().st_size for f in [out, *out.rglob("*")] if f.is_file()) > 256 << 20
     assert (grown > 200 << 20) == is_held, grown
-    assert is_held or grown < 100 << 20
+    assert is_held or grown < 150 << 20
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(

@@ -211,6 +211,7 @@ def test_two_hosts_resume_what_one_has_lost_from_the_others_ramdisk(tmp_path: Pa
     assert (tmp_path / "killed-ramdisks" / "1" / "10").is_dir()
 
 
+@pytest.mark.long
 def test_the_script_resumes_from_the_ramdisk_after_a_kill(tmp_path: Path) -> None:
     def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
         arguments = [

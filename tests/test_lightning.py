@@ -155,6 +155,7 @@ def test_a_run_resumed_anywhere_ends_on_the_same_bits(variant: str, directory: P
         assert steps_of(left) == steps_of(directory)
 
 
+@pytest.mark.long
 def test_so_does_a_run_that_is_killed_and_told_to_end_again_and_again(directory: Path) -> None:
     run = Run(max_epochs=3, save_at=(2, 4))
     for seed, blow, code, saved in (

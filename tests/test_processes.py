@@ -366,6 +366,7 @@ def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
         assert "processes 2 to 3 are left out" in warned
 
 
+@pytest.mark.long
 def test_a_clock_that_is_wrong_parts_nobody(directory: Path) -> None:
     def run(skew_secs: int, interval_secs: int, *, last: int) -> list[Any]:
         arguments = str(directory), "0", str(interval_secs), str(last)

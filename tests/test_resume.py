@@ -66,10 +66,10 @@ def test_a_resumed_run_ends_on_the_same_bits(
 @pytest.mark.parametrize(
     ("style", "donates"),
     [
-        pytest.param("a", False, id="eager-optimizer"),
+        pytest.param("a", False, id="eager-optimizer", marks=pytest.mark.long),
         pytest.param("b", True, id="optax-functional-donated"),
         pytest.param("c", True, id="whole-step-jitted-donated"),
-        pytest.param("d", False, id="fsdp-on-8-devices"),
+        pytest.param("d", False, id="fsdp-on-8-devices", marks=pytest.mark.long),
     ],
 )
 def test_so_does_one_in_every_layout_and_snapshot_mode(

@@ -115,7 +115,7 @@ def left(place: Path, tmp_path: Path, *lost: int) -> tuple[Path, Path]:
     return tmp_path / "run", tmp_path / "ramdisks"
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_lost_slice_comes_back_from_the_other(
     lost: int, tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
 ) -> None:
@@ -363,6 +363,7 @@ SAME_PARTS = """
 """
 
 
+@pytest.mark.long
 def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path) -> None:
     """And a damaged copy is not taken for verified because another host's was."""
     reports = run_processes(SAME_PARTS, 4, str(tmp_path / "run"), str(tmp_path / "ramdisks"))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torchax
 
 import torchax_ckpt
 from torchax_ckpt import errors
@@ -78,25 +77,20 @@ def test_every_error_has_an_entry_and_every_entry_an_error() -> None:
     }
 
 
-def test_every_provoked_message_is_what_comes_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_every_provoked_message_is_what_comes_up(tmp_path: Path) -> None:
     """All in one program, from top to bottom, as the page's other blocks are."""
-    monkeypatch.chdir(tmp_path)
     prelude = re.search(r"^<!-- python\n(.*?)^-->$", PAGE.read_text(), re.M | re.S)
     assert prelude
     names: dict[str, Any] = {"__name__": "troubleshooting"}
-    try:
-        exec(prelude[1], names)
-        for entry in PROVOKED:
-            assert entry.program
-            program = compile("\n" * entry.line + entry.program, str(PAGE), "exec")
-            raised = outcome(program, names)
-            message = flat(str(raised).replace(f"{tmp_path}{os.sep}", ""))
-            assert re.fullmatch(pattern(entry.message), message), entry
-            assert entry.section in (type(raised).__name__, OTHERS), entry
-    finally:
-        torchax.enable_globally()
+    exec(prelude[1], names)
+    for entry in PROVOKED:
+        assert entry.program
+        program = compile("\n" * entry.line + entry.program, str(PAGE), "exec")
+        raised = outcome(program, names)
+        message = flat(str(raised).replace(f"{tmp_path}{os.sep}", ""))
+        assert re.fullmatch(pattern(entry.message), message), entry
+        assert entry.section in (type(raised).__name__, OTHERS), entry
     assert len(PROVOKED) > len(QUOTED)
 
 

@@ -28,9 +28,11 @@ def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_rest
     ("weakening", "findings"),
     [
         ("delete-first", ["durable steps lost"]),
-        ("mixed", ["wrong or failed restores"]),
+        pytest.param("mixed", ["wrong or failed restores"], marks=pytest.mark.long),
         # It depends on the moment of a kill: half a step, or a step of the same number gone.
-        ("copy", ["wrong or failed restores", "durable steps lost"]),
+        pytest.param(
+            "copy", ["wrong or failed restores", "durable steps lost"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_program_that_writes_less_carefully_is_found_out(

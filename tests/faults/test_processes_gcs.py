@@ -82,6 +82,7 @@ def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
         assert after == {"verified": 7, "step": 7, "alike": True, "count": 10}
 
 
+@pytest.mark.long
 def test_after_the_loss_of_all_slices_the_run_goes_on_from_the_bucket(
     gcs: gcs_proxy.FaultProxy, tmp_path: Path
 ) -> None:

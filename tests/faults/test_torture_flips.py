@@ -20,14 +20,14 @@ def outcomes(*args: str) -> tuple[int, dict[str, int], str]:
 
 
 def test_flipped_bits_are_detected_or_harmless() -> None:
-    code, found, output = outcomes("--flips", "24", "--seed", "1")
+    code, found, output = outcomes("--flips", "16", "--seed", "1")
     assert code == 0, output
     assert found["wrong"] == 0, output
-    assert found["detected"] >= 4, output
-    assert sum(found.values()) == 24, output
+    assert found["detected"] >= 2, output
+    assert sum(found.values()) == 16, output
 
 
 def test_flips_that_come_back_wrong_are_found() -> None:
-    code, found, output = outcomes("--flips", "48", "--seed", "1", "--reader", "orbax")
+    code, found, output = outcomes("--flips", "32", "--seed", "1", "--reader", "orbax")
     assert code == 1, output
     assert found["wrong"] >= 1, output
