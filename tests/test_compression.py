@@ -121,13 +121,21 @@ def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
     clock = Clock(monkeypatch)
     monkeypatch.setattr(room, "_LEAST_BYTES", 1)
     monkeypatch.setattr(room, "_LEAST_MEAN_BYTES", 1)
-    shards = digests.shards
+    started = digests.started
 
-    def slow(array: Any) -> Any:
-        clock.now += 3600
-        return shards(array)
+    class OnItsWay:
+        """A part of an array that comes from its device an hour later."""
 
-    monkeypatch.setattr(digests, "shards", slow)
+        def __init__(self, part: Any) -> None:
+            self._part = part
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            clock.now += 3600
+            return np.asarray(self._part)
+
+    monkeypatch.setattr(
+        digests, "started", lambda array: [(at, OnItsWay(part)) for at, part in started(array)]
+    )
     with TorchaxCheckpointer(directory) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, state={"w": jnp.zeros((512, 512))}, force=True)

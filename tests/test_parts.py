@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchax
 from processes_program import Training
-from support import Running, before_enabling, run_processes
+from support import Running, run_processes
 from test_cli import run
 from typer.testing import CliRunner
 
@@ -133,8 +134,8 @@ def test_one_process_takes_no_hosts_part_for_the_whole(
             ckpt.load(6, tier="local")
         assert (raised.value.step, raised.value.key_path) == (6, "model/0.weight")
         assert ckpt.verify(6, tier="local") == 6  # every byte is as it was saved
-        with before_enabling():
-            training = Training(77)
+        torchax.disable_globally()
+        training = Training(77)  # builds its model, and enables torchax
         with pytest.warns(UserWarning, match=REFUSED), pytest.warns(UserWarning, match=OF_TWO):
             assert training.attach(ckpt) == 4
         assert f"restored step 4 from the durable tier, {directory}" in caplog.text
