@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import jax
 import numpy as np
 import torch
@@ -197,6 +198,97 @@ def run_torture(program: Path, *args: str) -> tuple[int, dict[str, int], str]:
     return result.returncode, table, result.stdout + result.stderr[-4000:]
 
 
+class Started:
+    """A program in a process of its own, with what it writes.
+
+    Args:
+      arguments: of ``python``: ``-c`` and the program, or a script; and the program's own.
+      devices: that JAX has; as many as the program itself asks for, if None.
+      env: more variables.
+      fresh: an interpreter that has imported nothing yet, rather than one as in ``forked.py``.
+      modules: what is imported already, if it is not fresh.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        devices: int | None = 8,
+        env: Mapping[str, str] = {},
+        fresh: bool = False,
+        modules: Sequence[str] = forked.MODULES,
+    ) -> None:
+        self._arguments = arguments
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        out, err = self._outputs
+        variables = environment(devices, env)
+        self.process: forked.Process
+        if fresh:
+            command = [sys.executable, *arguments]
+            self.process = subprocess.Popen(command, env=variables, stdout=out, stderr=err)
+        else:
+            self.process = forked.start(
+                arguments, env=variables, stdout=out, stderr=err, modules=modules
+            )
+
+    def output(self) -> tuple[str, str]:
+        """What it has written to stdout and stderr so far."""
+        # Not by seeking: the process writes where these files stand.
+        out, err = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in self._outputs)
+        return out, err
+
+    def result(self, timeout_secs: float) -> subprocess.CompletedProcess[str]:
+        """How it ended; it is killed if it has not after that time."""
+        with self:
+            code = self.process.wait(timeout_secs)
+            return subprocess.CompletedProcess(self._arguments, code, *self.output())
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for file in self._outputs:
+            file.close()
+
+
+class Talking:
+    """A program in a process of its own, whose lines are read as they come.
+
+    Args:
+      arguments, env, fresh, modules: as of :class:`Started`; env is the whole environment.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str],
+        fresh: bool = False,
+        modules: Sequence[str] = forked.MODULES,
+    ) -> None:
+        reading, writing = os.pipe()
+        self.lines = open(reading)  # noqa: SIM115
+        self.process: forked.Process
+        with open(writing, "w") as both:
+            if fresh:
+                command = [sys.executable, *arguments]
+                self.process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=both, stderr=both
+                )
+            else:
+                self.process = forked.start(
+                    arguments, env=env, stdout=both, stderr=both, modules=modules
+                )
+
+    def __enter__(self) -> Talking:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.lines.close()
+
+
 class Running:
     """Processes of one program that runs on several, each with devices of its own.
 
@@ -207,6 +299,7 @@ class Running:
       args: more arguments.
       devices: of each process.
       timeout_secs: they are ended by the kernel after that, whatever becomes of the test.
+      fresh: see :class:`Started`.
     """
 
     def __init__(
@@ -217,24 +310,26 @@ class Running:
         devices: int = 2,
         env: Mapping[str, str] = {},
         timeout_secs: int = 280,
+        fresh: bool = False,
     ) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = str(listener.getsockname()[1])
         self._timeout_secs = timeout_secs
-        self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2 * count)]  # noqa: SIM115
         lines = f"import signal; signal.alarm({timeout_secs})\n" + textwrap.dedent(source)
         # Else JAX's coordination service listens on every address of this machine.
         bound = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", lines, str(index), str(count), port, *args],
-                env=_environment(devices, {**COMPILED_ONCE, **bound, **env}),
-                stdout=self._outputs[2 * index],
-                stderr=self._outputs[2 * index + 1],
+        variables = {**COMPILED_ONCE, **bound, **env}
+        self._started = [
+            Started(
+                *("-c", lines, str(index), str(count), port, *args),
+                devices=devices,
+                env=variables,
+                fresh=fresh,
             )
             for index in range(count)
         ]
+        self.processes = [started.process for started in self._started]
 
     def kill(self, index: int) -> None:
         """SIGKILL."""
@@ -242,10 +337,7 @@ class Running:
 
     def output(self, index: int) -> tuple[str, str]:
         """What a process has written to stdout and stderr so far."""
-        # Not by seeking: the process writes where these files stand.
-        own = self._outputs[2 * index : 2 * index + 2]
-        out, err = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in own)
-        return out, err
+        return self._started[index].output()
 
     def reports(self, index: int) -> list[Any]:
         """The JSON objects that a process has printed so far, each on a line."""
@@ -261,10 +353,9 @@ class Running:
 
     def __exit__(self, *exc: object) -> None:
         for process in self.processes:
-            process.kill()
-            process.wait()
-        for file in self._outputs:
-            file.close()
+            process.kill()  # all at once, before one is waited for
+        for started in self._started:
+            started.__exit__(*exc)
 
 
 def run_processes(source: str, count: int, *args: str, **kwargs: Any) -> list[list[Any]]:
@@ -281,16 +372,19 @@ def run_processes(source: str, count: int, *args: str, **kwargs: Any) -> list[li
         return [running.reports(index) for index in range(count)]
 
 
-def _environment(devices: int, env: Mapping[str, str]) -> dict[str, str]:
-    return {
+def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:
+    """This one, for a program with that many devices, or with those that it asks for itself."""
+    path = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH")]
+    variables = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         **env,
     }
+    if devices is None:
+        del variables["XLA_FLAGS"]
+    return variables
 
 
 def run_python(
@@ -300,16 +394,14 @@ def run_python(
     check: bool = True,
     env: Mapping[str, str] = {},
     timeout_secs: float = 240,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh process; ``tests`` is importable there, and this package."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source), *args],
-        env=_environment(devices, env),
-        capture_output=True,
-        text=True,
-        timeout=timeout_secs,
-        check=False,
-    )
+    """Runs a program in a process of its own; ``tests`` is importable there, and this package.
+
+    See :class:`Started` for the arguments.
+    """
+    arguments = ("-c", textwrap.dedent(source), *args)
+    result = Started(*arguments, devices=devices, env=env, fresh=fresh).result(timeout_secs)
     if check and result.returncode != 0:
         raise AssertionError(f"exit {result.returncode}\n{result.stdout}\n{result.stderr[-4000:]}")
     return result

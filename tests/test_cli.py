@@ -95,7 +95,7 @@ def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
         assert jax.config.jax_platforms == "cpu"
     """
     # As on a TPU host, where the training holds the TPU.
-    result = run_python(program, str(saved), env={"JAX_PLATFORMS": "tpu"})
+    result = run_python(program, str(saved), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
     assert "state/w" in result.stdout
 
 
@@ -107,7 +107,7 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
         from torchax_ckpt.cli.main import main
         main()
     """
-    result = run_python(program, "ls", ".", check=False)
+    result = run_python(program, "ls", ".", check=False, fresh=True)
     assert result.returncode == outcome.USAGE
     assert result.stderr == 'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"\n'
 
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
         sys.argv[1:] = ["verify", sys.argv[1]]
         main()
     """
-    result = run_python(program, str(saved), check=False)
+    result = run_python(program, str(saved), check=False, fresh=True)
     assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
 
 

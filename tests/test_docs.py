@@ -53,7 +53,8 @@ def run_commands(body: str) -> None:
 def test_the_blocks_of_a_page_run_as_one_program(page: Path) -> None:
     text = page.read_text()
     if page.stem in ALONE:
-        run_python("\n".join(b["body"] for b in BLOCK.finditer(text) if b["kind"] == "python"))
+        blocks = [b["body"] for b in BLOCK.finditer(text) if b["kind"] == "python"]
+        run_python("\n".join(blocks), fresh=True)
         return
     names = {"__name__": page.stem}
     for block in BLOCK.finditer(text):

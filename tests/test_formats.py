@@ -256,7 +256,7 @@ def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
 ) -> None:
     out = tmp_path / f"out.{form}"
     args = ("export", str(large), "1", str(out), "--format", form, "--at", "state")
-    result = run_python(MEASURED, *args, "--max-bytes", str(bound))
+    result = run_python(MEASURED, *args, "--max-bytes", str(bound), fresh=True)
     grown = int(result.stdout.split("grown:")[1])
     assert sum(f.stat().st_size for f in [out, *out.rglob("*")] if f.is_file()) > 256 << 20
     assert (grown > 200 << 20) == is_held, grown
@@ -354,7 +354,7 @@ def test_a_program_without_torchax_loads_weights(trained: tuple[Path, dict[str, 
         import jax
         assert not jax._src.xla_bridge.backends_are_initialized()
     """
-    result = run_python(program, str(trained[0]), env={"JAX_PLATFORMS": "tpu"})
+    result = run_python(program, str(trained[0]), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
     assert float(result.stdout) == float(result.stdout)
 
 

@@ -631,7 +631,7 @@ FORKED = """
 
 
 def test_a_forked_child_neither_writes_nor_gives_the_lease_away(directory: Path) -> None:
-    assert "all is well" in run_python(FORKED, str(directory)).stdout
+    assert "all is well" in run_python(FORKED, str(directory), fresh=True).stdout
 
 
 ENDING = """
@@ -646,7 +646,7 @@ ENDING = """
 
 
 def test_a_program_that_ends_without_close_gives_the_lease_back(directory: Path) -> None:
-    run_python(ENDING, str(directory), devices=1)
+    run_python(ENDING, str(directory), devices=1, fresh=True)
     assert entries(directory) == {"1"}
 
 

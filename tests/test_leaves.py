@@ -323,6 +323,7 @@ def test_a_fresh_process_on_one_device_reads_and_writes_the_same_state(
         str(directory),
         str(tmp_path / "copy"),
         devices=1,
+        fresh=True,
     )
     copy = load(tmp_path / "copy")
     assert_trees_identical(copy, load(directory))

@@ -285,7 +285,12 @@ def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Pat
         print("done")
     """
     result = run_python(
-        source, str(directory), devices=1, env={"PYTHONWARNINGS": "ignore"}, timeout_secs=120
+        source,
+        str(directory),
+        devices=1,
+        env={"PYTHONWARNINGS": "ignore"},
+        timeout_secs=120,
+        fresh=True,
     )
     assert "done" in result.stdout
     assert result.stderr.count("finishing the save") == 0
@@ -394,7 +399,7 @@ def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -
         )
         ckpt.save(1, state={"w": np.arange(3)})
     """
-    result = run_python(source, str(directory), devices=1, timeout_secs=60)
+    result = run_python(source, str(directory), devices=1, timeout_secs=60, fresh=True)
     assert "giving up: the save of step 1" in result.stderr
     assert "transferring the arrays" in result.stderr
 

@@ -7,16 +7,15 @@ import csv
 import dataclasses
 import json
 import logging
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import forked
 import jax
 import lightning
 import numpy as np
@@ -30,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
 from support import (
     COMPILED_ONCE,
+    Started,
     assert_trees_identical,
     fsdp_mesh,
     fsdp_rule,
@@ -68,6 +68,7 @@ pytestmark = [
     )
 ]
 PROGRAM = Path(__file__).parent / "lightning_program.py"
+MODULES = (*forked.MODULES, "lightning", "torchdata.stateful_dataloader")
 
 
 @pytest.fixture(autouse=True)
@@ -78,18 +79,8 @@ def _quiet_lightning() -> None:
 def spawn(run: Run, directory: Path, seed: int, *blow: Any) -> subprocess.CompletedProcess[str]:
     """The training in a process of its own."""
     options = json.dumps(dataclasses.asdict(run))
-    return subprocess.run(
-        [sys.executable, PROGRAM, directory, str(seed), options, json.dumps(blow)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={
-            **os.environ,
-            **COMPILED_ONCE,
-            "PYTHONPATH": f"{PROGRAM.parent}{os.pathsep}{PROGRAM.parents[1]}",
-        },
-    )
+    arguments = (str(PROGRAM), str(directory), str(seed), options, json.dumps(blow))
+    return Started(*arguments, env=COMPILED_ONCE, modules=MODULES).result(200)
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -799,6 +790,7 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
         import torchax_ckpt.integrations.lightning
         """,
         check=False,
+        fresh=True,
     )
     assert result.stderr.splitlines()[-1] == (
         "ImportError: torchax_ckpt.integrations.lightning needs its extra: "

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import Talking, environment
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 
@@ -59,14 +57,13 @@ PRELUDE = """
 class Program:
     """A program that runs, with what it has printed so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, talking: Talking) -> None:
+        self.process, self._lines = talking.process, talking.lines
         self.output = ""
 
     def until(self, word: str) -> str:
         """Reads up to the line that begins with the word; gives the rest of that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._lines:
             self.output += line
             if line.startswith(word):
                 return line.removeprefix(word).strip()
@@ -78,34 +75,19 @@ class Program:
         return sent
 
     def exit_code(self) -> int:
-        assert self.process.stdout is not None
         watchdog = threading.Timer(60, self.process.kill)
         watchdog.start()
-        self.output += self.process.stdout.read()
+        self.output += self._lines.read()
         watchdog.cancel()
         return self.process.wait(60)
 
 
 @contextlib.contextmanager
 def running(source: str, *args: object, prelude: str = PRELUDE) -> Iterator[Program]:
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
     program = textwrap.dedent(prelude) + textwrap.dedent(source)
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, args)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield Program(process)
-        finally:
-            process.kill()
+    env = environment(1, {})
+    with Talking("-c", program, *map(str, args), env=env) as talking:
+        yield Program(talking)
 
 
 # --- noticing, saving, ending --------------------------------------------------------------------
@@ -469,22 +451,13 @@ def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
 def test_a_preempted_example_asks_to_be_started_again(
     example: str, first: int, tmp_path: Path
 ) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), "--directory", str(tmp_path)]
-    with subprocess.Popen(
-        [*command, "--steps", "1000000"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        program = Program(process)
-        try:
-            program.until(f"step {first}:")
-            program.terminate()
-            assert program.exit_code() == EXIT_CODE, program.output
-        finally:
-            process.kill()
+    script = str(EXAMPLES / f"{example}.py")
+    arguments = ("--directory", str(tmp_path), "--steps", "1000000")
+    with Talking(script, *arguments, env=environment(None, {})) as talking:
+        program = Program(talking)
+        program.until(f"step {first}:")
+        program.terminate()
+        assert program.exit_code() == EXIT_CODE, program.output
     saved = re.search(r"^preempted: saved step (\d+)$", program.output, re.MULTILINE)
     assert saved, program.output
     assert TorchaxCheckpointer(tmp_path).latest_step() == int(saved[1])

@@ -691,4 +691,5 @@ def test_the_package_needs_no_safetensors(origins: Any) -> None:
         except ImportError as error:
             print(error)
     """
-    assert "pip install safetensors" in run_python(program, str(origins[0]["hub"])).stdout
+    result = run_python(program, str(origins[0]["hub"]), fresh=True)
+    assert "pip install safetensors" in result.stdout

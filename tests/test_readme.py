@@ -19,7 +19,7 @@ def test_every_block_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.Mon
         blocks[kind] += f"\n{body}"
     program = f"import os; os.chdir({str(tmp_path)!r})\n{blocks['python']}"
     for _ in range(2):  # the second time everything resumes
-        result = run_python(program)
+        result = run_python(program, fresh=True)
         assert "[18, 19, 20] 20" in result.stdout or " 20 {'loss'" in result.stdout
     made = {"functional", "lightning", "own-loop", "readme"}
     assert {p.name for p in (tmp_path / "runs").iterdir()} == made

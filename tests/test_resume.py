@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from support import COMPILED_ONCE
+from support import COMPILED_ONCE, Started
 
 from torchax_ckpt.options import Layout, SnapshotMode
 
@@ -18,27 +15,17 @@ PROGRAM = Path(__file__).parent / "resume_program.py"
 LAST = 12  # more than two epochs of five steps
 
 
-def start(style: str, directory: Path | str, first: int, last: int, seed: int, *ways: str) -> Any:
-    return subprocess.Popen(
-        [sys.executable, PROGRAM, style, str(directory), str(first), str(last), str(seed), *ways],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{PROGRAM.parent}{os.pathsep}{PROGRAM.parents[1]}",
-            **COMPILED_ONCE,
-        },
-    )
+def start(
+    style: str, directory: Path | str, first: int, last: int, seed: int, *ways: str
+) -> Started:
+    arguments = (str(PROGRAM), style, str(directory), str(first), str(last), str(seed), *ways)
+    return Started(*arguments, env=COMPILED_ONCE)
 
 
-def result(process: Any) -> Any:
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()  # if it hangs
-    assert process.returncode == 0, err[-3000:]
-    return json.loads(out.splitlines()[-1])
+def result(started: Started) -> Any:
+    ended = started.result(200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

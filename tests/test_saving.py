@@ -483,7 +483,7 @@ UNCLOSED = """
 def test_a_program_that_ends_without_close_still_completes_its_save(
     ending: str, code: int, directory: Path
 ) -> None:
-    result = run_python(UNCLOSED, str(directory), ending, devices=1, check=False)
+    result = run_python(UNCLOSED, str(directory), ending, devices=1, check=False, fresh=True)
     assert result.returncode == code
     assert "ending without close(): finishing the save of step 1" in result.stderr
     assert "step 1 is saved" in result.stderr

@@ -60,6 +60,7 @@ def test_importing_starts_no_backend(statement: str) -> None:
         jax.distributed.shutdown()
         """,
         devices=2,
+        fresh=True,
     )
     assert result.stdout.strip() == "1 of 2 devices"
 
@@ -71,7 +72,8 @@ def test_importing_the_package_alone_is_light() -> None:
         import torchax_ckpt
 
         print(sorted({"jax", "lightning", "orbax", "torch", "torchax"} & sys.modules.keys()))
-        """
+        """,
+        fresh=True,
     )
     assert result.stdout.strip() == "[]"
 

@@ -554,7 +554,7 @@ ENDING = """
 def test_without_close_everything_is_still_told_and_written(
     how: str, end: list[str], directory: Path
 ) -> None:
-    result = run_python(ENDING, str(directory), how, devices=1)
+    result = run_python(ENDING, str(directory), how, devices=1, fresh=True)
     assert result.stdout.split()[-2:] == end
     (run,) = recorded(directory)
     assert [event.name for event in run][-2:] == end
@@ -644,7 +644,7 @@ def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Pat
     content += b"".join(line % n for n in range((1 << 20) // len(line)))
     for index in range(64):
         (folder / f"{index:019d}-{index:08x}.jsonl").write_bytes(content)
-    program = run_python(BOUNDED, str(tmp_path))
+    program = run_python(BOUNDED, str(tmp_path), fresh=True)
     mib, num_events, runs = json.loads(program.stdout.splitlines()[-1])
     assert mib < 500
     assert runs[-1] == f"{63:08x}"  # the newest are read
