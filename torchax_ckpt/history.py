@@ -46,6 +46,7 @@ class History:
         self.committed: list[CommittedStep] = []
         self.abandoned: list[CommittedStep] = []
         self._in_flight: CheckpointInfo | None = None
+        self._landed: CommittedStep | None = None
         # Ascending. Replaced as a whole, never changed: it is asked for at every step of the
         # training, while the save's thread adds to it.
         self._checkpoints: tuple[CheckpointInfo, ...] = ()
@@ -111,11 +112,20 @@ class History:
         known = [*self.abandoned, *(self._other.abandoned if self._other else ())]
         return [list(s.key) for s in known]
 
+    def landed(self, committed: CommittedStep) -> None:
+        """The step in flight can be read from now on, however its save ends."""
+        self._landed = committed
+
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
-        """The save has ended: with a durable step, or without."""
+        """The save has ended: with a durable step, or without.
+
+        Without, what it may have left is as good as any until the next step is durable.
+        """
         self._in_flight = None
+        landed, self._landed = self._landed, None
         if durable is None:
             self._checkpoints = self._checkpoints[:-1]
+            self.abandoned += [] if landed is None else [landed]
         else:
             self._directory.know_summary(durable, summary or {})
             self.committed.append(durable)
