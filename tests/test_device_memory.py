@@ -146,49 +146,81 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
 
 
 ONE_IS_FULL = """
-    import sys
+    import json, sys
     import numpy as np
     import jax
     from jax.sharding import NamedSharding, PartitionSpec as P
     from processes_program import INDEX, MESH, report
-    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
     from torchax_ckpt.device_memory import DeviceMemory
     from torchax_ckpt.snapshot import Snapshotter
 
-    directory, mode = sys.argv[4:6]
+    directory, mode, fulls = sys.argv[4], sys.argv[5], json.loads(sys.argv[6])
     rows = NamedSharding(MESH, P("fsdp"))
     ones = np.ones((8, 1024), np.float32)
-    state = {f"layers.{i}.w": jax.make_array_from_callback(
-        ones.shape, rows, lambda index: ones[index] * i) for i in range(5)}
-    limit = {"bytes_limit": 0 if INDEX == 1 else 1 << 40, "bytes_in_use": 0}
-    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(process_timeout_secs=60))
-    ckpt._snapshotter = Snapshotter(
-        "copy" if INDEX == 0 and mode == "mixed" else "transfer",
-        "auto", DeviceMemory(lambda device: limit))
-    ckpt.save(1, state=state)
-    try:
-        ckpt.close()
-    except errors.SaveError as error:
-        report(failed=str(error), steps=ckpt.all_steps())
-    else:
-        loaded = ckpt.load(1, state)
-        parts = [np.asarray(s.data) for a in loaded.values() for s in a.addressable_shards]
-        report(steps=ckpt.all_steps(), means=[float(p.mean()) for p in parts])
+    limit = {"bytes_in_use": 0}
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(process_timeout_secs=60),
+        preservation_policy=policies.PreserveAll(),
+    )
+    ckpt._snapshotter = Snapshotter(mode, "auto", DeviceMemory(lambda device: limit))
+    failed = {}
+    for step, full in enumerate(fulls, 1):
+        state = {f"layers.{i}.w": jax.make_array_from_callback(
+            ones.shape, rows, lambda index: ones[index] * (step * i)) for i in range(5)}
+        limit["bytes_limit"] = 0 if INDEX == full else 1 << 40
+        ckpt.save(step, state=state, force=True)
+        try:
+            ckpt.wait_until_finished()
+        except errors.SaveError as error:
+            failed[step] = str(error)
+        jax.tree.map(lambda x: x.delete(), state)             # as a step that donates
+    ckpt.close()
+    abstract = {
+        name: jax.ShapeDtypeStruct(ones.shape, ones.dtype, sharding=rows) for name in state}
+    steps = ckpt.all_steps()
+    report(failed=failed, steps=steps, means=[
+        [float(np.asarray(s.data).mean()) for s in a.addressable_shards]
+        for step in steps for a in ckpt.load(step, abstract).values()
+    ])
 """
 
 
+def saved_while_full(
+    mode: str, fulls: list[int | None], directory: Path
+) -> tuple[dict[str, str], list[int], list[bool]]:
+    """What failed, which steps there are, and which of them have stacks; the same everywhere.
+
+    Args:
+      mode: of snapshots.
+      fulls: the process whose devices have no memory at each step.
+      directory: where to save.
+    """
+    told = run_processes(ONE_IS_FULL, 2, str(directory), mode, json.dumps(fulls))
+    (first,), (second,) = told
+    assert first["failed"].keys() == second["failed"].keys()
+    for report in (first, second):
+        assert report["steps"] == first["steps"]
+        expected = [[float(step * i)] * 2 for step in first["steps"] for i in range(5)]
+        assert report["means"] == expected
+    stacked = [any("layers" in n for n in stacks(directory, step)) for step in first["steps"]]
+    return first["failed"], first["steps"], stacked
+
+
 def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
-    for (report,) in run_processes(ONE_IS_FULL, 2, str(directory), "alike"):
-        assert report == {"steps": [1], "means": [i for i in range(5) for _ in range(2)]}
-    assert not any("layers" in name for name in stacks(directory, 1))
+    assert saved_while_full("transfer", [1, None, 0], directory) == (
+        {},
+        [1, 2, 3],
+        [False, True, False],
+    )
 
 
-def test_a_process_that_has_stacked_already_fails_the_save_of_one_that_cannot(
-    directory: Path,
-) -> None:
-    for (report,) in run_processes(ONE_IS_FULL, 2, str(directory), "mixed"):
-        assert report["steps"] == []
-        assert 'use CheckpointOptions(layout="flat")' in report["failed"]
+def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path) -> None:
+    failed, steps, stacked = saved_while_full("auto", [None, None, 1, 1, None, 1, 0], directory)
+    (text,) = failed.values()
+    assert "From the next save on leaves are copied and stored one by one" in text
+    assert (steps, stacked) == ([1, 2, 4, 5, 6, 7], [True, True, False, False, False, False])
 
 
 def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
