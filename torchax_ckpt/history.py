@@ -75,11 +75,14 @@ class History:
         if not self._is_open:
             return []
         known = {s.key for s in (*self.committed, *self.abandoned)}
-        own = {s.key for s in self.committed}
-        found = self._directory.steps()
-        first = max((s.step + 1 for s in found if s.key in own), default=0)
-        first = first if step is None else step
-        return [s for s in found if s.key not in known and s.step >= first]
+        if step is not None:  # the first save waits for this: of old steps there may be thousands
+            found = self._directory.found(first=step)
+        else:
+            own = {s.key for s in self.committed}
+            there = self._directory.steps()
+            newest = max((s.step for s in there if s.key in own), default=-1)
+            found = [s for s in there if s.step > newest]
+        return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
