@@ -25,6 +25,8 @@ from typing import Any
 # leaves, MiB in all
 STATES = [(16, 16), (256, 16), (2048, 16), (16, 256)]
 SLICES = (16, 64)
+# Of processes that hang; a gibibyte through a slow line takes ten minutes.
+MAX_SECS = 3600
 
 
 def main() -> None:
@@ -80,10 +82,12 @@ def measured(program: str, count: int, *args: str) -> list[Any]:
             for i in range(count)
         ]
         try:
-            outputs = [process.communicate(timeout=500)[0] for process in processes]
+            outputs = [process.communicate(timeout=MAX_SECS)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()
+        if codes := [process.returncode for process in processes if process.returncode]:
+            sys.exit(f"{program}: a process has ended with {codes[0]}; what it said is above")
         return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from etils import epath
+from orbax.checkpoint._src.serialization import tensorstore_utils
 from support import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -57,11 +58,20 @@ def test_everything_of_a_step_is_synced_before_it_has_its_name_and_then_the_name
     found = [run / "1", *(run / "1").rglob("*")]
     names = {path.name for path in found}
     assert {"_CHECKPOINT_METADATA", "data.json", "manifest.ocdbt", commits.MARK} <= names
-    left = [str(path) for path in found if state_of(path.lstat()) not in syncs.before]
-    assert not left
+    left = {path for path in found if state_of(path.lstat()) not in syncs.before}
+    # These TensorStore has synced as it wrote them; see below.
+    assert left == {path for path in found if path.parent.name == "d"}
+    assert left
     # The folders that the first save has made, each in the one above it.
     inodes = {inode for inode, *_ in syncs.before}
     assert {path.stat().st_ino for path in (directory, directory / "deep")} <= inodes
+
+
+def test_tensorstore_syncs_what_it_writes() -> None:
+    """As Orbax opens it; a trace of a save shows an fsync of every file in ``d``, and of ``d``."""
+    for is_ocdbt in (True, False):
+        context = tensorstore_utils.get_ts_context(use_ocdbt=is_ocdbt)
+        assert context["file_io_sync"].to_json() is True
 
 
 def test_a_time_that_hosts_agree_on_is_synced_as_well(directory: Path, syncs: Syncs) -> None:

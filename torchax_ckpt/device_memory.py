@@ -48,10 +48,14 @@ def is_exhausted(error: BaseException) -> bool:
 class DeviceMemory:
     """Says whether copies fit on the devices; is told of those that were made.
 
-    A peak never falls, and holds the copies of earlier saves. By as much as they take, what it has
-    risen since the first of them counts as theirs, and as free again once they are gone. While any
-    are not, as those of a save to another tier, and once memory was exhausted, the whole peak
-    counts. May be used by several threads.
+    A peak never falls, and holds the copies of earlier saves. So this keeps account of what the
+    program itself can have needed at most: of a peak that was reached while there were copies, what
+    is beyond them; of one that was reached while there were none, all of it. To tell them apart it
+    looks when copies are made, and once more when they go. Once memory was exhausted, the whole
+    peak counts.
+
+    What it cannot see is that the program has come to need more between two saves, but no more than
+    it and the copies had needed together: no device says so. May be used by several threads.
 
     Args:
       stats: what a device says of its memory.
@@ -59,11 +63,13 @@ class DeviceMemory:
 
     def __init__(self, stats: Stats = memory_stats) -> None:
         self._stats = stats
-        self._lock = threading.Lock()
-        # By device: what the program leaves free, and the most that was copied at one time.
-        self._left: dict[jax.Device, int] = {}
-        self._copied: dict[jax.Device, int] = {}
-        self._copies: list[weakref.ref[Any]] = []
+        # Copies may go, and be accounted for, wherever Python collects garbage: also in here.
+        self._lock = threading.RLock()
+        # By device, in bytes: the program's own peak at most, the whole peak when last looked at,
+        # and copies that are there.
+        self._own: dict[jax.Device, int] = {}
+        self._seen: dict[jax.Device, int] = {}
+        self._copied: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
 
     def holds(self, arrays: Iterable[Any]) -> bool:
@@ -80,10 +86,18 @@ class DeviceMemory:
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return
+        taken = _bytes_on_devices(on_devices)
+
         with self._lock:
-            for device, num_bytes in _bytes_on_devices(on_devices).items():
-                self._copied[device] = max(num_bytes, self._copied.get(device, 0))
-            self._copies.append(weakref.ref(on_devices[0]))
+            self._copied.update(taken)
+            self._look(taken)
+        weakref.finalize(on_devices[0], self._gave_back, taken).atexit = False
+
+    def _gave_back(self, taken: Mapping[jax.Device, int]) -> None:
+        """Called when copies go."""
+        with self._lock:
+            self._look(taken)
+            self._copied.subtract(taken)
 
     def failed(self) -> None:
         """Tells that memory did not suffice after all."""
@@ -96,10 +110,25 @@ class DeviceMemory:
         if beside_peak is None:
             free = free_device_bytes(device, self._stats)
             return None if free is None else free // count  # of the host, which all share
-        most = beside_peak + self._copied.get(device, 0)
-        self._left[device] = max(beside_peak, min(self._left.get(device, beside_peak), most))
-        self._copies = [copy for copy in self._copies if copy() is not None]
-        return beside_peak if self._copies or self._has_failed else self._left[device]
+        self._look([device])
+        if self._has_failed:
+            return beside_peak
+        beyond = self._seen[device] - self._own[device] - self._copied[device]
+        return beside_peak + beyond
+
+    def _look(self, devices: Iterable[jax.Device]) -> None:
+        """Accounts for what the devices have needed since the last look."""
+        for device in devices:
+            said = self._stats(device)
+            if said is None or "bytes_in_use" not in said:
+                continue
+            in_use, copied = said["bytes_in_use"], self._copied[device]
+            peak = max(said.get("peak_bytes_in_use", in_use), self._seen.get(device, 0))
+            # Reached since with the copies that are there now, if not before.
+            is_new = copied or peak > self._seen.get(device, -1)
+            own = max(in_use, peak if is_new else 0) - copied
+            self._own[device] = max(own, self._own.get(device, 0))
+            self._seen[device] = peak
 
 
 def _bytes_on_devices(arrays: Iterable[Any]) -> dict[jax.Device, int]:

@@ -46,6 +46,7 @@ class History:
         self.committed: list[CommittedStep] = []
         self.abandoned: list[CommittedStep] = []
         self._in_flight: CheckpointInfo | None = None
+        self._landed: CommittedStep | None = None
         # Ascending. Replaced as a whole, never changed: it is asked for at every step of the
         # training, while the save's thread adds to it.
         self._checkpoints: tuple[CheckpointInfo, ...] = ()
@@ -74,11 +75,14 @@ class History:
         if not self._is_open:
             return []
         known = {s.key for s in (*self.committed, *self.abandoned)}
-        own = {s.key for s in self.committed}
-        found = self._directory.steps()
-        first = max((s.step + 1 for s in found if s.key in own), default=0)
-        first = first if step is None else step
-        return [s for s in found if s.key not in known and s.step >= first]
+        if step is not None:  # the first save waits for this: of old steps there may be thousands
+            found = self._directory.found(first=step)
+        else:
+            own = {s.key for s in self.committed}
+            there = self._directory.steps()
+            newest = max((s.step for s in there if s.key in own), default=-1)
+            found = [s for s in there if s.step > newest]
+        return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
@@ -111,11 +115,20 @@ class History:
         known = [*self.abandoned, *(self._other.abandoned if self._other else ())]
         return [list(s.key) for s in known]
 
+    def landed(self, committed: CommittedStep) -> None:
+        """The step in flight can be read from now on, however its save ends."""
+        self._landed = committed
+
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
-        """The save has ended: with a durable step, or without."""
+        """The save has ended: with a durable step, or without.
+
+        Without, what it may have left is as good as any until the next step is durable.
+        """
         self._in_flight = None
+        landed, self._landed = self._landed, None
         if durable is None:
             self._checkpoints = self._checkpoints[:-1]
+            self.abandoned += [] if landed is None else [landed]
         else:
             self._directory.know_summary(durable, summary or {})
             self.committed.append(durable)

@@ -15,6 +15,11 @@ copies are taken from then on. Where memory does not suffice for copies it trans
 
 Whatever is not copied at once is stacked on the devices later, on the save's own thread. Where
 memory does not suffice for that either, the leaves of that save are stored one by one.
+
+Each of several processes takes its snapshots in its own way, but what they store is laid out alike.
+Whether one of them has no memory for stacks they ask when each has its snapshot, on the saves' own
+threads, so that nobody waits for others in training. Who has copied stacks by then cannot undo it:
+that save fails, on all of them, and from then on none of them stacks.
 """
 
 from __future__ import annotations
@@ -57,6 +62,7 @@ class Planner:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._may_stack = True
         # In one attribute, so that no thread sees the plan of other leaves.
         self._known: tuple[Sequence[str], list[Any], Plan] = ((), [], Plan({}, frozenset()))
 
@@ -69,7 +75,11 @@ class Planner:
         if looks != known_looks or names != known_names:
             plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
             self._known = (names, looks, plan)
-        return plan
+        return plan if self._may_stack else _unstacked(plan, dict(zip(names, arrays, strict=True)))
+
+    def stack_no_more(self) -> None:
+        """From now on no stacks on devices are planned."""
+        self._may_stack = False
 
 
 def _spec(array: Array) -> LeafSpec:
@@ -103,28 +113,37 @@ class Snapshot:
         """The plan, and the arrays to store by stored name. May be called on any thread.
 
         Args:
-          agree: from whether the devices of this process lack memory for stacks, to whether those
-            of any process that stores the same arrays do.
+          agree: from whether something is so on this process, to whether it is on any that stores
+            the same arrays.
 
         Raises:
           DonatedBufferError: a reference was donated or deleted meanwhile.
-          SaveError: it is stacked here already, and cannot be elsewhere.
+          SaveError: some processes have stacks already, and others no memory for any. From the
+            next snapshot on none makes stacks.
         """
+        leaves: Mapping[str, Array]
+        stored: Mapping[str, Array] | None
         if self._ready is not None:
-            if agree(False):
-                raise SaveError(
-                    "the devices of another process have no memory for stacks, and the copies here "
-                    'are stacked already: use CheckpointOptions(layout="flat")'
-                )
-            return self._ready
-        plan = self._planner(self.names, self._arrays)
-        leaves = dict(zip(self.names, self._arrays, strict=True))
-        stored = self._stacked(plan, leaves)
-        if not agree(stored is None) and stored is not None:
+            plan, stored = self._ready
+            leaves = stored
+        else:
+            plan = self._planner(self.names, self._arrays)
+            leaves = dict(zip(self.names, self._arrays, strict=True))
+            stored = self._stacked(plan, leaves)
+        flat = _unstacked(plan, leaves)
+        is_flat = agree(stored is None or plan == flat)
+        if not is_flat and stored is not None:
+            return plan, stored
+        if agree(self._ready is not None and plan != flat):
+            self._planner.stack_no_more()
+            raise SaveError(
+                "the devices of a process have no memory for stacks, and another has copied stacks "
+                "already. From the next save on leaves are copied and stored one by one"
+            )
+        if stored is not None and plan == flat:
             return plan, stored
         logger.info("no device memory for stacks: the leaves of this save are stored one by one")
-        plan = _on_host(plan, leaves)
-        return plan, execute(plan, leaves, copy=False)
+        return flat, execute(flat, leaves, copy=False)
 
     def _stacked(self, plan: Plan, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
         """The arrays to store; None where the devices have no memory for the stacks among them."""
@@ -249,9 +268,13 @@ def beside(
     return Plan({**plan.stacks, **more.stacks}, plan.empty | more.empty), stored
 
 
-def _on_host(plan: Plan, leaves: Mapping[str, Array]) -> Plan:
-    """The plan without its stacks on devices."""
-    stacks = {n: g for n, g in plan.stacks.items() if not isinstance(leaves[g[0]], jax.Array)}
+def _unstacked(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
+    """The plan without its stacks on devices; of leaves, or of what is stored already."""
+    stacks = {
+        name: group
+        for name, group in plan.stacks.items()
+        if not isinstance(arrays.get(name, arrays.get(group[0])), jax.Array)
+    }
     return Plan(stacks, plan.empty)
 
 

@@ -6,6 +6,7 @@ and does what is done once: it names the step, commits it, and deletes it if it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from torchax_ckpt import parts
-from torchax_ckpt.errors import CheckpointError, ProcessTimeoutError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
@@ -31,6 +32,9 @@ from torchax_ckpt.storage.compression import Compression
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.processes import Processes
 from torchax_ckpt.stored import StoredStep
+
+# What hosts say of their parts of a step.
+_THERE, _NOT_THERE = b"there", b"not there"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +162,8 @@ class Writer:
             processes=processes,
         )
         self._compression.end()
-        at = processes.agreed_time()
-        committed = processes.first(lambda: self._commit(capture.step, name, at))
-        (durable,) = commits.named(committed, directory.path)
-        if processes.is_apart:
-            self._require_everywhere(durable)
+        commit = self._commit_part if processes.is_apart else self._commit
+        durable = commit(capture.step, name)
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
@@ -206,26 +207,43 @@ class Writer:
         sent = self._processes.gather(bytes([is_so]))
         return self._processes.first(lambda: any(map(any, sent)))
 
-    def _commit(self, step: int, name: str, at: int | None) -> list[Any]:
-        durable = self._directory.commit(step, self._directory.path / name, at)
-        return commits.described([durable])
+    def _commit(self, step: int, name: str) -> CommittedStep:
+        def commit() -> list[Any]:
+            return commits.described([self._directory.commit(step, self._directory.path / name)])
 
-    def _require_everywhere(self, durable: CommittedStep) -> None:
-        """Deletes this host's part of a step again if another host could not commit its own."""
+        (durable,) = commits.named(self._processes.first(commit), self._directory.path)
+        self._history.landed(durable)
+        return durable
+
+    def _commit_part(self, step: int, name: str) -> CommittedStep:
+        """Commits this host's part of a step, which all hosts have or none.
+
+        It is deleted again only where another says that it has none. Who cannot be asked, as it
+        has died, may have its part, and with this one the step is whole.
+        """
+        directory, processes = self._directory, self._processes
+        at = processes.agreed_time()
         try:
-            self._processes.meet()
-        except ProcessTimeoutError:
-            raise  # who has not come may have its part, and with this one the step is whole
+            durable = directory.commit(step, directory.path / name, at)
         except Exception:
-            self._directory.delete(durable)  # nobody would know of it, nor ever remove it
+            with contextlib.suppress(Exception):  # of all that goes wrong this one is to be told
+                processes.gather(_NOT_THERE)
             raise
+        self._history.landed(durable)
+        if _NOT_THERE in processes.gather(_THERE):
+            directory.delete(durable)  # nobody would know of it, nor ever remove it
+            processes.meet()  # raises what kept the other from it
+        return durable
 
     def _read_back(self, durable: CommittedStep) -> None:
-        """Reads the step on all processes, each its share; deletes it if that fails on any."""
+        """Reads the step on all processes, each its share; deletes it if any finds it damaged.
+
+        Where it cannot be read now, or one of them has died, it may be whole.
+        """
         try:
             StoredStep(durable, allow_part=True).verify(self._options, self._processes)
             self._processes.meet()
-        except Exception:  # damaged, or not to be read: it must not be the newest step
+        except CorruptCheckpointError:  # it must not be the newest step
             if self._processes.is_first:
                 self._directory.delete(durable)
             raise

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 # Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
 _DATA_FILE_BYTES = 64 << 20
+# How TensorStore names the folders of such files.
+_DATA = "d"
 # How Orbax names what it will rename to commit it.
 _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 # An item needs content; a state may have no stored arrays at all.
@@ -123,7 +125,7 @@ def write_step(
                     raise
                 response.result()
         if processes.is_first:
-            syncing.sync_tree(path)
+            syncing.sync_tree(path, but=_DATA)
     finally:
         del _FencedPath.fences[str(path)]
 

@@ -98,9 +98,10 @@ class CommitTimes:
     def __init__(self) -> None:
         self._doubtful: set[str] = set()
 
-    def steps_among(self, children: Iterable[epath.Path]) -> list[CommittedStep]:
-        """The folders of a run that are committed steps."""
-        found = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
+    def steps_among(self, children: Iterable[epath.Path], first: int = 0) -> list[CommittedStep]:
+        """The folders of a run that are committed steps, of this number or a higher one."""
+        named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
+        found = [(child, match) for child, match in named if int(match[2]) >= first]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
             times = pool.map(self.read, (child for child, _ in found))
             # Any directory may have a number for a name; only a commit leaves a time.

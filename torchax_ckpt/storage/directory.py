@@ -110,17 +110,18 @@ class StepDirectory:
 
     def steps(self) -> list[CommittedStep]:
         """The committed steps that count, oldest first; reads the directory anew."""
-        found = self._found()
+        found = self.found()
         keys = self._abandoned(found) if found else set()
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in keys}
         self.left_in_place = [s for s in found if s.key in keys]
         return [counted[step] for step in sorted(counted)]
 
-    def _found(self) -> list[CommittedStep]:
+    def found(self, first: int = 0) -> list[CommittedStep]:
+        """The committed steps from this number on, also those that do not count."""
         with self._translated("read"):
             is_ours = self._durable is None or identity.is_before(self.path, self._durable.path)
-            return self._visible() if is_ours else []
+            return self._visible(first) if is_ours else []
 
     def find(self, step: int) -> CommittedStep:
         """The step of this number.
@@ -150,8 +151,8 @@ class StepDirectory:
             metrics=self.metrics(committed),
         )
 
-    def _visible(self) -> list[CommittedStep]:
-        return self._commit_times.steps_among(self._children())
+    def _visible(self, first: int = 0) -> list[CommittedStep]:
+        return self._commit_times.steps_among(self._children(), first)
 
     def _children(self) -> list[epath.Path]:
         try:
@@ -166,7 +167,7 @@ class StepDirectory:
 
     def abandons(self) -> set[tuple[int, int]]:
         """Keys of the steps that those found here have abandoned, in either directory."""
-        return self._abandoned_by(self._found())
+        return self._abandoned_by(self.found())
 
     def _abandoned_by(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
         with self._translated("read"):

@@ -1,7 +1,8 @@
 """Owns that what was written survives a loss of power: it is on the medium, and its name as well.
 
-TensorStore syncs the files that it writes, and Orbax none of the others, nor any folder. A bucket
-answers a write once it is stored.
+TensorStore syncs each file that it writes, and the folder that it lies in, before it says that it
+is written (``file_io_sync``, which is on unless a context says otherwise). Orbax syncs none of the
+others, nor the folders above. A bucket answers a write once it is stored.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _AT_A_TIME = 16
 
 
-def sync_tree(top: epath.Path) -> None:
+def sync_tree(top: epath.Path, *, but: str = "") -> None:
     """Syncs a folder with everything in it; its own name is in the folder above.
 
-    A file that TensorStore has synced costs next to nothing the second time.
+    Args:
+      top: the folder.
+      but: how folders are named whose files are synced already; there may be thousands, of other
+        hosts as well, and each would be opened once more.
 
     Raises:
       OSError: the medium has failed to store something.
@@ -33,7 +37,7 @@ def sync_tree(top: epath.Path) -> None:
     if location.is_bucket(top):
         return
     with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
-        list(pool.map(sync, _within(os.fspath(top))))
+        list(pool.map(sync, _within(os.fspath(top), but)))
 
 
 def sync(path: Any) -> None:
@@ -54,7 +58,8 @@ def sync(path: Any) -> None:
         os.close(opened)
 
 
-def _within(top: str) -> Iterator[str]:
+def _within(top: str, but: str) -> Iterator[str]:
     for folder, _, files in os.walk(top):
-        yield from (os.path.join(folder, name) for name in files)
+        if os.path.basename(folder) != but:
+            yield from (os.path.join(folder, name) for name in files)
         yield folder
