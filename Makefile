@@ -7,7 +7,7 @@
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3, \
     $(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 VENV := .venv
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-tests
 BIN := $(VENV)/bin
 # One more than two cores, as some tests wait.
 PYTEST_FLAGS ?= -n 3 --dist worksteal
@@ -16,7 +16,7 @@ PYTEST_FLAGS ?= -n 3 --dist worksteal
     torture-endurance clean
 .DEFAULT_GOAL := test
 
-demo: $(INSTALLED)
+demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
@@ -65,11 +65,12 @@ SAVES ?= 10000
 torture-endurance: $(INSTALLED)
 	$(BIN)/python tests/faults/torture_endurance.py --saves $(SAVES)
 
-# Installs again only when the dependencies may have changed.
-$(INSTALLED): pyproject.toml
+# The package with one of its extras; again only when the dependencies may have changed.
+$(VENV)/.installed-%: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=..."; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[tests]'
+	@echo "Installing torchax_ckpt and its extra '$*' into $(VENV): this takes minutes, once."
+	$(BIN)/python -m pip install --quiet -e '.[$*]'
 	touch $@
 
 clean:

@@ -127,7 +127,12 @@ def test_every_exit_code_is_stated_in_help_and_manual() -> None:
     ("args", "message"),
     [
         (("ls", "{tmp}/nowhere"), "nowhere: no such directory"),
-        (("show", "{saved}/1/commit_success.txt"), "no such directory"),
+        (("show", "{saved}/1/commit_success.txt"), "is not a directory"),
+        (("ls", ""), "found an empty text"),
+        (("ls", "{saved}/1"), "expected the directory of a run, found its step 1; the run is"),
+        (("show", "{saved}/7"), "no checkpoint at step 7; there are: 1, 2"),
+        (("show", "{saved}/1", "1"), "found its step 1"),
+        (("verify", "{tmp}", "--all"), "there are no checkpoints"),
         (("show", "{saved}", "7"), "no checkpoint at step 7; there are: 1, 2"),
         (("show", "{tmp}"), "there are no checkpoints"),
         (("verify", "s3://bucket/run"), "s3:// is not supported"),
@@ -178,6 +183,21 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
 
 
+def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
+    program = """
+        import os, signal, sys
+        from torchax_ckpt.cli.main import main
+        class Interrupted:
+            def find_spec(self, name, path, target=None):
+                if name == "torchax_ckpt.cli.app":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupted())
+        main()
+    """
+    result = run_python(program, "--version", check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
+
+
 # --- ls ---
 
 
@@ -222,6 +242,21 @@ def test_show_lists_every_leaf(saved: Path) -> None:
     assert shown["num_bytes"] == sum(leaf["num_bytes"] for leaf in leaves.values())
     text = run("show", saved, 1)
     assert all(name in text for name in leaves)
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_step_may_be_given_as_a_path(command: str, saved: Path) -> None:
+    more = () if command == "show" else ("--read-only",)
+    assert run(command, f"{saved}/1", *more) == run(command, saved, 1, *more)
+
+
+def test_a_run_may_have_a_number_for_a_name(copy: Path) -> None:
+    copy = copy.rename(copy.with_name("2026"))
+    assert run_json("show", copy)["step"] == 2
+    beside = copy.with_name("run")  # where 2026 would be a step, were it one
+    shutil.move(copy, beside)
+    shutil.copytree(beside, beside / "2026")
+    assert run_json("show", beside / "2026")["directory"] == str(beside / "2026")
 
 
 def test_show_filters_by_a_pattern(saved: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from support import run_python
-from test_docs import run_commands
+from test_docs import BLOCK, run_commands
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -15,12 +14,14 @@ README = Path(__file__).parent.parent / "README.md"
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is, on purpose
 def test_every_block_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = dict.fromkeys(("python", "sh"), "")
-    for kind, body in re.findall(r"```(python|sh)\n(.*?)```", README.read_text(), re.DOTALL):
-        blocks[kind] += f"\n{body}"
+    for block in BLOCK.finditer(README.read_text()):
+        if block["kind"] in blocks:
+            blocks[block["kind"]] += f"\n{block['body']}"
     program = f"import os; os.chdir({str(tmp_path)!r})\n{blocks['python']}"
-    for _ in range(2):  # the second time everything resumes
+    for start in (0, 200):  # the second time everything resumes
         result = run_python(program, fresh=True)
-        assert "[18, 19, 20] 20" in result.stdout or " 20 {'loss'" in result.stdout
+        assert f"completed steps: {start}\n" in result.stdout
+        assert ", 200] 200 {'loss'" in result.stdout
     made = {"functional", "lightning", "own-loop", "readme"}
     assert {p.name for p in (tmp_path / "runs").iterdir()} == made
 

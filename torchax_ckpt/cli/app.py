@@ -14,6 +14,7 @@ from torchax_ckpt.cli.outcome import EPILOG, ends_well
 app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # which joins the lines of a paragraph
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -29,7 +30,9 @@ def _print_version(is_wanted: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Looks at the checkpoints of torchax_ckpt, checks, compares and converts them."""
@@ -38,8 +41,14 @@ def options(
 Directory = Annotated[
     str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
 ]
+RunOrStep = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix; or DIRECTORY/STEP."
+    ),
+]
 Step = Annotated[
-    int | None, typer.Argument(metavar="[STEP]", min=0, help="Completed steps; default: newest.")
+    int | None, typer.Argument(metavar="STEP", min=0, help="Completed steps; default: newest.")
 ]
 MaxBytes = Annotated[
     int | None, typer.Option(min=1, help="Bound on array data in memory; default 256 MiB.")
@@ -71,7 +80,7 @@ def list_steps(directory: Directory, json: Json = False) -> int:
 @app.command("show", epilog=EPILOG)
 @ends_well
 def show(
-    directory: Directory,
+    directory: RunOrStep,
     step: Step = None,
     filter: Filter = None,
     json: Json = False,
@@ -85,7 +94,7 @@ def show(
 @app.command("verify", epilog=EPILOG)
 @ends_well
 def verify(
-    directory: Directory,
+    directory: RunOrStep,
     step: Step = None,
     all: Annotated[bool, typer.Option("--all", help="Every step of the directory.")] = False,
     read_only: Annotated[
@@ -130,7 +139,7 @@ def diff(
 def report(
     directory: Directory,
     out: Annotated[
-        Path, typer.Argument(metavar="[OUT]", help="The page; an older report is replaced.")
+        Path, typer.Argument(metavar="OUT", help="The page; an older report is replaced.")
     ] = Path("report.html"),
     json: Json = False,
 ) -> int:
@@ -271,11 +280,12 @@ def export(
         typer.Argument(metavar="OUT", help="A file; a directory of dcp, also of safetensors."),
     ],
     format: Annotated[
-        Format,
+        Format | None,
         typer.Option(
-            help="pt: what torch.load(weights_only=True) reads; dcp: torch.distributed.checkpoint."
+            help="pt: what torch.load(weights_only=True) reads; dcp: torch.distributed.checkpoint. "
+            "Default: pt where OUT ends in .pt, .pth or .bin, else safetensors."
         ),
-    ] = Format.SAFETENSORS,
+    ] = None,
     max_shard_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="safetensors: several files of at most this: 5GB."),
@@ -300,7 +310,7 @@ def export(
         directory,
         step,
         out,
-        format=format.value,
+        format=None if format is None else format.value,
         max_shard_size=max_shard_size,
         with_optimizer=optimizer,
         at=at,

@@ -9,7 +9,7 @@ from typing import Any
 from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK
-from torchax_ckpt.cli.steps import named
+from torchax_ckpt.cli.steps import chosen
 from torchax_ckpt.comparing import Comparison, Difference, compare
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.stored import StoredStep
@@ -25,7 +25,7 @@ _IN_WORDS = {
 
 def diff(a: str, b: str, pattern: str | None, *, max_bytes: int | None, as_json: bool) -> int:
     """``torchax-ckpt diff``."""
-    steps = [StoredStep(named(text)) for text in (a, b)]
+    steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
     left, right = steps
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(

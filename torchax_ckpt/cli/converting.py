@@ -18,6 +18,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.stored import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+_PICKLED = (".pt", ".pth", ".bin")  # what torch.save writes
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -26,7 +27,7 @@ def export(
     step: int,
     out: Path,
     *,
-    format: str,
+    format: str | None,
     max_shard_size: str | None,
     with_optimizer: bool,
     at: str | None,
@@ -35,6 +36,8 @@ def export(
 ) -> int:
     """``torchax-ckpt export``."""
     _require_local(out)
+    if format is None:
+        format = "pt" if out.suffix in _PICKLED else "safetensors"
     max_shard_bytes = None if max_shard_size is None else parsed_size(max_shard_size)
     _require_consistent(out, format, is_cut=max_shard_bytes is not None, optimizer=with_optimizer)
     stored = StoredStep(existing(directory).find(step))
@@ -73,7 +76,9 @@ def export(
 
 
 def _require_consistent(out: Path, format: str, *, is_cut: bool, optimizer: bool) -> None:
-    is_file = out.suffix in (".safetensors", ".pt", ".pth", ".bin")
+    is_file = out.suffix in (".safetensors", *_PICKLED)
+    if format == "safetensors" and out.suffix in _PICKLED:
+        raise UsageError(f"export: {out}: expected a name that ends otherwise for safetensors")
     if is_cut and (format != "safetensors" or is_file):
         raise UsageError("export: --max-shard-size is for safetensors, in a directory")
     if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):

@@ -9,7 +9,7 @@ from typing import Any
 from torchax_ckpt import progress
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import FOUND, OK, UNAVAILABLE, UsageError, code_of
-from torchax_ckpt.cli.steps import chosen, existing
+from torchax_ckpt.cli.steps import all_of, chosen, existing
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import identity, inspection, rules
@@ -88,8 +88,7 @@ def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[st
 
 def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool) -> int:
     """``torchax-ckpt show``."""
-    run = existing(directory)
-    committed = chosen(run, step)
+    run, committed = chosen(directory, step)
     stored = StoredStep(committed)
     leaves = [
         leaf
@@ -165,8 +164,12 @@ def verify(
     """``torchax-ckpt verify``."""
     if verify_all and step is not None:
         raise UsageError("verify: give a step or --all, not both")
-    run = existing(directory, read_only=read_only)
-    steps = run.steps() if verify_all else [chosen(run, step)]
+    if verify_all:
+        run = existing(directory, read_only=read_only)
+        steps = all_of(run)
+    else:
+        run, committed = chosen(directory, step, read_only=read_only)
+        steps = [committed]
     options = CheckpointOptions(max_host_bytes=max_bytes)
     results = []
     for committed in steps:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 
-from torchax_ckpt.cli.outcome import USAGE
+from torchax_ckpt.cli.outcome import INTERRUPTED, USAGE
 
 _EXTRA = ("rich", "safetensors", "typer")
 
@@ -22,6 +22,9 @@ def main() -> None:
     # The accelerators belong to the training that may run on this host, and two programs cannot
     # have one TPU. Nothing here computes on a device.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from torchax_ckpt.cli.app import app
+    try:
+        from torchax_ckpt.cli.app import app
 
-    app(prog_name="torchax-ckpt")
+        app(prog_name="torchax-ckpt")
+    except KeyboardInterrupt:  # before a command runs: the imports take a moment
+        sys.exit(INTERRUPTED)

@@ -14,6 +14,7 @@ from torchax_ckpt.cli.looking import steps_of
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.page import MARK, Contents, page
 from torchax_ckpt.cli.steps import existing
+from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage import lease
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.holder import Holder
@@ -96,7 +97,9 @@ def _require_ours(out: Path) -> None:
     if out.exists():
         with open(out, "rb") as file:
             if MARK.encode() not in file.read(100):
-                raise UsageError(f"report: {out}: is there already, and is no report")
+                raise DirectoryError(
+                    f"{out}: is there already, and is no report; nothing was written", path=out
+                )
 
 
 def _write(out: Path, content: str) -> None:

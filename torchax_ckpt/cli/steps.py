@@ -15,44 +15,36 @@ def existing(directory: str, *, read_only: bool = True) -> StepDirectory:
     """The directory of a run that is there.
 
     Raises:
-      UsageError: it is not there, no directory, or of a scheme that is not supported.
+      UsageError: it is not there, no directory, a step's, or of a scheme that is not supported.
       DirectoryError: it cannot be read now.
     """
-    try:
-        path = location.resolve(directory)
-    except DirectoryError as error:
-        raise UsageError(str(error)) from error
-    if not location.is_bucket(path):
-        with contextlib.suppress(PermissionError):
-            try:
-                os.listdir(path)
-            except (FileNotFoundError, NotADirectoryError):
-                raise UsageError(f"{directory}: no such directory") from None
-    return StepDirectory(path, read_only=read_only)
+    if (one := _one(directory)) is not None:
+        run, committed = one
+        raise UsageError(
+            f"{directory}: expected the directory of a run, found its step {committed.step}; "
+            f"the run is {run.path}"
+        )
+    return _opened(directory, read_only=read_only)
 
 
-def chosen(directory: StepDirectory, step: int | None) -> CommittedStep:
-    """The step of this number; None for the newest.
+def chosen(
+    directory: str, step: int | None = None, *, read_only: bool = True
+) -> tuple[StepDirectory, CommittedStep]:
+    """The run and the step that arguments name.
+
+    ``runs/a 20`` and ``runs/a/20`` name step 20 of ``runs/a``, and ``runs/a`` its newest one.
 
     Raises:
       StepNotFoundError: there is no such step.
-      UsageError: there is none at all.
+      UsageError: there is none at all, or no such directory.
     """
     if step is not None:
-        return directory.find(step)
-    steps = directory.steps()
-    if not steps:
-        raise UsageError(f"{directory.path}: there are no checkpoints")
-    return steps[-1]
-
-
-def named(text: str) -> CommittedStep:
-    """The step that a path names: ``runs/a/20`` step 20, ``runs/a`` the newest one.
-
-    Raises:
-      StepNotFoundError, UsageError: it names none.
-    """
-    return _one(text) or chosen(existing(text), None)
+        run = existing(directory, read_only=read_only)
+        return run, run.find(step)
+    if (one := _one(directory, read_only=read_only)) is not None:
+        return one
+    run = _opened(directory, read_only=read_only)
+    return run, all_of(run)[-1]
 
 
 def named_or_all(text: str) -> list[CommittedStep]:
@@ -61,18 +53,57 @@ def named_or_all(text: str) -> list[CommittedStep]:
     Raises:
       StepNotFoundError, UsageError: it names none.
     """
-    if (one := _one(text)) is not None:
-        return [one]
-    steps = existing(text).steps()
-    if not steps:
-        raise UsageError(f"{text}: there are no checkpoints")
+    one = _one(text)
+    return all_of(_opened(text)) if one is None else [one[1]]
+
+
+def all_of(run: StepDirectory) -> list[CommittedStep]:
+    """The steps of a run that must have some, oldest first.
+
+    Raises:
+      UsageError: it has none.
+    """
+    if not (steps := run.steps()):
+        raise UsageError(f"{run.path}: there are no checkpoints")
     return steps
 
 
-def _one(text: str) -> CommittedStep | None:
+def _one(text: str, *, read_only: bool = True) -> tuple[StepDirectory, CommittedStep] | None:
+    """The step that a path names, and its run; None where the path may name a run.
+
+    Raises:
+      StepNotFoundError: nothing is there, but steps of other numbers are beside it.
+    """
     above, _, last = text.rstrip("/").rpartition("/")
-    if last.isdecimal():
-        # A run may be called 2026: what has no such step above it is a run.
-        with contextlib.suppress(StepNotFoundError, UsageError):
-            return existing(above or ("/" if text.startswith("/") else ".")).find(int(last))
-    return None
+    if not last.isdecimal():
+        return None
+    try:
+        run = _opened(above or ("/" if text.startswith("/") else "."), read_only=read_only)
+    except UsageError:
+        return None
+    try:
+        return run, run.find(int(last))
+    except StepNotFoundError:
+        # A run may be called 2026: what is there, and no step of what is above it, is a run.
+        with contextlib.suppress(UsageError):
+            _opened(text)
+            return None
+        if run.steps():
+            raise
+        return None
+
+
+def _opened(directory: str, *, read_only: bool = True) -> StepDirectory:
+    try:
+        path = location.resolve(directory)
+    except DirectoryError as error:
+        raise UsageError(str(error)) from error
+    if not location.is_bucket(path):
+        with contextlib.suppress(PermissionError):
+            try:
+                os.listdir(path)
+            except FileNotFoundError:
+                raise UsageError(f"{directory}: no such directory") from None
+            except NotADirectoryError:
+                raise UsageError(f"{directory}: is not a directory") from None
+    return StepDirectory(path, read_only=read_only)

@@ -91,7 +91,10 @@ def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     except OSError as error:
         raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
     except (safetensors.SafetensorError, ValueError) as error:
-        raise CorruptCheckpointError(f"{path}: {error!s:.200}", path=path) from error
+        raise CorruptCheckpointError(
+            f"{path}: expected safetensors, found what cannot be read as such: {error!s:.200}",
+            path=path,
+        ) from error
     tensors = {
         name: _tensor(path, name, entry, 8 + length)
         for name, entry in header.items()

@@ -379,26 +379,16 @@ class ModuleComponent:
         return Local.DEFAULT_DEVICE
 
 
-def _fill(slot: Slot, array: Any) -> None:
-    for tensor in slot.tensors:
-        if backend.is_device_tensor(tensor):
-            backend.set_buffer(tensor, array)
-        elif tensor.is_meta:
-            backend.fill_meta(tensor, array)
-        else:
-            backend.copy_into(tensor, array)
-
-
 def _specs(tensors: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[Any]:
     return [(type(t), a.shape, a.dtype) for t, a in zip(tensors, arrays, strict=True)]
 
 
 def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:
-    return lambda values: _fill(slot, values[leaf])
+    return lambda values: slot.fill(values[leaf])
 
 
 def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
-    return lambda _: _fill(slot, array)
+    return lambda _: slot.fill(array)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:

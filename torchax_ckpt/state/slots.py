@@ -33,6 +33,16 @@ class Slot:
         """The live tensor."""
         return self.tensors[0]
 
+    def fill(self, array: Any) -> None:
+        """Gives the tensors this content, of their shape and dtype."""
+        for tensor in self.tensors:
+            if backend.is_device_tensor(tensor):
+                backend.set_buffer(tensor, array)
+            elif tensor.is_meta:
+                backend.fill_meta(tensor, array)
+            else:
+                backend.copy_into(tensor, array)
+
     def release(self) -> None:
         """Deletes the device buffers; the tensors hold nothing until they are filled."""
         for tensor in self.tensors:

@@ -22,6 +22,8 @@ def resolve(directory: Any) -> epath.Path:
     Raises:
       DirectoryError: it is no path, or of a scheme that is not supported.
     """
+    if directory == "":  # a variable that is not set: hardly the working directory
+        raise DirectoryError("directory: expected a path or a gs:// URL, found an empty text")
     try:
         path = epath.Path(directory)
     except KeyError:

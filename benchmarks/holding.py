@@ -1,0 +1,118 @@
+"""What Lightning's callback costs a step that is not saved: it holds where the Trainer is.
+
+    python benchmarks/holding.py [--steps 500] [--repeats 5] [--layers 1 32]
+
+Fits a module of so many linear layers with AdamW and a StatefulDataLoader, with and without the
+callback in turn, and prints the medians of what the training thread computes from one batch to the
+next, and what lies between them. It is the thread's time on a core, which other programs leave
+alone. The model is small, so that a step is Lightning's own work and the optimizer's.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+
+import argparse
+import itertools
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import lightning
+import torch
+import torchax
+from torchax import interop
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchax_ckpt import policies
+from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
+
+WIDTH = 16
+
+
+class Module(lightning.LightningModule):
+    automatic_optimization = False
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+        self.loss_and_grads = interop.jax_jit(interop.jax_value_and_grad(self.loss))
+
+    def loss(self, params: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return (torch.func.functional_call(self.net, params, (x,)) ** 2).mean()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        _, grads = self.loss_and_grads(dict(self.net.named_parameters()), batch)
+        for name, parameter in self.net.named_parameters():
+            parameter.grad = grads[name]
+        self.optimizers().step()  # type: ignore[union-attr]  # one is configured
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Clock(lightning.Callback):
+    """Notes at each batch how long the thread has computed."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.began.append(time.thread_time())
+
+    @property
+    def median_secs(self) -> float:
+        """From one batch to the next, those in which things are compiled left out."""
+        began = self.began[10:]
+        return statistics.median(b - a for a, b in itertools.pairwise(began))
+
+
+def fit(num_layers: int, num_steps: int, *more: lightning.Callback) -> tuple[float, int]:
+    """Seconds of a step, and how many tensors the module and its optimizer have."""
+    clock, module = Clock(), Module(num_layers)
+    trainer = lightning.Trainer(
+        strategy=TorchaxStrategy(),
+        callbacks=[*more, clock],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=bool(more),  # or Lightning would make one of its own
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, StatefulDataLoader(torch.randn(num_steps, WIDTH), batch_size=1))
+    (optimizer,) = trainer.optimizers
+    of_optimizer = [value for state in optimizer.state.values() for value in state.values()]
+    return clock.median_secs, len(list(module.parameters())) + len(of_optimizer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 32])
+    asked = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torchax.enable_globally()
+    seldom = policies.FixedIntervalPolicy(10**9)
+    print("| layers | tensors | step without | with | the callback |\n|---|---|---|---|---|")
+    for num_layers in asked.layers:
+        without, held = [], []
+        for _ in range(asked.repeats):
+            without.append(fit(num_layers, asked.steps)[0])
+            with tempfile.TemporaryDirectory() as folder:
+                callback = TorchaxCheckpoint(folder, save_decision_policy=seldom)
+                secs, num_tensors = fit(num_layers, asked.steps, callback)
+            held.append(secs)
+        cost = statistics.median(b - a for a, b in zip(without, held, strict=True))
+        said = (statistics.median(without), statistics.median(held), cost)
+        print(f"| {num_layers} | {num_tensors} |", *(f"{secs * 1e3:.2f} ms |" for secs in said))
+
+
+if __name__ == "__main__":
+    main()
