@@ -33,6 +33,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
 from torchax_ckpt.storage import digests, inspection, modes
+from torchax_ckpt.storage.commits import MARK
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.record import DRAFT_SUFFIX
 
@@ -547,8 +548,7 @@ def test_a_pipe_for_a_commit_record_is_not_waited_for(run: Path) -> None:
     record = run / str(DAMAGED) / "_CHECKPOINT_METADATA"
     record.unlink()
     os.mkfifo(record)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, "_CHECKPOINT_METADATA: .*found a special file")
 
 
 def test_metadata_larger_than_any_is_not_read(run: Path) -> None:
@@ -557,8 +557,7 @@ def test_metadata_larger_than_any_is_not_read(run: Path) -> None:
     refused(run, "at most .* bytes, found 1099511627776")
     with (run / str(DAMAGED) / "_CHECKPOINT_METADATA").open("r+b") as file:
         file.truncate(1 << 40)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, "_CHECKPOINT_METADATA: expected at most .* bytes, found 1099511627776")
 
 
 # --- commit records, summaries, names of steps ---------------------------------------------------
@@ -580,48 +579,60 @@ RECORDS: list[Change] = [
 
 
 @pytest.mark.parametrize("change", RECORDS, ids=range(len(RECORDS)))
-def test_a_commit_record_without_a_time_makes_no_step(run: Path, change: Change) -> None:
+def test_a_commit_record_without_a_time_is_damaged(run: Path, change: Change) -> None:
     edit(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
     unseal(run)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
-        assert Program().attach(ckpt) == 1
+    refused(run, "_CHECKPOINT_METADATA: expected a time of commit, found")
 
 
-def test_a_commit_record_that_is_not_what_was_sealed_makes_no_step(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_commit_record_that_is_not_what_was_sealed_is_damaged(run: Path) -> None:
     edit(
         run / str(DAMAGED) / "_CHECKPOINT_METADATA",
         lambda raw: raw.update(commit_timestamp_nsecs=raw["commit_timestamp_nsecs"] ^ 1),
     )
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
-        assert Program().attach(ckpt) == 1
-    assert "looks like a step" in caplog.text
+    refused(run, r"_CHECKPOINT_METADATA: was damaged: .*commit_success\.txt")
 
 
 @pytest.mark.parametrize("seals", [b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"a": 1} x'])
-def test_a_mark_with_garbage_for_digests_makes_no_step(run: Path, seals: bytes) -> None:
+def test_a_mark_with_garbage_for_digests_is_damaged(run: Path, seals: bytes) -> None:
     (run / str(DAMAGED) / "commit_success.txt").write_bytes(b"committed\n" + seals)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, r"commit_success\.txt: was damaged")
 
 
 def test_a_pipe_for_a_mark_is_not_waited_for(run: Path) -> None:
     mark = run / str(DAMAGED) / "commit_success.txt"
     mark.unlink()
     os.mkfifo(mark)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, r"commit_success\.txt: .*found a special file")
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[" * 100_000, b"\xff\x00", b"5", b"[]"], ids=str)
-def test_a_garbage_commit_record_makes_no_step(run: Path, raw: bytes) -> None:
+def test_a_garbage_commit_record_is_damaged(run: Path, raw: bytes) -> None:
     (run / str(DAMAGED) / "_CHECKPOINT_METADATA").write_bytes(raw)
     unseal(run)
+    refused(run, "_CHECKPOINT_METADATA: was damaged")
+
+
+@pytest.mark.parametrize("lost", [("_CHECKPOINT_METADATA",), ("_CHECKPOINT_METADATA", MARK)])
+def test_a_step_that_has_lost_its_commit_record_is_damaged(
+    run: Path, lost: tuple[str, ...]
+) -> None:
+    for name in lost:
+        (run / str(DAMAGED) / name).unlink()
+    refused(run, "cannot read its commit record.*_CHECKPOINT_METADATA")
+
+
+@pytest.mark.parametrize("files", [("state/checkpoint.pt",), ("README.md", "manifest/a.yaml"), ()])
+def test_a_folder_of_somebodys_with_a_number_for_a_name_is_no_step(
+    run: Path, files: tuple[str, ...]
+) -> None:
+    (run / "7").mkdir()
+    for file in files:
+        (run / "7" / file).parent.mkdir(exist_ok=True)
+        (run / "7" / file).touch()
     with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+        assert ckpt.all_steps() == [1, DAMAGED]
+        assert Program().attach(ckpt) == DAMAGED
 
 
 def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:

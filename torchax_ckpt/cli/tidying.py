@@ -73,7 +73,8 @@ def _doomed(
             raise UsageError(
                 f"prune: no step has the metric {rule.metric!r}; they have: {known or 'none'}"
             )
-    keep = policies.preserved(policy, infos)
+    damaged = [run.verified.is_damaged(committed) for committed in steps]
+    keep = policies.preserved(policy, infos, damaged)
     doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
     spared = run.verified.newest_of(doomed, steps)
     doomed = [committed for committed in doomed if committed is not spared]
