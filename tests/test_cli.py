@@ -342,6 +342,22 @@ def test_verify_all_goes_on_where_a_step_is_deleted_meanwhile(
     assert "step 1 was deleted meanwhile" in result.stderr
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("gone", [1, 2])
+def test_copy_goes_on_where_a_step_is_deleted_meanwhile(
+    gone: int, when: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(gone, when, monkeypatch)
+    result = CliRunner().invoke(app, ["copy", str(copy), str(tmp_path / "other"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == [3 - gone]
+    assert f"step {gone} was deleted meanwhile" in result.stderr
+    monkeypatch.undo()
+    assert run_json("verify", tmp_path / "other")["steps"][0]["step"] == 3 - gone
+    assert [s["step"] for s in run_json("ls", tmp_path / "other")["steps"]] == [3 - gone]
+    assert not list(tmp_path.glob(f"other/*{gone}-*"))  # nothing is left of the copy
+
+
 def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a training pruned it, before or after its manifest is read."""
     parse = stored.parse_manifest
