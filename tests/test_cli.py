@@ -28,6 +28,7 @@ from torchax_ckpt.cli import outcome
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage import directory as directory_room
+from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.verified import MARK
 
 
@@ -300,6 +301,15 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     assert result.exit_code == outcome.FOUND
     assert result.stderr.count("\n") == 1
     assert "state/w" in result.stderr
+
+
+def test_a_host_that_is_too_small_is_no_finding(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 100)
+    words = ("export", copy, "2", tmp_path / "out.pt", "--format", "pt", "--at", "state")
+    assert "that this host can hold, 100 bytes" in run(*words, code=outcome.UNAVAILABLE)
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:

@@ -29,6 +29,7 @@ from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     MismatchError,
+    OutOfMemoryError,
     StepNotFoundError,
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
@@ -36,6 +37,7 @@ from torchax_ckpt.storage import digests, inspection, modes
 from torchax_ckpt.storage.commits import MARK
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.record import DRAFT_SUFFIX
+from torchax_ckpt.stored import StoredStep
 
 DAMAGED = 2
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -465,13 +467,59 @@ def test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_i
     assert error.key_path == name.replace(".", "/", 1)
 
 
-def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(run: Path) -> None:
+@pytest.mark.parametrize("compressor", [None, {"id": "zstd", "level": 1}])
+def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
+    run: Path, compressor: Any
+) -> None:
     size = 2**50
     edit(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
 
     edit_array(run, "stateful.box/table", resized(size, size))
-    error = refused(run, "this host can hold")
+    edit_array(run, "stateful.box/table", lambda m: m.update(compressor=compressor))
+    error = refused(run, "this host can hold.*which cannot be: .* bytes lie on storage")
     assert error.key_path == "stateful/box/table"
+
+
+def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Path) -> None:
+    file = next((run / str(DAMAGED)).rglob("d/*"))
+    os.truncate(file, 2 * inspection.host_memory_bytes())
+    refused(run, "a file that this host can hold.*which cannot be")
+
+
+@pytest.mark.parametrize("compression", [False, True])
+def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, compression: bool
+) -> None:
+    options = CheckpointOptions(compression=compression)
+    table = np.arange(50_000.0) if not compression else np.zeros(50_000)
+    box = Box({"table": table})
+    with TorchaxCheckpointer(
+        directory, options=options, preservation_policy=policies.PreserveAll()
+    ) as ckpt:
+        ckpt.attach(stateful={"box": box})
+        for step in (1, DAMAGED):
+            ckpt.save(step, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.verify() == DAMAGED
+        before = sorted(directory.rglob("*"))
+        monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 300_000)
+        said = r"step 2 .*can hold, 300000 bytes, found 4\d{5} bytes.*more memory"
+        for read in (ckpt.restore, ckpt.load):  # any step; a warning that one is skipped would fail
+            with pytest.raises(OutOfMemoryError, match=said):
+                read()
+        with (
+            TorchaxCheckpointer(directory) as other,
+            pytest.raises(OutOfMemoryError, match=said),
+        ):
+            other.attach(stateful={"box": Box()})
+        committed = ckpt._directory.find(DAMAGED)
+        assert committed in ckpt._directory.verified
+        with pytest.raises(OutOfMemoryError, match=said):
+            stored = StoredStep(committed)
+            stored.read(stored.leaves, options)
+        monkeypatch.undo()
+        assert sorted(directory.rglob("*")) == before
+        assert ckpt.restore().step == DAMAGED
 
 
 def test_an_array_of_too_many_chunks_is_refused(run: Path) -> None:
@@ -761,7 +809,7 @@ def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
     monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 1 << 14)
     with (
         TorchaxCheckpointer(directory) as ckpt,
-        pytest.raises(CorruptCheckpointError, match="this host can hold, 16384 bytes"),
+        pytest.raises(OutOfMemoryError, match="this host can hold, 16384 bytes, found 24000"),
     ):
         ckpt.load(1)
 
