@@ -138,7 +138,8 @@ def modes(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any
 def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
     """What digests cost: saves with and without taking them, restores with and without comparing.
 
-    They alternate in one process.
+    They alternate in one process, and so does which of a pair of saves comes first: what a save
+    leaves to the disk is paid by the next.
     """
     from torchax_ckpt.storage import digests as room
 
@@ -151,8 +152,9 @@ def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
     result: dict[str, list[float]] = {"taken": [], "not taken": [], "compared": [], "trusted": []}
     with TorchaxCheckpointer(directory, preservation_policy=LatestN(1)) as ckpt:
         ckpt.attach(module, optimizer)
+        ways = [("not taken", none), ("taken", of_blocks)]
         for step in range(2 * repeats + 2):
-            name, room.of_blocks = [("not taken", none), ("taken", of_blocks)][step % 2]
+            name, room.of_blocks = ways[(step + step // 2) % 2]
             began = clock()
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()

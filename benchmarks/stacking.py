@@ -1,6 +1,6 @@
 """Up to what size of a leaf stacking pays: durable and restore times, stacked and not.
 
-    python benchmarks/stacking.py [--snapshot reference] [--sizes 16,64] [--repeats 3]
+    python benchmarks/stacking.py [--snapshot reference] [--sizes 16,64] [--counts 2,64]
 
 Equal float32 leaves over four forced CPU devices. Prints a table, and the size of a leaf up to
 which saving and restoring all of that size takes less time stacked. The constant is
@@ -32,7 +32,6 @@ from states import mesh, sharding
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 
 KIB = 1 << 10
-COUNTS = [64, 128, 256, 512]
 MAX_BYTES = 512 << 20
 LAYOUTS = ("flat", "stacked")
 
@@ -71,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--snapshot", default="reference")
     parser.add_argument("--sizes", default="16,64,256,512,1024,2048,4096,8192", help="in KiB")
+    parser.add_argument("--counts", default="64,128,256,512", help="of leaves")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", help="where checkpoints go; default: a temporary one")
     args = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> None:
     totals: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
         for nbytes in (int(size) * KIB for size in args.sizes.split(",")):
-            for count in COUNTS:
+            for count in map(int, args.counts.split(",")):
                 if count * nbytes > MAX_BYTES or (count in (128, 256) and nbytes < 1 << 20):
                     continue
                 flat, stacked = (

@@ -49,12 +49,17 @@ def freeze(value: Any, name: str) -> Array:
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
     """``freeze`` for many tensors; 0-d CPU tensors of one dtype are copied together."""
     with backend.native_torch():
+        on_device = [backend.is_device_tensor(tensor) for tensor in tensors]
         counters = backend.scalars_to_numpy(
-            [t for t in tensors if not backend.is_device_tensor(t) and t.ndim == 0]
+            [t for t, is_on in zip(tensors, on_device, strict=True) if not is_on and t.ndim == 0]
         )
         return [
-            counters[key] if (key := id(tensor)) in counters else freeze(tensor, name)
-            for tensor in tensors
+            backend.buffer(tensor)
+            if is_on
+            else counters[key]
+            if (key := id(tensor)) in counters
+            else freeze(tensor, name)
+            for tensor, is_on in zip(tensors, on_device, strict=True)
         ]
 
 

@@ -75,6 +75,7 @@ class ModuleComponent:
         self._specs: list[Any] | None = None
         self._form = Form(None, ())
         self._check()
+        self._refresh()
 
     def _check(self) -> None:
         root, _ = backend.unwrap_jittable(self.module)
@@ -110,8 +111,11 @@ class ModuleComponent:
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """id of every live tensor -> its key paths below ``model``; one object until changed."""
-        self._refresh()
+        """id of every tensor -> its key paths below ``model``; one object until changed.
+
+        As of the last ``capture`` or ``prepare``: a walk over all modules once more, for each
+        optimizer, would be a tenth of what a save blocks for.
+        """
         return self._names
 
     def placements(self) -> dict[int, Placement]:
@@ -203,6 +207,7 @@ class ModuleComponent:
         self, stored: StoredModule, findings: Findings, selection: Selection
     ) -> Restoration:
         """``prepare``, from what is stored anywhere."""
+        self._refresh()
         restoration = Restoration()
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()

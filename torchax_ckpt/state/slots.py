@@ -68,10 +68,11 @@ def registered(module: torch.nn.Module) -> list[Any]:
     while stack:
         current = stack.pop()
         for registry in (current._parameters, current._buffers, current._modules):
-            found.extend(registry)
-            found.extend(registry.values())
-        found.extend(current._non_persistent_buffers_set)
-        stack.extend(child for child in current._modules.values() if child is not None)
+            if registry:
+                found += registry
+                found += registry.values()
+        found += current._non_persistent_buffers_set
+        stack += [child for child in current._modules.values() if child is not None]
     return found
 
 
