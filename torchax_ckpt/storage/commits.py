@@ -165,6 +165,8 @@ def read_time(path: epath.Path) -> int:
     try:
         record = json.loads(_unsealed(path, _RECORD, seals))
         found = record["commit_timestamp_nsecs"]
+    except FileNotFoundError as error:  # which a bucket's client names in its own way
+        raise FileNotFoundError(f"{path / _RECORD}: is not there") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / _RECORD}: was damaged: {error!s:.100}") from error
     if type(found) is not int or not _LOST < found <= _MAX_TIME:
