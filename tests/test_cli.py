@@ -28,6 +28,7 @@ from torchax_ckpt.cli import outcome
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage import directory as directory_room
+from torchax_ckpt.storage import inspection
 from torchax_ckpt.storage.verified import MARK
 
 
@@ -337,6 +338,15 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     assert "state/w" in result.stderr
 
 
+def test_a_host_that_is_too_small_is_no_finding(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 100)
+    words = ("export", copy, "2", tmp_path / "out.pt", "--format", "pt", "--at", "state")
+    assert "that this host can hold, 100 bytes" in run(*words, code=outcome.UNAVAILABLE)
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
     damage(copy / "2", b'"format"')
     assert run_json("verify", copy, code=outcome.FOUND)["steps"][0]["ok"] is False
@@ -375,6 +385,22 @@ def test_verify_all_goes_on_where_a_step_is_deleted_meanwhile(
     assert result.exit_code == 0, result.output
     assert [step["step"] for step in json.loads(result.stdout)["steps"]] == [2]
     assert "step 1 was deleted meanwhile" in result.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("gone", [1, 2])
+def test_copy_goes_on_where_a_step_is_deleted_meanwhile(
+    gone: int, when: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(gone, when, monkeypatch)
+    result = CliRunner().invoke(app, ["copy", str(copy), str(tmp_path / "other"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == [3 - gone]
+    assert f"step {gone} was deleted meanwhile" in result.stderr
+    monkeypatch.undo()
+    assert run_json("verify", tmp_path / "other")["steps"][0]["step"] == 3 - gone
+    assert [s["step"] for s in run_json("ls", tmp_path / "other")["steps"]] == [3 - gone]
+    assert not list(tmp_path.glob(f"other/*{gone}-*"))  # nothing is left of the copy
 
 
 def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from support import P, fsdp_mesh, run_processes
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, snapshot
 from torchax_ckpt.device_memory import DeviceMemory, free_device_bytes
+from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.snapshot import Snapshot, Snapshotter
 
 NAMES = [f"state/layers.{i}.w" for i in range(5)]
@@ -192,6 +194,35 @@ def test_after_memory_was_exhausted_the_whole_peak_counts(
 
 def exhausted(*_: Any) -> Any:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+def test_copies_that_do_not_fit_are_said_and_change_nothing(
+    layout: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = start()
+    content = {name: np.asarray(array).tobytes() for name, array in state.items()}
+    needed = sum(array.nbytes for array in state.values()) // len(jax.devices())
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
+    ckpt._snapshotter = Snapshotter("copy", layout, DeviceMemory(Accelerator(peak=15)))
+    with ckpt:
+        ckpt.save(1, state=state, force=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot, "_copy_onto", exhausted)
+            patch.setattr(snapshot, "_stack_onto", exhausted)
+            said = rf"expected (\d+) bytes free .*found {UNIT} bytes.*snapshot=\"auto\""
+            with pytest.raises(OutOfMemoryError, match=said) as caught:
+                ckpt.save(2, state=state, force=True)
+        found = re.search(said, str(caught.value))
+        assert found is not None
+        assert needed <= int(found[1]) < needed + 100  # with random state
+        assert {n: np.asarray(a).tobytes() for n, a in state.items()} == content
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+        assert ckpt.save(2, state=state, force=True)
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(2, state)
+    assert {n: np.asarray(a).tobytes() for n, a in loaded.items()} == content
 
 
 def stacks(directory: Path, step: int) -> dict[str, Any]:

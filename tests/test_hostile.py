@@ -29,12 +29,15 @@ from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     MismatchError,
+    OutOfMemoryError,
     StepNotFoundError,
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
 from torchax_ckpt.storage import digests, inspection, modes
+from torchax_ckpt.storage.commits import MARK
 from torchax_ckpt.storage.directory import StepDirectory
 from torchax_ckpt.storage.record import DRAFT_SUFFIX
+from torchax_ckpt.stored import StoredStep
 
 DAMAGED = 2
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -464,13 +467,59 @@ def test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_i
     assert error.key_path == name.replace(".", "/", 1)
 
 
-def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(run: Path) -> None:
+@pytest.mark.parametrize("compressor", [None, {"id": "zstd", "level": 1}])
+def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
+    run: Path, compressor: Any
+) -> None:
     size = 2**50
     edit(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
 
     edit_array(run, "stateful.box/table", resized(size, size))
-    error = refused(run, "this host can hold")
+    edit_array(run, "stateful.box/table", lambda m: m.update(compressor=compressor))
+    error = refused(run, "this host can hold.*which cannot be: .* bytes lie on storage")
     assert error.key_path == "stateful/box/table"
+
+
+def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Path) -> None:
+    file = next((run / str(DAMAGED)).rglob("d/*"))
+    os.truncate(file, 2 * inspection.host_memory_bytes())
+    refused(run, "a file that this host can hold.*which cannot be")
+
+
+@pytest.mark.parametrize("compression", [False, True])
+def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, compression: bool
+) -> None:
+    options = CheckpointOptions(compression=compression)
+    table = np.arange(50_000.0) if not compression else np.zeros(50_000)
+    box = Box({"table": table})
+    with TorchaxCheckpointer(
+        directory, options=options, preservation_policy=policies.PreserveAll()
+    ) as ckpt:
+        ckpt.attach(stateful={"box": box})
+        for step in (1, DAMAGED):
+            ckpt.save(step, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.verify() == DAMAGED
+        before = sorted(directory.rglob("*"))
+        monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 300_000)
+        said = r"step 2 .*can hold, 300000 bytes, found 4\d{5} bytes.*more memory"
+        for read in (ckpt.restore, ckpt.load):  # any step; a warning that one is skipped would fail
+            with pytest.raises(OutOfMemoryError, match=said):
+                read()
+        with (
+            TorchaxCheckpointer(directory) as other,
+            pytest.raises(OutOfMemoryError, match=said),
+        ):
+            other.attach(stateful={"box": Box()})
+        committed = ckpt._directory.find(DAMAGED)
+        assert committed in ckpt._directory.verified
+        with pytest.raises(OutOfMemoryError, match=said):
+            stored = StoredStep(committed)
+            stored.read(stored.leaves, options)
+        monkeypatch.undo()
+        assert sorted(directory.rglob("*")) == before
+        assert ckpt.restore().step == DAMAGED
 
 
 def test_an_array_of_too_many_chunks_is_refused(run: Path) -> None:
@@ -547,8 +596,7 @@ def test_a_pipe_for_a_commit_record_is_not_waited_for(run: Path) -> None:
     record = run / str(DAMAGED) / "_CHECKPOINT_METADATA"
     record.unlink()
     os.mkfifo(record)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, "_CHECKPOINT_METADATA: .*found a special file")
 
 
 def test_metadata_larger_than_any_is_not_read(run: Path) -> None:
@@ -557,8 +605,7 @@ def test_metadata_larger_than_any_is_not_read(run: Path) -> None:
     refused(run, "at most .* bytes, found 1099511627776")
     with (run / str(DAMAGED) / "_CHECKPOINT_METADATA").open("r+b") as file:
         file.truncate(1 << 40)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, "_CHECKPOINT_METADATA: expected at most .* bytes, found 1099511627776")
 
 
 # --- commit records, summaries, names of steps ---------------------------------------------------
@@ -580,48 +627,60 @@ RECORDS: list[Change] = [
 
 
 @pytest.mark.parametrize("change", RECORDS, ids=range(len(RECORDS)))
-def test_a_commit_record_without_a_time_makes_no_step(run: Path, change: Change) -> None:
+def test_a_commit_record_without_a_time_is_damaged(run: Path, change: Change) -> None:
     edit(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
     unseal(run)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
-        assert Program().attach(ckpt) == 1
+    refused(run, "_CHECKPOINT_METADATA: expected a time of commit, found")
 
 
-def test_a_commit_record_that_is_not_what_was_sealed_makes_no_step(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_commit_record_that_is_not_what_was_sealed_is_damaged(run: Path) -> None:
     edit(
         run / str(DAMAGED) / "_CHECKPOINT_METADATA",
         lambda raw: raw.update(commit_timestamp_nsecs=raw["commit_timestamp_nsecs"] ^ 1),
     )
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
-        assert Program().attach(ckpt) == 1
-    assert "looks like a step" in caplog.text
+    refused(run, r"_CHECKPOINT_METADATA: was damaged: .*commit_success\.txt")
 
 
 @pytest.mark.parametrize("seals", [b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"a": 1} x'])
-def test_a_mark_with_garbage_for_digests_makes_no_step(run: Path, seals: bytes) -> None:
+def test_a_mark_with_garbage_for_digests_is_damaged(run: Path, seals: bytes) -> None:
     (run / str(DAMAGED) / "commit_success.txt").write_bytes(b"committed\n" + seals)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, r"commit_success\.txt: was damaged")
 
 
 def test_a_pipe_for_a_mark_is_not_waited_for(run: Path) -> None:
     mark = run / str(DAMAGED) / "commit_success.txt"
     mark.unlink()
     os.mkfifo(mark)
-    with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+    refused(run, r"commit_success\.txt: .*found a special file")
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[" * 100_000, b"\xff\x00", b"5", b"[]"], ids=str)
-def test_a_garbage_commit_record_makes_no_step(run: Path, raw: bytes) -> None:
+def test_a_garbage_commit_record_is_damaged(run: Path, raw: bytes) -> None:
     (run / str(DAMAGED) / "_CHECKPOINT_METADATA").write_bytes(raw)
     unseal(run)
+    refused(run, "_CHECKPOINT_METADATA: was damaged")
+
+
+@pytest.mark.parametrize("lost", [("_CHECKPOINT_METADATA",), ("_CHECKPOINT_METADATA", MARK)])
+def test_a_step_that_has_lost_its_commit_record_is_damaged(
+    run: Path, lost: tuple[str, ...]
+) -> None:
+    for name in lost:
+        (run / str(DAMAGED) / name).unlink()
+    refused(run, "cannot read its commit record.*_CHECKPOINT_METADATA")
+
+
+@pytest.mark.parametrize("files", [("state/checkpoint.pt",), ("README.md", "manifest/a.yaml"), ()])
+def test_a_folder_of_somebodys_with_a_number_for_a_name_is_no_step(
+    run: Path, files: tuple[str, ...]
+) -> None:
+    (run / "7").mkdir()
+    for file in files:
+        (run / "7" / file).parent.mkdir(exist_ok=True)
+        (run / "7" / file).touch()
     with TorchaxCheckpointer(run) as ckpt:
-        assert ckpt.all_steps() == [1]
+        assert ckpt.all_steps() == [1, DAMAGED]
+        assert Program().attach(ckpt) == DAMAGED
 
 
 def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:
@@ -750,7 +809,7 @@ def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
     monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 1 << 14)
     with (
         TorchaxCheckpointer(directory) as ckpt,
-        pytest.raises(CorruptCheckpointError, match="this host can hold, 16384 bytes"),
+        pytest.raises(OutOfMemoryError, match="this host can hold, 16384 bytes, found 24000"),
     ):
         ckpt.load(1)
 

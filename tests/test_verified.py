@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore as ts
 import torch
 from orbax.checkpoint import v1 as ocp
 from support import mlp
@@ -21,7 +22,8 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import modes
+from torchax_ckpt.storage import inspection, locating, modes
+from torchax_ckpt.storage.inspection import STATE
 from torchax_ckpt.storage.verified import MARK
 from torchax_ckpt.stored import StoredStep
 
@@ -48,6 +50,23 @@ def damage(step: Path, needle: bytes) -> tuple[Path, int]:
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
             return path, at
     raise AssertionError("not stored")
+
+
+PLACE = re.compile(r"(\S+), bytes (\d+) to (\d+)")
+
+
+def place_of(ckpt: TorchaxCheckpointer, leaf: str) -> tuple[Path, int, int]:
+    """The file that holds a leaf's chunk in step 1, where it begins in it, and where it ends."""
+    committed = ckpt._directory.find(1)
+    key = inspection.stored_key(StoredStep(committed).leaves[leaf].stack or leaf)
+    store = {"driver": "ocdbt", "base": f"file://{committed.path / STATE}/", "path": f"{key}/"}
+    array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+    chunk = [0] * array.rank
+    if array.rank == 3:  # a stack, and the leaf its second row
+        chunk[0] = 1 // int((array.chunk_layout.read_chunk.shape or ())[0] or 1)
+    found = PLACE.fullmatch(locating.place_of_chunk(committed.path / STATE, key, chunk) or "")
+    assert found is not None
+    return Path(found[1]), int(found[2]), int(found[3])
 
 
 def test_no_keep_rule_deletes_the_newest_verified_step(directory: Path) -> None:
@@ -232,9 +251,9 @@ def test_a_damaged_step_is_named_with_its_leaf_and_file(
         assert ckpt.verify() == 1
         if compression:
             # Bytes that do not unpack, rather than others: storage itself refuses them.
-            file = max((directory / "1").rglob("*"), key=lambda p: p.stat().st_size)
+            file, start, end = place_of(ckpt, "state/layers.1.w")
+            at = (start + end) // 2
             content = bytearray(file.read_bytes())
-            at = len(content) // 2
             content[at] ^= 1
             file.write_bytes(content)
             with pytest.raises(CorruptCheckpointError, match=r"state/layers\.\d\.w") as caught:
@@ -245,7 +264,7 @@ def test_a_damaged_step_is_named_with_its_leaf_and_file(
             with pytest.raises(CorruptCheckpointError, match=r"state/layers\.1\.w") as caught:
                 ckpt.verify(1)
             assert caught.value.key_path == "state/layers.1.w"
-        place = re.search(r"lies in (\S+), bytes (\d+) to (\d+)", str(caught.value))
+        place = PLACE.search(str(caught.value))
         assert place is not None, str(caught.value)
         assert Path(place[1]) == file
         assert int(place[2]) <= at < int(place[3])

@@ -186,6 +186,7 @@ class TorchaxCheckpointer:
           UnsupportedLeafError: something attached cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
           CorruptCheckpointError: there are steps, but all are damaged.
+          OutOfMemoryError: this host is too small for the newest step.
           DirectoryError: a step cannot be read now, which is no reason to go back to an older one.
         """
         self._require_open()
@@ -464,6 +465,8 @@ class TorchaxCheckpointer:
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
           MetricsError: metrics that cannot be stored, or ranked under a best-N rule.
+          OutOfMemoryError: the devices have no memory for the copies of snapshot="copy"; nothing
+            was saved or changed.
           DirectoryError: the first save finds that the directory cannot be written.
           LeaseError: another program writes to the directory, or has taken over from this one; or
             the first save finds that another has saved this step, or newer ones, since ``attach``.

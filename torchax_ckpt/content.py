@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
@@ -92,10 +91,13 @@ def require_plausible(
 
     Raises:
       CorruptCheckpointError: an array is not there, has another dtype or shape, or a layout this
-        package does not write; or more would pass through this host than it has memory.
+        package does not write; or more would pass through this host than it has memory, and than
+        what is on storage can be.
+      OutOfMemoryError: it can be, and this host is too small.
     """
+    stored = manifest.stored(reads)
     with storage.as_corrupt(committed, "array metadata"):
-        inspection.require_stored(committed.path, committed.step, manifest.stored(reads))
+        least = inspection.require_stored(committed.path, committed.step, stored)
     memory = inspection.host_memory_bytes()
     staying = {n: r.spec.nbytes for n, r in reads.items() if r.placement is Local.HOST}
     passing = {n: r.spec.nbytes for n, r in reads.items() if _is_whole_here(r.placement)}
@@ -105,11 +107,8 @@ def require_plausible(
     ):
         if total > memory:
             largest = max(sizes, key=lambda name: sizes[name])
-            raise CorruptCheckpointError(
-                f"{largest}: expected leaves that this host can hold, {memory} bytes, found "
-                f"{total} bytes, {sizes[largest]} of them in this one",
-                key_path=largest,
-            )
+            path, step = committed.path, committed.step
+            raise inspection.beyond_memory(path, step, total, least, largest)
 
 
 def _is_whole_here(placement: Placement) -> bool:

@@ -15,6 +15,7 @@ from torchax_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
     LeaseError,
+    StepNotFoundError,
 )
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import commits, location, modes, syncing
@@ -32,37 +33,61 @@ def copy_steps(
     target: StepDirectory,
     options: CheckpointOptions,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
+    on_gone: Callable[[StepNotFoundError], None] = lambda error: None,
 ) -> list[CommittedStep]:
     """Copies steps, oldest first, and marks the copies as verified. Takes the target's lease.
 
     A copy appears when every byte of it was read and compared with the digests taken when the step
-    was saved; so damage of the original is found too.
+    was saved; so damage of the original is found too. A step that whoever writes there deletes
+    meanwhile is left out.
 
     Args:
       steps: the steps, of one directory.
       target: where to; must have none of them.
       options: memory bounds of reading.
       on_bytes: told of the bytes copied so far.
+      on_gone: told of each step that was deleted.
+
+    Returns:
+      The copies.
 
     Raises:
       CorruptCheckpointError: a copy is not what was saved; it is removed.
-      StepNotFoundError: one was deleted while it was copied.
+      StepNotFoundError: every one was deleted before it was copied.
       DirectoryError: the target has one of the steps, or cannot be written.
       ForeignCheckpointError: bare Orbax wrote it, without digests.
       LeaseError: another program writes to the target.
     """
+    copied: list[CommittedStep] = []
+    gone: list[StepNotFoundError] = []
+
+    @contextlib.contextmanager
+    def unless_gone() -> Iterator[None]:
+        try:
+            yield
+        except StepNotFoundError as error:
+            on_gone(error)
+            gone.append(error)
+
+    there = []
     for committed in steps:
-        StoredStep(committed)  # before anything is created: no links, and a manifest
-    _require_none_of(steps, target)
-    copied = []
+        with unless_gone():
+            StoredStep(committed)  # before anything is created: no links, and a manifest
+            there.append(committed)
+    if not there:
+        raise gone[-1]
+    _require_none_of(there, target)
     try:
         target.claim()
-        _require_none_of(steps, target)  # now that nobody else writes to it
+        _require_none_of(there, target)  # now that nobody else writes to it
         target.recover()
-        for committed in steps:
-            copied.append(_copy(committed, target, options, on_bytes))
+        for committed in there:
+            with unless_gone():
+                copied.append(_copy(committed, target, options, on_bytes))
     finally:
         target.release()
+    if not copied:
+        raise gone[-1]
     return copied
 
 

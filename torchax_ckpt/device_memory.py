@@ -81,6 +81,18 @@ class DeviceMemory:
                 for device, num_bytes in needed.items()
             )
 
+    def described(self, arrays: Iterable[Any]) -> str:
+        """What copies of arrays need of the device with least to spare, and what it has free."""
+        needed = _bytes_on_devices(arrays)
+        with self._lock:
+            free = {device: self._free(device, len(needed)) for device in needed}
+        short = min(needed, key=lambda d: math.inf if (f := free[d]) is None else f - needed[d])
+        found = "unknown" if free[short] is None else f"{free[short]} bytes"
+        return (
+            f"{short}: expected {needed[short]} bytes free beside what training takes at its peak, "
+            f"found {found}"
+        )
+
     def took(self, copies: Iterable[Any]) -> None:
         """Tells that copies, which come and go together, were made."""
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]

@@ -12,6 +12,7 @@
     ├── LeaseError                  another program writes to the directory
     ├── MetricsError                metrics that cannot be stored or ranked
     ├── MismatchError               a checkpoint that does not fit what is attached
+    ├── OutOfMemoryError            a host or device too small for what was asked of it
     ├── PlanError                   a plan made from numbers that cannot be
     ├── PolicyError                 a policy is missing or contradicts the call
     ├── ProcessError                another process of the run failed
@@ -103,6 +104,10 @@ class LeaseError(CheckpointError, RuntimeError):
 
 class MetricsError(CheckpointError, ValueError):
     """Metrics that are neither numbers nor JSON, or that a best-N rule cannot rank."""
+
+
+class OutOfMemoryError(CheckpointError, MemoryError):
+    """This host, or one of its devices, lacks the memory; nothing is damaged, nor was changed."""
 
 
 class PlanError(CheckpointError, ValueError):

@@ -129,8 +129,8 @@ def reading(
             directory.verified.note(committed, is_sound=False)
         with contextlib.suppress(Exception):  # the storage may not answer: this error counts
             others = [s for s in directory.steps() if s.step != committed.step]
-            named = [f"{s.step}{' (verified)' * (s in directory.verified)}" for s in others[-5:]]
-            error.message += f" Other steps there: {', '.join(named) or 'none'}."
+            text = f". Other steps there: {directory.verified.named(others)}."
+            error.message = error.message.rstrip(".") + text
         raise
 
 

@@ -299,7 +299,8 @@ class Saver:
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
-            keep = preserved(self._preservation_policy, infos)
+            damaged = [self._directory.verified.is_damaged(s) for s in history.committed]
+            keep = preserved(self._preservation_policy, infos, damaged)
             self._directory.verified.mark(history.committed)
             gone = self._directory.prune(keep, history.committed)
             self._telemetry.steps_gone("deleted", gone)

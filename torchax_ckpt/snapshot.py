@@ -40,7 +40,7 @@ from jax.sharding import Sharding
 
 from torchax_ckpt.bits import from_bits, to_bits
 from torchax_ckpt.device_memory import DeviceMemory, is_exhausted
-from torchax_ckpt.errors import DonatedBufferError, SaveError
+from torchax_ckpt.errors import DonatedBufferError, OutOfMemoryError, SaveError
 from torchax_ckpt.layout.plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.sharding import shards_of, stacked
@@ -194,15 +194,26 @@ class Snapshotter:
         self._told: set[tuple[Way, str]] = set()
 
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
-        """A snapshot of the leaves. Runs on the training thread; waits for nothing."""
+        """A snapshot of the leaves. Runs on the training thread; waits for nothing.
+
+        Raises:
+          OutOfMemoryError: the mode is "copy", and the devices have no memory for that.
+        """
         way, why = self._way(names, arrays)
         if way == "copy":
             try:
                 return self._copied(names, arrays, why)
             except jax.errors.JaxRuntimeError as error:
-                if self._mode != "auto" or not is_exhausted(error):
+                if not is_exhausted(error):
                     raise
-            self._memory.failed()
+                self._memory.failed()
+                if self._mode != "auto":
+                    raise OutOfMemoryError(
+                        "no device memory for copies of what is to be saved: "
+                        f"{self._memory.described(arrays)}. Nothing was saved, and what is being "
+                        'trained is as it was. Use CheckpointOptions(snapshot="auto"), which '
+                        "transfers such a save, or a state sharded over more devices."
+                    ) from error
             way, why = "transfer", "the devices ran out of memory for copies"
         self._tell(way, why)
         return Snapshot(way, names, arrays, self._planner, self._memory)

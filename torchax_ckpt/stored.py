@@ -224,25 +224,24 @@ class StoredStep:
         options: CheckpointOptions,
         allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Whole leaves, by name; raises as ``stream`` does, and what cannot be held is damage.
+        """Whole leaves, by name.
 
         Args:
           names: the leaves.
           options: memory bounds of reading.
           allocate: makes an array to read into; default: of this host's memory.
+
+        Raises:
+          CorruptCheckpointError, DirectoryError: as ``stream``.
+          OutOfMemoryError: this host has not so much.
         """
         names = list(names)
-        total, memory = (
-            sum(self.leaves[name].nbytes for name in names),
-            inspection.host_memory_bytes(),
-        )
-        if allocate is None and total > memory:
-            raise CorruptCheckpointError(
-                f"step {self.committed.step} in {self.committed.path}: expected leaves that this "
-                f"host can hold, {memory} bytes, found {total} bytes",
-                step=self.committed.step,
-                path=self.committed.path,
-            )
+        total = sum(self.leaves[name].nbytes for name in names)
+        if allocate is None and total > inspection.host_memory_bytes():
+            with still_there(self.committed):
+                least = self._require_stored(self.manifest.stored(names))
+                path, step = self.committed.path, self.committed.step
+                raise inspection.beyond_memory(path, step, total, least)
         found = {
             name: (allocate or empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
             for name in names
@@ -272,13 +271,16 @@ class StoredStep:
 
     def _wanted(self, names: Iterable[str]) -> dict[str, Wanted]:
         stored = self.manifest.stored(names)
-        with storage.as_corrupt(self.committed, "array metadata"):
-            inspection.require_stored(self.committed.path, self.committed.step, stored)
+        self._require_stored(stored)
         stacks = self.manifest.plan.stacks
         return {
             name: Wanted(shape, dtype, {}, digests_of(self.manifest, name), stacks.get(name, ()))
             for name, (shape, dtype) in stored.items()
         }
+
+    def _require_stored(self, stored: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
+        with storage.as_corrupt(self.committed, "array metadata"):
+            return inspection.require_stored(self.committed.path, self.committed.step, stored)
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:

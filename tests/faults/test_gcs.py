@@ -35,7 +35,7 @@ from support import P, assert_trees_identical, bits, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.errors import DirectoryError, SaveError
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
 from torchax_ckpt.storage import location
 
 ROOT = Path(__file__).parent.parent.parent
@@ -148,6 +148,33 @@ def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_sav
         assert ckpt.all_steps() == [1, 2]
         save(ckpt, 8)
     assert names(gcs, bucket_run) == {"1", "2", "8"}
+
+
+@pytest.mark.usefixtures("gcs")
+@pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "no time", "gone"])
+def test_a_step_whose_commit_record_is_damaged_is_there_and_the_one_before_is_taken(
+    bucket_run: str, content: bytes | None
+) -> None:
+    model = torch.nn.Linear(2, 2).to("jax")
+    with TorchaxCheckpointer(bucket_run, preservation_policy=policies.LatestN(2)) as ckpt:
+        ckpt.attach(model)
+        for step in (1, 2):
+            ckpt.save(step, force=True)
+    filesystem, record = fsspec.filesystem("gcs"), f"{bucket_run}/2/_CHECKPOINT_METADATA"
+    if content is None:
+        filesystem.rm_file(record)
+    else:
+        filesystem.pipe_file(record, content)
+    with TorchaxCheckpointer(bucket_run, preservation_policy=policies.LatestN(2)) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+        with pytest.raises(CorruptCheckpointError, match="2/_CHECKPOINT_METADATA"):
+            ckpt.load(2)
+        with pytest.warns(UserWarning, match="2/_CHECKPOINT_METADATA"):
+            assert ckpt.attach(model) == 1
+        ckpt.save(2, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.verify(2) == 2
+        assert ckpt.all_steps() == [1, 2]
 
 
 def test_a_folder_that_merely_has_a_number_for_a_name_is_left_alone(

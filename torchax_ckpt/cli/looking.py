@@ -45,13 +45,13 @@ def list_steps(directory: str, *, as_json: bool) -> int:
 
 
 def steps_of(run: StepDirectory) -> list[dict[str, Any]]:
-    """What there is to say of each step, oldest first, as JSON."""
+    """What there is to say of each step, oldest first, as JSON; null for a time that is lost."""
     found = run.steps()
     kept_by = _kept_by(run, found)
     return [
         {
             "step": committed.step,
-            "committed": output.moment(committed.commit_timestamp_nsecs),
+            "committed": output.committed_at(committed),
             "size_bytes": inspection.stored_bytes(committed.path),
             "metrics": run.metrics(committed),
             "verified": committed in run.verified,
@@ -71,14 +71,17 @@ def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[st
         return None
     infos = [run.info(committed) for committed in steps]
     found: list[list[str]] = [[] for _ in steps]
-    for said, kept in rules.kept_by(started.values["keeps"], infos):
+    damaged = [run.verified.is_damaged(committed) for committed in steps]
+    for said, kept in rules.kept_by(started.values["keeps"], infos, damaged):
         for reasons, is_kept in zip(found, kept or [], strict=False):
             if is_kept:
                 reasons.append(said)
         if kept is None:  # a rule of the program's own: nobody else can ask it
             for reasons in found:
                 reasons.append(f"{said}?")
-    found[-1].append(rules.NEWEST)
+    newest_sound = max((i for i, is_so in enumerate(damaged) if not is_so), default=-1)
+    for index in {newest_sound % len(steps), len(steps) - 1}:
+        found[index].append(rules.NEWEST)
     for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
         if committed in run.verified and not identity.names(run.path, is_local=True):
             reasons.append(rules.VERIFIED)
@@ -101,7 +104,7 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
             {
                 "directory": str(run.path),
                 "step": committed.step,
-                "committed": output.moment(committed.commit_timestamp_nsecs),
+                "committed": output.committed_at(committed),
                 "verified": committed in run.verified,
                 "metrics": run.metrics(committed),
                 "versions": dict(stored.manifest.versions),

@@ -15,6 +15,7 @@ from torchax_ckpt.errors import (
     DirectoryError,
     LeaseError,
     MismatchError,
+    OutOfMemoryError,
 )
 
 OK = 0
@@ -30,9 +31,9 @@ INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 all is well; 1 damage or a difference was found; 2 the command was used wrongly "
     "(a directory, step or option that does not exist); 3 something cannot be read or written now "
-    "(permission, network, a full disk, another program holds the lease, or what would be "
-    "overwritten is there already); 4 an error in the command itself, with a traceback; 130 it was "
-    "interrupted (Ctrl-C)."
+    "(permission, network, a full disk, too little memory, another program holds the lease, or what "
+    "would be overwritten is there already); 4 an error in the command itself, with a traceback; 130 "
+    "it was interrupted (Ctrl-C)."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,7 +47,7 @@ def code_of(error: BaseException) -> int:
     """The exit code of a command that ends with this error."""
     if isinstance(error, (CorruptCheckpointError, MismatchError)):
         return FOUND
-    if isinstance(error, (DirectoryError, LeaseError)):
+    if isinstance(error, (DirectoryError, LeaseError, OutOfMemoryError)):
         return UNAVAILABLE
     if isinstance(error, (CheckpointError, UsageError)):
         return USAGE

@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from torchax_ckpt.storage.commits import CommittedStep
+
 # Where nobody watches, nothing is cut to the width of a terminal.
 _UNBOUNDED = 1_000_000
 
@@ -107,8 +109,10 @@ def _short(amount: float) -> str:
     return f"{amount:.0f}" if amount >= 9.995 else f"{amount:.3g}"
 
 
-def age(moment: str) -> str:
+def age(moment: str | None) -> str:
     """``5 min``, since a moment."""
+    if moment is None:
+        return "?"
     then = calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ"))
     secs = max(0.0, time.time() - then)
     for limit, unit, unit_secs in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
@@ -117,9 +121,14 @@ def age(moment: str) -> str:
     return f"{secs / 86_400:.0f} d"
 
 
-def moment(commit_timestamp_nsecs: int) -> str:
-    """ISO 8601, UTC, in seconds."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(commit_timestamp_nsecs // 10**9))
+def moment(nsecs: int) -> str:
+    """ISO 8601, UTC, in seconds; of nanoseconds since 1970."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(nsecs // 10**9))
+
+
+def committed_at(committed: CommittedStep) -> str | None:
+    """The moment of a step's commit; None where its record is damaged."""
+    return None if committed.has_lost_record else moment(committed.commit_timestamp_nsecs)
 
 
 def number(value: Any) -> str:

@@ -259,7 +259,7 @@ def _steps_table(steps: Sequence[dict[str, Any]]) -> Element:
     rows = [
         (
             f"{step['step']:,}",
-            step["committed"].replace("T", " ").removesuffix("Z"),
+            (step["committed"] or "?").replace("T", " ").removesuffix("Z"),
             size(step["size_bytes"]),
             "yes" if step["verified"] else "no",
             "not known" if step["kept_by"] is None else ", ".join(step["kept_by"]),

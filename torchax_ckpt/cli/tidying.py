@@ -10,7 +10,7 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.outcome import OK, UsageError
 from torchax_ckpt.cli.steps import existing, named_or_all
 from torchax_ckpt.copying import copy_steps
-from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.errors import PolicyError, StepNotFoundError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import inspection, policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
@@ -73,7 +73,8 @@ def _doomed(
             raise UsageError(
                 f"prune: no step has the metric {rule.metric!r}; they have: {known or 'none'}"
             )
-    keep = policies.preserved(policy, infos)
+    damaged = [run.verified.is_damaged(committed) for committed in steps]
+    keep = policies.preserved(policy, infos, damaged)
     doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
     spared = run.verified.newest_of(doomed, steps)
     doomed = [committed for committed in doomed if committed is not spared]
@@ -84,9 +85,14 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
     """``torchax-ckpt copy``."""
     steps = named_or_all(source)
     run = StepDirectory(target)
-    total = sum(inspection.stored_bytes(committed.path) for committed in steps)
-    with progress.bar("copying", lambda: total) as on_bytes:
-        copied = copy_steps(steps, run, CheckpointOptions(max_host_bytes=max_bytes), on_bytes)
+    sizes = {committed.step: inspection.stored_bytes(committed.path) for committed in steps}
+    gone: list[StepNotFoundError] = []
+    with progress.bar("copying", lambda: sum(sizes.values())) as on_bytes:
+        options = CheckpointOptions(max_host_bytes=max_bytes)
+        copied = copy_steps(steps, run, options, on_bytes, gone.append)
+    for error in gone:
+        output.note(f"{error}: it was not copied")
+    total = sum(sizes[committed.step] for committed in copied)
     if as_json:
         output.print_json(
             {

@@ -157,8 +157,12 @@ def read_manifest(committed: CommittedStep) -> Any:
 
     Raises:
       ForeignCheckpointError: the step has none: bare Orbax wrote it.
-      CorruptCheckpointError: one of them cannot be read, or is not what was written.
+      CorruptCheckpointError: one of them, or the record of the step's commit, cannot be read, or
+        is not what was written.
     """
+    if committed.has_lost_record:
+        with as_corrupt(committed, "commit record"):
+            commits.read_time(committed.path)
     with as_corrupt(committed, "manifest"):
         is_there = (committed.path / MANIFEST).exists()
         is_ours = is_there or {MANIFEST, SUMMARY} <= commits.item_names(committed.path)

@@ -35,19 +35,22 @@ _SEALED = (_RECORD, SHARDINGS)
 # What a step of this package, or one of bare Orbax, consists of.
 _PARTS = {inspection.STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
+# What together only a step of this package has, which locally has its name since its commit.
+_OWN_PARTS = {inspection.STATE, MANIFEST, SUMMARY}
 # Nanoseconds since 1970, until 2262: what dates are computed from.
 _MAX_TIME = 2**63 - 1
+_LOST = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class CommittedStep:
-    """A step that can be read.
+    """A step that was committed.
 
     Attributes:
       step: completed optimizer steps.
       path: its directory.
       commit_timestamp_nsecs: when it was committed; also what tells it from another step of the
-        same number.
+        same number. 0 where the record that says so is damaged.
       is_incoming: whether it waits to take the place of an abandoned step.
     """
 
@@ -60,6 +63,11 @@ class CommittedStep:
     def key(self) -> tuple[int, int]:
         """What tells it from every other step of the run."""
         return self.step, self.commit_timestamp_nsecs
+
+    @property
+    def has_lost_record(self) -> bool:
+        """Whether its commit record was damaged when it was listed: it cannot be read."""
+        return self.commit_timestamp_nsecs == _LOST
 
 
 def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
@@ -112,27 +120,72 @@ class CommitTimes:
             ]
 
     def read(self, path: epath.Path) -> int | None:
-        """When a step was committed, in nanoseconds since 1970; None if it was not, or is none."""
-        try:
-            is_plain = all(inspection.is_plain(path, name) for name in (_RECORD, MARK))
-            seals = _seals(path) if is_plain else None
-            if seals is None and location.is_bucket(path):
-                return None
-            record = json.loads(_unsealed(path, _RECORD, seals)) if is_plain else None
-            commit_time = record["commit_timestamp_nsecs"] if isinstance(record, dict) else None
-            if type(commit_time) is int and 0 <= commit_time <= _MAX_TIME:
-                return commit_time
-            is_doubtful = not path.is_dir() or any(path.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            is_doubtful = path.is_dir() and any(path.iterdir())
-        except (KeyError, ValueError, RecursionError):
-            is_doubtful = True
+        """When a step was committed, in nanoseconds since 1970; None if it was not, or is none.
+
+        0 of a step that was committed, and whose record of it is damaged: it must not go unsaid
+        that it was there.
+        """
+        for _ in range(2):  # what lay there at first may have been moved or deleted meanwhile
+            try:
+                return read_time(path)
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                if not _was_committed(path):
+                    self._doubt(path)
+                    return None
+        return _LOST
+
+    def _doubt(self, path: epath.Path) -> None:
+        is_doubtful = not location.is_bucket(path) and (
+            (path.is_dir() and any(path.iterdir())) or (path.exists() and not path.is_dir())
+        )
         if is_doubtful and path.name not in self._doubtful:
             self._doubtful.add(path.name)
             logger.warning(
                 "%s looks like a step, but its commit record cannot be read: ignoring it", path
             )
-        return None
+
+
+def read_time(path: epath.Path) -> int:
+    """When a step was committed, in nanoseconds since 1970, as its record says.
+
+    Raises:
+      OSError: it cannot be read; ValueError: it is not what was written. Names the file.
+    """
+    for name in (_RECORD, MARK):
+        if not inspection.is_plain(path, name):
+            raise ValueError(
+                f"{path / name}: expected a regular file of at most {digests.MAX_JSON_BYTES} bytes "
+                "in a folder, found something else"
+            )
+    try:
+        seals = _seals(path)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path / MARK}: was damaged: {error!s:.100}") from error
+    if seals is None and location.is_bucket(path):
+        raise FileNotFoundError(f"{path / MARK}: is not there")
+    try:
+        record = json.loads(_unsealed(path, _RECORD, seals))
+        found = record["commit_timestamp_nsecs"]
+    except FileNotFoundError as error:  # which a bucket's client names in its own way
+        raise FileNotFoundError(f"{path / _RECORD}: is not there") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path / _RECORD}: was damaged: {error!s:.100}") from error
+    if type(found) is not int or not _LOST < found <= _MAX_TIME:
+        raise ValueError(f"{path / _RECORD}: expected a time of commit, found {found!r:.40}")
+    return found
+
+
+def _was_committed(path: epath.Path) -> bool:
+    """Whether what is there shows that a commit was made, whatever has become of its record."""
+    if location.is_bucket(path):
+        return is_marked(path)
+    try:
+        if os.path.islink(path):
+            return False
+        there = set(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return bool(there & {MARK, _RECORD}) or there >= _OWN_PARTS
 
 
 def item_names(path: epath.Path) -> set[str]:
@@ -185,7 +238,7 @@ def _seals(path: epath.Path) -> dict[str, Any] | None:
 def _unsealed(path: epath.Path, name: str, seals: dict[str, Any] | None) -> bytes:
     content = (path / name).read_bytes()
     if seals and name in seals and seals[name] != digests.of_octets(content):
-        raise ValueError(f"{name} was damaged")
+        raise ValueError(f"{name} is not what {MARK} says: one of them was damaged")
     return content
 
 

@@ -297,7 +297,7 @@ class StepDirectory:
             written.rename(path)
             syncing.sync(self.path)
         commit_time = self._commit_times.read(path)
-        if commit_time is None:
+        if not commit_time:
             raise DirectoryError(
                 f"{path}: was written, but is not committed: something else removes or changes "
                 "files here",

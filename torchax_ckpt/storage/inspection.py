@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, OutOfMemoryError
 from torchax_ckpt.layout import names
 from torchax_ckpt.storage import cutting, digests, location, medium
 
@@ -30,6 +30,8 @@ _PYTREE_METADATA = "_METADATA"
 _MAX_ARRAY_METADATA_BYTES = 1 << 20
 # Shards are one chunk, or several of some MiB; no run has so many devices, or so large arrays.
 MAX_CHUNKS = 1 << 20
+# What Zstandard makes at most of one byte: four say that a block of 128 KiB repeats another.
+_MAX_UNPACKED = 1 << 15
 # Folders of array data.
 _DATA_FOLDER = "d"
 
@@ -48,6 +50,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
 
     Raises:
       CorruptCheckpointError: a symbolic link, a device, a pipe, or a file that is too large.
+      OutOfMemoryError: array data in one file that is larger than this host's memory.
     """
     if location.is_bucket(step_path):
         return  # a bucket has neither links nor special files
@@ -62,9 +65,12 @@ def require_contained(step_path: epath.Path, step: int) -> None:
             kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "special file"
             raise _corrupt(step, path, "folders and regular files", f"a {kind}")
         in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
-        limit = host_memory_bytes() if in_data else digests.MAX_JSON_BYTES
-        if status.st_size > limit:
-            raise _corrupt(step, path, f"at most {limit} bytes", f"{status.st_size}")
+        if in_data and status.st_size > host_memory_bytes():
+            on_storage = status.st_blocks * 512  # holes take no room
+            raise _too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
+        if not in_data and status.st_size > digests.MAX_JSON_BYTES:
+            expected = f"at most {digests.MAX_JSON_BYTES} bytes"
+            raise _corrupt(step, path, expected, f"{status.st_size}")
 
 
 def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -122,18 +128,21 @@ def is_plain_file(path: epath.Path) -> bool:
 
 def require_stored(
     step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
-) -> None:
+) -> int:
     """Refuses arrays whose own metadata is not what the manifest says; reads no array data.
 
     Args:
       step_path, step: the step.
       wanted: stored name -> shape and dtype.
 
+    Returns:
+      The fewest bytes in which they can lie on storage.
+
     Raises:
       CorruptCheckpointError: an array is not there, or of another shape, dtype or layout.
     """
     if not wanted:
-        return
+        return 0
     folder = step_path / STATE
     try:
         spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
@@ -149,6 +158,52 @@ def require_stored(
             raise _corrupt(step, folder, f"{dtype}{list(shape)}", "no such array", name)
         if problem := _problem(contents[name].value, shape, dtype):
             raise _corrupt(step, folder, *problem, name)
+    return sum(
+        math.prod(shape)
+        * np.dtype(dtype).itemsize
+        // (_MAX_UNPACKED if json.loads(contents[name].value)["compressor"] else 1)
+        for name, (shape, dtype) in wanted.items()
+    )
+
+
+def beyond_memory(
+    step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
+) -> CheckpointError:
+    """The error about leaves that this host cannot hold: that it is too small, or damage.
+
+    Args:
+      step_path, step: the step.
+      needed: the bytes that would be taken of this host's memory at one time.
+      least: the fewest bytes in which this can lie on storage. Where there is less, what the step
+        says of itself is not so.
+      name: of the largest leaf.
+    """
+    return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
+
+
+def _too_large(
+    step: int,
+    path: str | os.PathLike[str],
+    what: str,
+    needed: int,
+    least: int,
+    on_storage: int,
+    name: str | None = None,
+) -> CheckpointError:
+    expected = f"{what} that this host can hold, {host_memory_bytes()} bytes"
+    found = f"{needed} bytes"
+    if on_storage < least:
+        found += f", which cannot be: {on_storage} bytes lie on storage"
+        return _corrupt(step, path, expected, found, name)
+    leaf = "" if name is None else f"{name}: "
+    return OutOfMemoryError(
+        f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}. The step may "
+        "be sound: read it on a host with more memory, or ask for less of it at a time, as arrays "
+        "sharded over devices.",
+        step=step,
+        path=path,
+        key_path=name,
+    )
 
 
 def stored_key(name: str) -> str:
@@ -216,25 +271,27 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
 
 
 def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
-    """Refuses arrays, or chunks of them, that this host cannot hold.
+    """Refuses arrays that this host cannot hold, and chunks larger than their arrays.
 
     Args:
       step_path, step: the step.
       leaves: name -> Orbax's metadata of an array.
 
     Raises:
-      CorruptCheckpointError: names the array.
+      OutOfMemoryError: the host is too small; CorruptCheckpointError: what is on storage cannot be
+        so much. Names the array.
     """
     memory, total = host_memory_bytes(), 0
     for name, leaf in leaves.items():
         stored = getattr(leaf, "storage_metadata", None)
         chunk = getattr(stored, "chunk_shape", None) or ()
         itemsize = getattr(leaf.dtype, "itemsize", 1)
-        total += math.prod(leaf.shape) * itemsize
-        if max(total, math.prod(chunk) * itemsize) > memory:
-            expected = f"arrays and chunks that this host can hold, {memory} bytes"
-            found = f"shape {list(leaf.shape)!r:.80} in chunks of {list(chunk)!r:.80}"
-            raise _corrupt(step, step_path, expected, found, name)
+        total += (nbytes := math.prod(leaf.shape) * itemsize)
+        if nbytes < math.prod(chunk) * itemsize > memory:
+            expected = f"chunks within {list(leaf.shape)!r:.80}"
+            raise _corrupt(step, step_path, expected, f"{list(chunk)!r:.80}", name)
+        if total > memory:  # bare Orbax compresses, if not told otherwise
+            raise beyond_memory(step_path, step, total, total // _MAX_UNPACKED, name)
 
 
 def _pytree_metadata(step: int, path: epath.Path) -> dict[str, Any]:

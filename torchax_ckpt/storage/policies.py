@@ -276,8 +276,22 @@ def _with_children(policy: Any) -> Iterator[Any]:
         yield from _with_children(child)
 
 
-def preserved(policy: Any, checkpoints: Sequence[Any]) -> list[bool]:
-    """What the policy keeps of the checkpoints, oldest first; always the newest.
+def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
+    """What is kept of the checkpoints, oldest first: by the policy, and always the newest.
+
+    Raises:
+      PolicyError: as ``answered``.
+    """
+    keep = answered(policy, checkpoints, is_damaged)
+    newest = len(keep) - 1
+    newest_sound = max((i for i, damaged in enumerate(is_damaged) if not damaged), default=newest)
+    return [kept or i in (newest, newest_sound) for i, kept in enumerate(keep)]
+
+
+def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
+    """What the policy keeps of the checkpoints, oldest first.
+
+    It keeps a damaged one as if that were sound, which takes no place from those that are.
 
     Raises:
       PolicyError: the policy answered something else than one bool for each.
@@ -290,7 +304,14 @@ def preserved(policy: Any, checkpoints: Sequence[Any]) -> list[bool]:
             f"{type(policy).__name__}.should_preserve answered {len(answer)} values for "
             f"{len(checkpoints)} checkpoints; nothing was deleted"
         )
-    return [bool(keep) for keep in answer[:-1]] + [True]
+    if any(is_damaged):
+        sound = [c for c, damaged in zip(checkpoints, is_damaged, strict=True) if not damaged]
+        among = iter(answered(policy, sound, [False] * len(sound)))
+        answer = [
+            kept if damaged else next(among)
+            for kept, damaged in zip(answer, is_damaged, strict=True)
+        ]
+    return [bool(kept) for kept in answer]
 
 
 def decision_context(*, is_saving_in_progress: bool, reached_preemption: bool) -> DecisionContext:

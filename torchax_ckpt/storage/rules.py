@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def kept_by(
-    rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any]
+    rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any], is_damaged: Sequence[bool]
 ) -> Iterator[tuple[str, list[bool] | None]]:
     """Each rule in words, and which steps it keeps, oldest first; None where that is not known."""
     for rule in rules:
@@ -60,8 +60,7 @@ def kept_by(
             yield f"{rule.get('rule') or UNKNOWN!s}"[:_MAX_NAME], None
             continue
         try:
-            kept = policy.should_preserve(checkpoints, context=policies.PreservationContext())
-            answer = [bool(keep) for keep in kept]
+            answer = policies.answered(policy, checkpoints, is_damaged)
         except Exception:  # numbers from elsewhere that a rule cannot work with
             yield _in_words(rule), None
             continue

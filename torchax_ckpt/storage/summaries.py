@@ -35,7 +35,9 @@ class Summaries:
         """The steps and commit times that these steps have abandoned."""
         # Only the latest commit can name steps that are still in place: whoever writes next first
         # finishes setting them aside. Clocks of several hosts do not quite say which it is.
-        latest = sorted(steps, key=lambda s: s.commit_timestamp_nsecs)[-_LATEST:]
+        in_order = sorted(steps, key=lambda s: (s.has_lost_record, s.commit_timestamp_nsecs))
+        # One that cannot say when it was committed may be the latest.
+        latest = in_order[-_LATEST - sum(s.has_lost_record for s in steps) :]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             summaries = list(pool.map(self._of, latest))
         # An incoming step has abandoned something, whether or not it can still say what.

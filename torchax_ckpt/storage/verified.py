@@ -55,9 +55,18 @@ class Verified:
             except Exception as error:  # each client of a bucket has errors of its own
                 logger.info("%s is not changed: %s", path, error)
 
+    def is_damaged(self, committed: CommittedStep) -> bool:
+        """Whether the step is known to be damaged, by what was noted or since it was listed."""
+        return committed.has_lost_record or not self._noted.get(committed.key, True)
+
     def __contains__(self, committed: CommittedStep) -> bool:
-        found = self._noted.get(committed.key)
+        found = False if self.is_damaged(committed) else self._noted.get(committed.key)
         return (committed.path / MARK).exists() if found is None else found
+
+    def named(self, steps: Iterable[CommittedStep]) -> str:
+        """The newest of the steps, oldest first, that are not known to be damaged, in words."""
+        sound = [s for s in steps if not self.is_damaged(s)][-5:]
+        return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 
     def newest_of(
         self, doomed: list[CommittedStep], steps: Iterable[CommittedStep]
