@@ -16,8 +16,9 @@ seed of hashes is such a thing too: there are two servers, which take turns, and
 run beside or after each other do not agree on the order of a set by chance.
 
 What a program may not tell from being forked is tested in test_forked.py. What it can: modules
-that it never imported are there, and its memory begins with theirs. Tests about importing, about
-memory and about the end of the interpreter start a fresh one.
+that it never imported are there, and were imported in this order (Lightning sets up its logging by
+what it finds); its memory begins with theirs. Tests about importing, about memory and about the
+end of the interpreter start a fresh one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ MODULES = ("jax", "numpy", "orbax.checkpoint", "torch", "torchax", "torchax_ckpt
 
 # Variables that nothing reads at import, and those of JAX's that can be set afterwards.
 READ_LATER = {
-    "COLUMNS",
     "HEARTBEAT_SECS",  # of processes_program.py
     "JAX_COORDINATOR_BIND_ADDRESS",
     "PYTEST_CURRENT_TEST",

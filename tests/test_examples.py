@@ -11,13 +11,12 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from support import COMPILED_ONCE
+from support import COMPILED_ONCE, Talking, environment
 
 from torchax_ckpt import TorchaxCheckpointer
 
@@ -60,31 +59,20 @@ class Outcome:
         return found[1]
 
 
-def start(*command: object) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        **COMPILED_ONCE,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONUNBUFFERED": "1",
-    }
-    del environment["XLA_FLAGS"]  # as a user starts it: the example sees to its devices
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(*command: object, fresh: bool = False) -> Talking:
+    # With no devices given, as a user starts it: the example sees to them.
+    env = environment(None, {**COMPILED_ONCE, "PYTHONUNBUFFERED": "1"})
+    # Lightning writes its lines as they are only if it is imported before Orbax's logging.
+    return Talking(*map(str, command), env=env, fresh=fresh or LIGHTNING in command)
 
 
 def run(*command: object) -> Outcome:
-    with start(*command) as process:
-        try:
-            output, _ = process.communicate(timeout=200)
-        finally:
-            process.kill()
-    return Outcome(process.returncode, output)
+    with start(*command) as program:
+        watchdog = threading.Timer(200, program.process.kill)
+        watchdog.start()
+        output = program.lines.read()
+        watchdog.cancel()
+        return Outcome(program.process.wait(60), output)
 
 
 def train(example: Path, directory: Path, *options: object) -> Outcome:
@@ -109,22 +97,20 @@ def test_digits_killed_at_random_moments_end_on_the_same_bits(
     reached = [0]
     for is_starting_up in (False, True, False):
         output: list[str] = []
-        with start(DIGITS, "--directory", directory, "--steps", ENDLESS) as process:
-            assert process.stdout is not None
-            try:
-                if is_starting_up:
-                    time.sleep(rng.uniform(0.0, 8.0))
-                else:
-                    # The first loss: by then there was time for a save.
-                    for line in process.stdout:
-                        output.append(line)
-                        if line.startswith("step"):
-                            break
-                    time.sleep(rng.uniform(0.0, 2.0))
-                assert process.poll() is None, "".join(output)
-            finally:
-                process.kill()
-        assert process.returncode == -signal.SIGKILL
+        # Of a fresh one the start takes as long as a user's.
+        options = "--directory", directory, "--steps", ENDLESS
+        with start(DIGITS, *options, fresh=is_starting_up) as program:
+            if is_starting_up:
+                time.sleep(rng.uniform(0.0, 8.0))
+            else:
+                # The first loss: by then there was time for a save.
+                for line in program.lines:
+                    output.append(line)
+                    if line.startswith("step"):
+                        break
+                time.sleep(rng.uniform(0.0, 2.0))
+            assert program.process.poll() is None, "".join(output)
+        assert program.process.returncode == -signal.SIGKILL
         reached.append(TorchaxCheckpointer(directory).latest_step() or 0)
     print(f"newest step after each kill: {reached[1:]}")
     assert reached == sorted(reached), "a kill lost a step that was there"

@@ -68,7 +68,8 @@ pytestmark = [
     )
 ]
 PROGRAM = Path(__file__).parent / "lightning_program.py"
-MODULES = (*forked.MODULES, "lightning", "torchdata.stateful_dataloader")
+# First: it sets its logging up by what it finds.
+MODULES = ("lightning", "torchdata.stateful_dataloader", *forked.MODULES)
 
 
 @pytest.fixture(autouse=True)
