@@ -83,6 +83,7 @@ class DeviceMemory:
         with self._lock:
             for device, num_bytes in _bytes_on_devices(on_devices).items():
                 self._copied[device] = max(num_bytes, self._copied.get(device, 0))
+            self._drop_what_went()  # else their list would grow with every save
             self._copies.append(weakref.ref(on_devices[0]))
 
     def failed(self) -> None:
@@ -98,8 +99,11 @@ class DeviceMemory:
             return None if free is None else free // count  # of the host, which all share
         most = beside_peak + self._copied.get(device, 0)
         self._left[device] = max(beside_peak, min(self._left.get(device, beside_peak), most))
-        self._copies = [copy for copy in self._copies if copy() is not None]
+        self._drop_what_went()
         return beside_peak if self._copies or self._has_failed else self._left[device]
+
+    def _drop_what_went(self) -> None:
+        self._copies = [copy for copy in self._copies if copy() is not None]
 
 
 def _bytes_on_devices(arrays: Iterable[Any]) -> dict[jax.Device, int]:

@@ -359,9 +359,10 @@ class StepDirectory:
             if self._is_bucket:
                 bucket.remove(committed.path / commits.MARK)
                 bucket.remove(committed.path)
-                return
-            if committed.path.exists():  # else somebody else has removed it
+            elif committed.path.exists():  # else somebody else has removed it
                 self._remove(committed.path, committed.step)
+        self._summaries.forget(committed)
+        self.verified.forget(committed)
 
     def _remove(self, path: epath.Path, step: int) -> None:
         self.fence()
