@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import golden_program
 import jax
 import numpy as np
 import safetensors.numpy
@@ -33,7 +34,7 @@ from torchax_ckpt import torchax_backend as backend
 from torchax_ckpt.formats.importing import import_weights
 from torchax_ckpt.formats.safetensors_reading import open_safetensors
 from torchax_ckpt.layout.manifest import VERSION
-from torchax_ckpt.storage import commits
+from torchax_ckpt.storage import commits, identity
 
 GOLDEN = Path(__file__).parent / "golden"
 STEP = 3
@@ -203,8 +204,35 @@ def write_imported(directory: Path) -> None:
         import_weights(open_safetensors(source), str(directory), step=STEP, ties=ties)
 
 
+def write_together(directory: Path) -> None:
+    """A step of two processes: sharded over them, with random state and a loader of each."""
+    expect_together("processes", golden_program.write(directory, STEP))
+
+
+def write_apart(directory: Path) -> None:
+    """A step in the local tiers of two processes, each of which has a part of it."""
+    expect_together("hosts", golden_program.write(directory / "durable", STEP, directory))
+
+
+def expect_together(kind: str, told: list[Any]) -> None:
+    """Notes what each process had when it saved."""
+    known = GOLDEN / f"v{VERSION}" / TOGETHER
+    expected = json.loads(known.read_text()) if known.exists() else {}
+    known.write_text(json.dumps({**expected, kind: told}, indent=1) + "\n")
+
+
+# What the processes had that have written a step together; kind -> what each of them says.
+TOGETHER = "expected_of_processes.json"
 # Written after the others, of the same version; name -> what writes it.
-LATER = {"group": write_group, "abandoning": write_abandoning, "imported": write_imported}
+LATER = {
+    "group": write_group,
+    "abandoning": write_abandoning,
+    "imported": write_imported,
+    "processes": write_together,
+}
+# In each of them a file that names the run, and in the folders of the hosts the step.
+APART = "hosts"
+PLACES = ("durable", "0", "1")
 
 
 def write_first(directory: Path, kind: str) -> None:
@@ -231,13 +259,22 @@ def main() -> None:
             continue
         write(root / kind)
         expected[kind] = fingerprint(TorchaxCheckpointer(root / kind).load(STEP))
-        for leftover in (root / kind).iterdir():
-            if leftover.name != str(STEP):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        # Orbax writes there where it was saved, for people only.
-        mark = root / kind / str(STEP) / commits.MARK
-        mark.write_text("\n".join(["committed", *mark.read_text().splitlines()[1:]]) + "\n")
+        tidy(root / kind, str(STEP))
     known.write_text(json.dumps(expected, indent=1))
+    if not (root / APART).exists():
+        write_apart(root / APART)
+        for place in PLACES:
+            tidy(root / APART / place, str(STEP), identity.NAME)
+
+
+def tidy(directory: Path, *kept: str) -> None:
+    """Removes all but these, and what Orbax has noted of this machine."""
+    for leftover in directory.iterdir():
+        if leftover.name not in kept:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    # Orbax writes there where it was saved, for people only.
+    for mark in directory.glob(f"*/{commits.MARK}"):
+        mark.write_text("\n".join(["committed", *mark.read_text().splitlines()[1:]]) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -9,23 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import golden_program
 import numpy as np
 import pytest
 import torch
 from make_golden import (
+    APART,
     GOLDEN,
     KINDS,
     LATER,
     METRICS,
+    PLACES,
     STEP,
+    TOGETHER,
     fingerprint,
     model,
     several,
     train,
 )
+from processes_program import digest
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict
 from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import VERSION
 
 VERSIONS = sorted(path.name for path in GOLDEN.glob("v*"))
@@ -49,7 +56,9 @@ def test_a_golden_checkpoint_reads_as_it_was_saved(version: str, kind: str) -> N
     ckpt = TorchaxCheckpointer(GOLDEN / version / kind)
     assert ckpt.all_steps() == [STEP]
     assert ckpt.metrics(STEP) == ({} if kind == "imported" else METRICS)
-    assert fingerprint(ckpt.load(STEP)) == expected
+    said = pytest.warns(UserWarning, match="saved by 2 processes and is restored by 1")
+    with said if kind == "processes" else contextlib.nullcontext():
+        assert fingerprint(ckpt.load(STEP)) == expected
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -85,6 +94,54 @@ def test_ties_extra_state_and_groups_come_back_from_a_golden_checkpoint(
         for fqn, parameter in module.named_parameters():
             stored = loaded["model"][name][fqn]
             assert backend.to_numpy(parameter).tobytes() == backend.to_numpy(stored).tobytes()
+
+
+def of_processes(version: str, kind: str) -> list[dict[str, Any]]:
+    """What each of the processes had that have written a golden checkpoint together."""
+    expected: list[dict[str, Any]] = json.loads((GOLDEN / version / TOGETHER).read_text())[kind]
+    assert len(expected) == golden_program.COUNT
+    # Else it would not show whose state is whose.
+    assert len({json.dumps(told["own"]) for told in expected}) == len(expected)
+    return expected
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_weights_that_processes_have_saved_together_are_read_by_name(version: str) -> None:
+    whole = of_processes(version, "processes")[0]["whole"]
+    found = load_torch_state_dict(GOLDEN / version / "processes", STEP)
+    with backend.native_torch():
+        weights = {name: digest(tensor.numpy()) for name, tensor in found.items()}
+    assert weights == {name: whole[name] for name in whole if "/" not in name}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", ["processes", APART])
+def test_each_process_has_its_own_state_of_a_golden_checkpoint_again(
+    kind: str, version: str, tmp_path: Path
+) -> None:
+    shutil.copytree(GOLDEN / version / kind, tmp_path / "run")
+    hosts = tmp_path / "run" if kind == APART else None
+    durable = tmp_path / "run" / "durable" if kind == APART else tmp_path / "run"
+    tier = "local" if kind == APART else "durable"
+    found = golden_program.read(durable, STEP, hosts)
+    for here, there in zip(found, of_processes(version, kind), strict=True):
+        assert here == {"start": STEP, "tier": tier, **there}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_hosts_part_of_a_golden_checkpoint_is_not_taken_for_the_whole(
+    version: str, tmp_path: Path
+) -> None:
+    shutil.copytree(GOLDEN / version / APART, tmp_path / "run")
+    durable, *hosts = (tmp_path / "run" / place for place in PLACES)
+    for host in hosts:
+        assert (host / str(STEP)).is_dir()
+        with pytest.raises(CorruptCheckpointError, match="holds one host's part"):
+            load_torch_state_dict(host, STEP)
+        ckpt = TorchaxCheckpointer(durable, local=LocalTier(host))
+        with pytest.raises(CorruptCheckpointError, match="holds one host's part"):
+            ckpt.attach()
+        ckpt.close()
 
 
 def keys_of(value: Any) -> Iterator[str]:

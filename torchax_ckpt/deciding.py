@@ -48,7 +48,7 @@ class Decisions:
     def _ask(self, step: int, coming: Sequence[int] = ()) -> bool:
         """What the policy says of a step, before which those coming are to be saved."""
         while self._saver.finished:
-            cost = self._saver.finished.pop(0)
+            cost = self._saver.finished.popleft()
             for observer in self._observers:
                 observer.observe_save(
                     blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs

@@ -99,7 +99,6 @@ class DeviceMemory:
         if not on_devices:
             return
         taken = _bytes_on_devices(on_devices)
-
         with self._lock:
             self._copied.update(taken)
             self._look(taken)

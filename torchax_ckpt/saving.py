@@ -12,6 +12,7 @@ once; a save succeeds on all of them or fails on all.
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import sys
@@ -81,7 +82,8 @@ class Saver:
         self._failures = Failures()
         self._writer = Writer(directory, history, options, saves, self._failures)
         self.newest_failure: SaveError | None = None
-        self.finished: list[SaveCost] = []
+        # Bounded: where every save is forced, nobody asks what they cost.
+        self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
         """What durable saves have cost, until somebody takes it from here."""
         _unfinished.add(self)
 

@@ -2,16 +2,18 @@
 
     python -m tests.faults.fuzz --inputs 100000
 
-Inputs are mutations of a real step's JSON: nodes cut, doubled, swapped and replaced by others, by
-documents of the manifest's own grammar and by extremes; and its bytes flipped, cut and repeated.
-Each goes through a reader as far as that reader goes, up to live objects. Whatever the input:
+Inputs are mutations of a real step's JSON, of the other files of a run, and of files that weights
+are imported from: nodes cut, doubled, swapped and replaced by others, by documents of the
+manifest's own grammar and by extremes; and bytes flipped, cut and repeated. Half of them are drawn
+by hypothesis. Each goes through a reader as far as that reader goes, up to live objects. Whatever
+the input:
 
 - nothing but a ``CheckpointError`` comes out, and it can be printed;
 - it takes at most ``MAX_SECS``, and the process at most ``MAX_BYTES`` more than before;
 - what is live after a failure is, to the bit, what it was before.
 
 Input ``n`` of a seed is always the same one, so a finding is seen again with ``--first n
---inputs 1``.
+--inputs 1``; what hypothesis draws, in batches of ``BATCH``, with the number of its batch's first.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import copy
 import faulthandler
 import hashlib
 import json
+import logging
 import os
 import random
 import resource
@@ -32,7 +35,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +44,17 @@ if __name__ == "__main__":  # before JAX is imported, as conftest.py does
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
+import hypothesis
 import jax
 import numpy as np
 import torch
 import torchax
 from etils import epath
+from fuzz_drawn import Damage, changed, changed_bytes, damage, places
+from fuzz_files import Fed, FileReaders, Form, replaced
+from hypothesis import strategies as st
 from support import bits, mlp
 
 from torchax_ckpt import TorchaxCheckpointer, content, policies, restoring
@@ -55,7 +63,7 @@ from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.layout.manifest import KINDS, STORABLE_DTYPES, Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.state.attached import Attached
-from torchax_ckpt.storage import digests, inspection
+from torchax_ckpt.storage import commits, digests, inspection
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.processes import ALONE
 
@@ -64,7 +72,8 @@ MAX_BYTES = 1 << 30
 # What one restore may be given; more than that would not have passed the look at array metadata.
 _MAX_READ_BYTES = 1 << 24
 
-Reader = Callable[[bytes], None]
+# So many inputs are of one number for hypothesis.
+BATCH = 1000
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -114,20 +123,6 @@ def grown(source: random.Random, names: list[str], depth: int = 0) -> Any:
             return node
         case _:
             return {source.choice(_TAGS): c for c in children}
-
-
-def places(document: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key or index) in a document."""
-    found: list[tuple[Any, Any]] = []
-    stack = [document]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (dict, list)):
-            keys: Iterable[Any] = list(node) if isinstance(node, dict) else range(len(node))
-            for key in keys:
-                found.append((node, key))
-                stack.append(node[key])
-    return found
 
 
 def damaged_document(source: random.Random, document: Any) -> Any:
@@ -186,22 +181,38 @@ def damaged_bytes(source: random.Random, raw: bytes) -> bytes:
     return bytes(data)
 
 
-def damaged(source: random.Random, raw: bytes) -> bytes:
-    """One input from a real file of JSON."""
+def damaged(source: random.Random, raw: bytes, form: Form) -> bytes:
+    """One input from a real file."""
     if source.random() < 0.2:
         return damaged_bytes(source, raw)
     try:
-        document = json.loads(raw)
-        seal = document.pop(_SEAL, None)
-        if source.random() < 0.05:
+        document = form.load(raw)
+    except ValueError:  # no JSON
+        return damaged_bytes(source, raw)
+    try:
+        seal = document.pop(_SEAL, None) if isinstance(document, dict) else None
+        if source.random() < 0.05 and isinstance(document, dict):
             document["document"] = {"state": grown(source, ["state/w"])}
         else:
             document = damaged_document(source, document)
         if seal is not None and isinstance(document, dict):
             document = digests.seal(document)
-        return json.dumps(document).encode("utf-8", "surrogatepass")
+        return form.dump(json.dumps(document), raw)
     except RecursionError:  # deeper than Python writes
         return damaged_bytes(source, raw)
+
+
+def drawn(raw: bytes, form: Form, damage: Damage) -> bytes:
+    """One input from a real file and what hypothesis has drawn."""
+    of_document, of_bytes = damage
+    try:
+        document = form.load(raw)
+        if isinstance(document, dict):
+            document.pop(_SEAL, None)
+        return changed_bytes(form.dump(changed(document, of_document), raw), of_bytes)
+    except (ValueError, RecursionError):  # no JSON
+        more = [("flip", at, other, b"\0") for _, at, other, _ in of_document]
+        return changed_bytes(raw, of_bytes or more)
 
 
 # --- what is fed ---------------------------------------------------------------------------------
@@ -322,7 +333,9 @@ class Corpus:
         self.manifest = (self.step / "manifest" / "data.json").read_bytes()
         self.summary = (self.step / "summary" / "data.json").read_bytes()
         self.record = (self.step / "_CHECKPOINT_METADATA").read_bytes()
+        self.mark = commits.sealing(epath.Path(self.step), "").strip().encode()
         self.committed = CommittedStep(2, epath.Path(self.step), 1)
+        self.files = FileReaders(self.committed, folder / "files")
         manifest = content.read_manifest(self.committed)
         self.array_metadata = _array_metadata(self.step)
         reads = self.live.attached.prepare(manifest.document, restoring.Findings()).reads
@@ -353,14 +366,15 @@ class Readers:
     def __init__(self, corpus: Corpus, check: Callable[[Any], Manifest] | None = None) -> None:
         self.corpus = corpus
         self._check = check or self._checked
-        self.by_name: dict[str, tuple[bytes, Reader, float]] = {
-            # name -> what is damaged, its reader, how often
-            "restore": (corpus.manifest, self.restore, 0.50),
-            "load": (corpus.manifest, self.load, 0.30),
-            "array metadata": (corpus.array_metadata, self.array_metadata, 0.11),
-            "commit record": (corpus.record, self.commit_record, 0.04),
-            "summary": (corpus.summary, self.summary, 0.04),
-            "whole restore": (corpus.manifest, self.whole_restore, 0.01),
+        self.by_name = {
+            "restore": Fed(corpus.manifest, self.restore, 0.50),
+            "load": Fed(corpus.manifest, self.load, 0.30),
+            "array metadata": Fed(corpus.array_metadata, self.array_metadata, 0.11),
+            "commit record": Fed(corpus.record, self.commit_record, 0.04),
+            "mark": Fed(corpus.mark, self.mark, 0.04),
+            "summary": Fed(corpus.summary, self.summary, 0.04),
+            "whole restore": Fed(corpus.manifest, self.whole_restore, 0.01),
+            **corpus.files.by_name,
         }
 
     @staticmethod
@@ -428,13 +442,17 @@ class Readers:
 
     def commit_record(self, raw: bytes) -> None:
         """A commit record, up to the list of steps."""
-        path = self.corpus.step / "_CHECKPOINT_METADATA"
-        with self._replaced(path, raw):
+        with replaced(self.corpus.step / "_CHECKPOINT_METADATA", raw):
+            self._list()
+
+    def mark(self, raw: bytes) -> None:
+        """The digests in a commit mark, up to the list of steps."""
+        with replaced(self.corpus.step / commits.MARK, b"committed\n" + raw):
             self._list()
 
     def summary(self, raw: bytes) -> None:
         """A summary, up to policies and the list of steps."""
-        with self._replaced(self.corpus.step / "summary" / "data.json", raw):
+        with replaced(self.corpus.step / "summary" / "data.json", raw):
             self._list()
 
     def _list(self) -> None:
@@ -446,26 +464,10 @@ class Readers:
 
     def whole_restore(self, raw: bytes) -> None:
         """A manifest, up to live objects, from disk."""
-        with self._replaced(self.corpus.step / "manifest" / "data.json", raw):
+        with replaced(self.corpus.step / "manifest" / "data.json", raw):
             options = CheckpointOptions()
             source = content.StoredLeaves(self.corpus.committed, options)
             restoring.restore_attached(source, self.corpus.live.attached, True, options, ALONE)
-
-    def _replaced(self, path: Path, raw: bytes) -> _Replaced:
-        return _Replaced(path, raw)
-
-
-class _Replaced:
-    """A file with other content for a while."""
-
-    def __init__(self, path: Path, raw: bytes) -> None:
-        self.path, self.raw, self.before = path, raw, path.read_bytes()
-
-    def __enter__(self) -> None:
-        self.path.write_bytes(self.raw)
-
-    def __exit__(self, *_: object) -> None:
-        self.path.write_bytes(self.before)
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -500,42 +502,53 @@ class Findings:
 def inputs(readers: Readers, seed: int, first: int, count: int) -> Iterator[tuple[int, str, bytes]]:
     """Number, reader and bytes of each input."""
     names = list(readers.by_name)
-    weights = [readers.by_name[name][2] for name in names]
+    weights = [readers.by_name[name].weight for name in names]
     for number in range(first, first + count):
         source = random.Random(f"{seed}/{number}")
         (name,) = source.choices(names, weights)
-        yield number, name, damaged(source, readers.by_name[name][0])
+        fed = readers.by_name[name]
+        yield number, name, damaged(source, fed.raw, fed.form)
 
 
-def fuzz(
-    readers: Readers,
-    *,
-    seed: int = 0,
-    first: int = 0,
-    count: int,
-    max_secs: float | None = None,
-    hang_secs: float | None = None,
-) -> Findings:
-    """Feeds so many inputs, or as many as the time allows; ends the process at one that hangs."""
-    found = Findings()
-    until = None if max_secs is None else time.monotonic() + max_secs
-    live = readers.corpus.live
-    readers.restore(readers.corpus.manifest)
-    before = live.digest()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    for number, name, raw in inputs(readers, seed, first, count):
-        if until is not None and time.monotonic() > until:
-            break
-        if hang_secs is not None:
-            if number % 1000 == 0:
-                print(f"input {number}", file=sys.stderr)
-            faulthandler.dump_traceback_later(hang_secs, exit=True)
+class Fuzzing:
+    """Feeds inputs, one after the other; ends the process at one that hangs.
+
+    Args:
+      readers: what is fed.
+      max_secs: as many inputs as this allows; None for all.
+      hang_secs: how long one may take.
+
+    Attributes:
+      found: what came out so far.
+    """
+
+    def __init__(
+        self, readers: Readers, max_secs: float | None = None, hang_secs: float | None = None
+    ) -> None:
+        self.found = Findings()
+        self._readers = readers
+        self._until = None if max_secs is None else time.monotonic() + max_secs
+        self._hang_secs = hang_secs
+        readers.restore(readers.corpus.manifest)
+        self._before = readers.corpus.live.digest()
+        self._peak = _peak_bytes()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self._until is not None and time.monotonic() > self._until
+
+    def feed(self, number: int, name: str, raw: bytes) -> None:
+        """Feeds one input."""
+        found, readers = self.found, self._readers
+        if self._hang_secs is not None:
+            faulthandler.dump_traceback_later(self._hang_secs, exit=True)
         began = time.monotonic()
         problem = None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                readers.by_name[name][1](raw)
+                readers.by_name[name].read(raw)
             outcome = "read"
         except CheckpointError as error:
             outcome = type(error).__name__
@@ -547,18 +560,70 @@ def fuzz(
         found.slowest_secs = max(found.slowest_secs, secs)
         if secs > MAX_SECS:
             problem = f"took {secs:.1f} s"
-        if live.digest() != before:
+        if readers.corpus.live.digest() != self._before:
             if outcome != "read":
                 problem = (problem or "") + f"{outcome}, and what is live has changed"
-            live = _mended(readers, before)
+            _mended(readers, self._before)
         found.outcomes[name, outcome] += 1
         if problem is not None:
             found.problems.append(f"input {number} ({name}): {problem}")
-    faulthandler.cancel_dump_traceback_later()
-    found.grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - peak
-    if found.grown_bytes > MAX_BYTES:
-        found.problems.append(f"peak memory grew by {found.grown_bytes >> 20} MiB")
-    return found
+        found.grown_bytes = _peak_bytes() - self._peak
+
+    def end(self) -> Findings:
+        """What came out."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.found.grown_bytes > MAX_BYTES:
+            self.found.problems.append(f"peak memory grew by {self.found.grown_bytes >> 20} MiB")
+        return self.found
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def fuzz(
+    readers: Readers, *, seed: int = 0, first: int = 0, count: int, **limits: float | None
+) -> Findings:
+    """Feeds so many inputs, or as many as the time allows; half of them drawn by hypothesis."""
+    fuzzing = Fuzzing(readers, **limits)
+    for start in range(first, first + count, BATCH):
+        number = min(BATCH, first + count - start)
+        for one in inputs(readers, seed, start, number - number // 2):
+            if fuzzing.is_over:
+                return fuzzing.end()
+            fuzzing.feed(*one)
+        if number // 2:
+            _draw(fuzzing, readers, seed, start, number // 2)
+        if limits.get("hang_secs") is not None:
+            print(f"input {start + number}", file=sys.stderr)
+    return fuzzing.end()
+
+
+def _draw(fuzzing: Fuzzing, readers: Readers, seed: int, first: int, count: int) -> None:
+    """Feeds what hypothesis draws, which is the same of every seed and number of the first."""
+    names = sorted(readers.by_name)
+    # As often as their weights say, of a hundred.
+    drawn_from = [n for n in names for _ in range(max(1, round(100 * readers.by_name[n].weight)))]
+
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.seed(seed << 32 | first)
+    @hypothesis.given(st.sampled_from(drawn_from), damage)
+    def feed(name: str, how: Damage) -> None:
+        if not fuzzing.is_over:
+            # Hypothesis seeds these for each input; a restore that fails must leave them alone.
+            random.setstate(numbers[0])
+            np.random.set_state(numbers[1])
+            fed = readers.by_name[name]
+            fuzzing.feed(first, name, drawn(fed.raw, fed.form, how))
+
+    numbers = random.getstate(), np.random.get_state(legacy=False)
+    feed()
 
 
 def _mended(readers: Readers, digest: str) -> Live:
@@ -582,6 +647,7 @@ def main() -> None:
     parser.add_argument("--secs", type=float, default=None, help="stop after so many")
     options = parser.parse_args()
     torchax.enable_globally()
+    logging.disable(logging.WARNING)  # hundreds of thousands of times the same
     with tempfile.TemporaryDirectory() as folder:
         readers = Readers(Corpus(Path(folder)))
         found = fuzz(

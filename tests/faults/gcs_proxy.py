@@ -71,6 +71,22 @@ class FaultProxy:
         self.hook = None
         self.server.spoil = None
 
+    def pause(self, concerned: str) -> tuple[threading.Event, threading.Event]:
+        """Has the next request that a text is found in wait before it is handled.
+
+        Returns:
+          Is set once it has arrived; and what to set for it to go on.
+        """
+        arrived, go_on = threading.Event(), threading.Event()
+
+        def wait(request: str) -> None:
+            if concerned in request and not arrived.is_set():
+                arrived.set()
+                go_on.wait(60)
+
+        self.hook = wait
+        return arrived, go_on
+
     def environment(self) -> dict[str, str]:
         """What makes the clients in a process come here, and ask nobody else."""
         return {

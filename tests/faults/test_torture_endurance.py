@@ -18,4 +18,5 @@ def test_many_saves_leave_threads_files_and_arrays_as_they_were() -> None:
 def test_a_leak_is_found() -> None:
     code, _, output = run_torture(PROGRAM, "--saves", "30", "--leak")
     assert code == 1, output
-    assert "live_arrays" in output
+    for what in ("resident_bytes", "threads", "open_files", "live_arrays"):
+        assert f"'{what}'" in output.rpartition("grown: ")[2], output

@@ -31,9 +31,9 @@ INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 all is well; 1 damage or a difference was found; 2 the command was used wrongly "
     "(a directory, step or option that does not exist); 3 something cannot be read or written now "
-    "(permission, network, a full disk, too little memory, another program holds the lease, or what "
-    "would be overwritten is there already); 4 an error in the command itself, with a traceback; 130 "
-    "it was interrupted (Ctrl-C)."
+    "(permission, network, a full disk, too little memory, another program holds the lease, or "
+    "what would be overwritten is there already); 4 an error in the command itself, with a "
+    "traceback; 130 it was interrupted (Ctrl-C)."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])

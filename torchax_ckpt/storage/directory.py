@@ -23,10 +23,11 @@ same run as the durable one.
 On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
 mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
 incoming step stays where it is. A request may be carried out there long after its answer was given
-up for lost, so nothing is deleted but the very object that was looked at, and a name under which
-this program has begun a save is not used again. A writer that is killed, or loses its lease, in the
-middle of a step may still overwrite single objects of the same step that its successor writes;
-locally it cannot, as every writer's saves have names of their own until they are committed.
+up for lost, and a writer that was stalled and lost its lease goes on with the step it was in the
+middle of. So nothing is deleted but the very object that was looked at, and a name under which a
+save has begun, of this program or of one before it, is not used again. What remains is a step of
+which a stalled writer had written nothing yet, and its successor everything. Locally every
+writer's saves have names of their own until they are committed.
 
 Listing and reading change nothing. One process at a time may write: whoever holds the lease. Of the
 processes of one run that is the first, which claims, cleans up, commits and deletes for all.
@@ -249,6 +250,8 @@ class StepDirectory:
                 ):
                     logger.info("removing %s, left behind by a killed save or delete", child)
                     commits.remove_leftover(child)
+                    # Who began it may only be stalled, and write more under this name.
+                    self._given.add(child.name)
 
     def path_for(self, step: int) -> epath.Path:
         """Where to write a step until it is committed."""
@@ -265,15 +268,9 @@ class StepDirectory:
             path = self.path / name
             # A request of a failed save may still be carried out, and overwrite what a later save
             # writes under the same name.
-            if name in self._given:
-                continue
-            if commits.is_begun(path):
-                self.fence()
-                bucket.remove(path)  # a killed save
-            elif path.exists():
-                continue
-            self._given.add(name)
-            return path
+            if name not in self._given and not path.exists():
+                self._given.add(name)
+                return path
         raise AssertionError("the numbers have ended")
 
     def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
@@ -363,9 +360,10 @@ class StepDirectory:
             if self._is_bucket:
                 bucket.remove(committed.path / commits.MARK)
                 bucket.remove(committed.path)
-                return
-            if committed.path.exists():  # else somebody else has removed it
+            elif committed.path.exists():  # else somebody else has removed it
                 self._remove(committed.path, committed.step)
+        self._summaries.forget(committed)
+        self.verified.forget(committed)
 
     def _remove(self, path: epath.Path, step: int) -> None:
         self.fence()

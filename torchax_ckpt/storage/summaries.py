@@ -26,6 +26,10 @@ class Summaries:
         """Takes the summary that was just written, which then need not be read."""
         self._known[committed.key] = summary
 
+    def forget(self, committed: CommittedStep) -> None:
+        """Lets go of the summary of a step that was deleted; a run may have millions of them."""
+        self._known.pop(committed.key, None)
+
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """The metrics saved with a step; {} if there are none."""
         metrics = self._of(committed).get("metrics")
@@ -58,8 +62,8 @@ class Summaries:
         }
 
     def _of(self, committed: CommittedStep) -> Mapping[str, Any]:
-        key = committed.key
-        if key not in self._known:
+        found = self._known.get(committed.key)
+        if found is None:
             try:
                 inspection.require_contained(committed.path, committed.step)
                 loaded = digests.read_sealed(committed.path / commits.SUMMARY)
@@ -69,5 +73,6 @@ class Summaries:
                 if not committed.path.exists():
                     return {}  # moved meanwhile, by whoever writes here
                 loaded = None  # not written by this package, or damaged: restoring will tell
-            self._known[key] = loaded if isinstance(loaded, dict) else _LOST
-        return self._known[key]
+            found = loaded if isinstance(loaded, dict) else _LOST
+            self._known[committed.key] = found
+        return found

@@ -33,6 +33,11 @@ class Verified:
         self._noted[committed.key] = is_sound
         self._written.discard(committed.key)
 
+    def forget(self, committed: CommittedStep) -> None:
+        """Lets go of what was noted of a step that was deleted."""
+        self._noted.pop(committed.key, None)
+        self._written.discard(committed.key)
+
     @contextlib.contextmanager
     def noting_damage(self, committed: CommittedStep) -> Iterator[None]:
         """Notes it of the step if what is read of it in the block turns out to be damaged."""
