@@ -5,12 +5,17 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 # Before JAX is imported anywhere: one process plays a host with eight chips.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# What a shell runs in the background ignores Ctrl-C, and hands that on to all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Where the programs that tests start again and again keep what JAX compiles; see support.py. The
 # first process to come here makes the place, for those it starts.

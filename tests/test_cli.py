@@ -29,6 +29,7 @@ from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage import directory as directory_room
 from torchax_ckpt.storage import inspection
+from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 from torchax_ckpt.storage.verified import MARK
 
 
@@ -258,6 +259,23 @@ def test_a_run_may_have_a_number_for_a_name(copy: Path) -> None:
     shutil.move(copy, beside)
     shutil.copytree(beside, beside / "2026")
     assert run_json("show", beside / "2026")["directory"] == str(beside / "2026")
+
+
+def test_a_run_with_a_number_for_a_name_needs_nothing_of_what_is_above(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a scheduler's job, among those of others."""
+    copy = copy.rename(copy.with_name("2026"))
+    found = StepDirectory.found
+
+    def permitted(self: StepDirectory, first: int = 0) -> list[CommittedStep]:
+        if self.path == copy.parent:
+            raise DirectoryError("permission denied", path=self.path)
+        return found(self, first)
+
+    monkeypatch.setattr(StepDirectory, "found", permitted)
+    assert run_json("show", copy)["step"] == 2
+    assert "permission denied" in run("show", copy.parent / "1", code=outcome.UNAVAILABLE)
 
 
 def test_show_filters_by_a_pattern(saved: Path) -> None:

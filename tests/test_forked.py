@@ -113,13 +113,15 @@ ENDS = """
 """
 ENDINGS = [
     "pass",
-    "sys.exit()",
     "sys.exit(7)",
-    "sys.exit('said')",
     "raise ZeroDivisionError('here')",
-    "raise KeyboardInterrupt",
     "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
     "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+]
+MORE_ENDINGS = [
+    "sys.exit()",
+    "sys.exit('said')",
+    "raise KeyboardInterrupt",
     "os.kill(os.getpid(), signal.SIGKILL)",
     "os.abort()",
     "os._exit(9)",
@@ -128,7 +130,9 @@ ENDINGS = [
 ]
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", [*ENDINGS, *(pytest.param(more, marks=pytest.mark.long) for more in MORE_ENDINGS)]
+)
 def test_it_ends_as_a_fresh_one_does(ending: str) -> None:
     found, expected = (
         run_python(ENDS, ending, check=False, fresh=fresh) for fresh in (False, True)

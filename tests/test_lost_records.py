@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from etils import epath
 from support import mlp, run_processes
-from test_cli import run_json
+from test_cli import run, run_json
 from test_going_back import killed_before_setting_aside
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.cli import outcome
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.storage import commits
 from torchax_ckpt.storage.directory import StepDirectory
@@ -196,3 +199,39 @@ def test_several_processes_agree(directory: Path) -> None:
     for (report,) in run_processes(PROGRAM, 2, str(directory), "prune"):
         assert report == {"steps": [3, 4]}
     assert json.loads((directory / "4" / RECORD).read_text())["commit_timestamp_nsecs"] > 0
+
+
+def test_the_best_step_is_a_sound_one(directory: Path) -> None:
+    fill(directory, 1, 2, 3)
+    flip(directory / "3")
+    best = policies.BestN(metric="loss", mode="min", n=1)
+    with TorchaxCheckpointer(directory, preservation_policy=best) as ckpt:
+        assert ckpt.best_step() == 2
+
+
+def test_a_copy_leaves_out_a_damaged_step(directory: Path, tmp_path: Path) -> None:
+    fill(directory, 1, 2, 3)
+    flip(directory / "2")
+    said = run("copy", directory, tmp_path / "copy", code=outcome.FOUND)
+    assert f"2/{RECORD}: was damaged" in said.replace("\n", "")
+    assert TorchaxCheckpointer(tmp_path / "copy").all_steps() == [1, 3]
+    said = run("copy", directory / "2", tmp_path / "none", code=outcome.FOUND)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_step_in_the_shadow_of_a_later_one_of_its_number_is_nobodys(directory: Path) -> None:
+    """As where a program could not see that a step was committed, and saved it once more."""
+    with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
+        ckpt.attach(mlp())
+        for step in (10, 20):
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+    later = epath.Path(shutil.copytree(directory / "20", directory / "incoming-20"))
+    commits.set_time(later, commits.read_time(later) + 1)
+    with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.restore(10)
+        ckpt.save(15, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [10, 15]
+    assert TorchaxCheckpointer(directory).attach(mlp()) == 15

@@ -32,7 +32,9 @@ PRELUDE = """
     PATIENT = CheckpointOptions(preemption_grace_secs=300)  # on a machine with much else to do
 
     def say(*words):
-        print(*words, flush=True)
+        # In one piece: another thread's log may come between two.
+        sys.stdout.write(" ".join(map(str, words)) + "\\n")
+        sys.stdout.flush()
 
     def compile_for_long(operations):
         def function(x):

@@ -554,7 +554,7 @@ class TorchaxCheckpointer:
     # --- the steps there are -------------------------------------------------------------------
 
     def all_steps(self, tier: TierName | None = None) -> list[int]:
-        """The steps that can be restored, in order; reads the directories anew.
+        """The steps there are, in order; reads the directories anew, but not what the steps hold.
 
         Args:
           tier: only those in this one, "durable" or "local"; raises TierError if there is none.
@@ -568,6 +568,8 @@ class TorchaxCheckpointer:
     def best_step(self) -> int | None:
         """The best durable step by the preservation policy's best-N rule, or None.
 
+        None that is known to be damaged.
+
         Raises:
           PolicyError: there is no best-N rule.
         """
@@ -577,7 +579,8 @@ class TorchaxCheckpointer:
                 "best_step needs to know what is best: give preservation_policy="
                 "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
             )
-        infos = [self._directory.info(s) for s in self._directory.steps()]
+        sound = [s for s in self._directory.steps() if not self._directory.verified.is_damaged(s)]
+        infos = [self._directory.info(s) for s in sound]
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:

@@ -33,61 +33,60 @@ def copy_steps(
     target: StepDirectory,
     options: CheckpointOptions,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
-    on_gone: Callable[[StepNotFoundError], None] = lambda error: None,
+    on_left_out: Callable[[CheckpointError], None] = lambda error: None,
 ) -> list[CommittedStep]:
     """Copies steps, oldest first, and marks the copies as verified. Takes the target's lease.
 
     A copy appears when every byte of it was read and compared with the digests taken when the step
-    was saved; so damage of the original is found too. A step that whoever writes there deletes
-    meanwhile is left out.
+    was saved; so damage of the original is found too. A damaged step is left out, and one that
+    whoever writes there deletes meanwhile.
 
     Args:
       steps: the steps, of one directory.
       target: where to; must have none of them.
       options: memory bounds of reading.
       on_bytes: told of the bytes copied so far.
-      on_gone: told of each step that was deleted.
+      on_left_out: told why a step was not copied: it is damaged, or was deleted.
 
     Returns:
       The copies.
 
     Raises:
-      CorruptCheckpointError: a copy is not what was saved; it is removed.
-      StepNotFoundError: every one was deleted before it was copied.
+      CorruptCheckpointError, StepNotFoundError: none was copied; why the last was not.
       DirectoryError: the target has one of the steps, or cannot be written.
       ForeignCheckpointError: bare Orbax wrote it, without digests.
       LeaseError: another program writes to the target.
     """
     copied: list[CommittedStep] = []
-    gone: list[StepNotFoundError] = []
+    left_out: list[CheckpointError] = []
 
     @contextlib.contextmanager
-    def unless_gone() -> Iterator[None]:
+    def unless_lost() -> Iterator[None]:
         try:
             yield
-        except StepNotFoundError as error:
-            on_gone(error)
-            gone.append(error)
+        except (StepNotFoundError, CorruptCheckpointError) as error:
+            on_left_out(error)
+            left_out.append(error)
 
     there = []
     for committed in steps:
-        with unless_gone():
+        with unless_lost():
             StoredStep(committed)  # before anything is created: no links, and a manifest
             there.append(committed)
     if not there:
-        raise gone[-1]
+        raise left_out[-1]
     _require_none_of(there, target)
     try:
         target.claim()
         _require_none_of(there, target)  # now that nobody else writes to it
         target.recover()
         for committed in there:
-            with unless_gone():
+            with unless_lost():
                 copied.append(_copy(committed, target, options, on_bytes))
     finally:
         target.release()
     if not copied:
-        raise gone[-1]
+        raise left_out[-1]
     return copied
 
 

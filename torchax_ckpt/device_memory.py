@@ -99,16 +99,18 @@ class DeviceMemory:
         if not on_devices:
             return
         taken = _bytes_on_devices(on_devices)
+        weakref.finalize(on_devices[0], self._gave_back, taken).atexit = False
         with self._lock:
             self._copied.update(taken)
             self._look(taken)
-        weakref.finalize(on_devices[0], self._gave_back, taken).atexit = False
 
     def _gave_back(self, taken: Mapping[jax.Device, int]) -> None:
         """Called when copies go."""
         with self._lock:
-            self._look(taken)
-            self._copied.subtract(taken)
+            try:
+                self._look(taken)
+            finally:
+                self._copied.subtract(taken)
 
     def failed(self) -> None:
         """Tells that memory did not suffice after all."""

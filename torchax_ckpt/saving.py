@@ -301,9 +301,12 @@ class Saver:
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             infos = [self._directory.info(s) for s in history.committed]
-            damaged = [self._directory.verified.is_damaged(s) for s in history.committed]
+            # What one host alone knows to be damaged is no reason to keep other parts than others.
+            is_apart = self._saves.is_apart
+            verified = self._directory.verified
+            damaged = [not is_apart and verified.is_damaged(s) for s in history.committed]
             keep = preserved(self._preservation_policy, infos, damaged)
-            self._directory.verified.mark(history.committed)
+            verified.mark(history.committed)
             gone = self._directory.prune(keep, history.committed)
             self._telemetry.steps_gone("deleted", gone)
             history.forget(gone)

@@ -142,12 +142,32 @@ def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_sav
 ) -> None:
     with TorchaxCheckpointer(bucket_run) as ckpt:
         save(ckpt, 1, 2)
-    leave(gcs, bucket_run, 2, as_names=("7", "incoming-6", "abandoned-5-2"))
-    assert {"7", "incoming-6", "abandoned-5-2"} < names(gcs, bucket_run)
+    leave(gcs, bucket_run, 2, as_names=("9", "incoming-6", "abandoned-5-2"))
+    assert {"9", "incoming-6", "abandoned-5-2"} < names(gcs, bucket_run)
     with TorchaxCheckpointer(bucket_run) as ckpt:
         assert ckpt.all_steps() == [1, 2]
         save(ckpt, 8)
-    assert names(gcs, bucket_run) == {"1", "2", "8"}
+    # Whoever began these may only be stalled: nobody is to use the names again.
+    assert names(gcs, bucket_run) == {"1", "2", "9", "8", "incoming-6"}
+    prefix = bucket_run.removeprefix("gs://bucket/")
+    for name in ("9", "incoming-6"):
+        assert gcs.server.names(f"{prefix}/{name}/") == [f"{prefix}/{name}/begun"]
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 9)
+        assert ckpt.all_steps() == [1, 2, 8, 9]
+    assert "incoming-9" in names(gcs, bucket_run)
+
+
+@pytest.mark.usefixtures("gcs")
+def test_a_mark_that_is_carried_out_late_is_no_step(bucket_run: str) -> None:
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1, 2)
+    mark = f"{bucket_run}/incoming-2/commit_success.txt"
+    fsspec.filesystem("gcs").pipe_file(mark, b"of a save that was given up and removed")
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        assert_trees_identical(ckpt.load(2), state(2))
+        save(ckpt, 3)
+        assert ckpt.all_steps() == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("gcs")

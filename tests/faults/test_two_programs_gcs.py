@@ -238,7 +238,13 @@ def test_a_second_program_is_refused_and_takes_over_at_once_when_the_first_is_ki
     assert late.close() == second.close() == {"closed": True}
 
 
-@pytest.mark.parametrize("at", ["/2/manifest/data.json", "2%2Fstate%2Fmanifest.ocdbt&"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("/2/manifest/data.json", marks=pytest.mark.long),
+        "2%2Fstate%2Fmanifest.ocdbt&",
+    ],
+)
 def test_a_program_that_lost_its_lease_while_paused_commits_nothing_and_spares_the_others_steps(
     at: str, gcs: gcs_proxy.FaultProxy, start: Callable[..., Program]
 ) -> None:

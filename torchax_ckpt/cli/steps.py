@@ -83,12 +83,13 @@ def _one(text: str, *, read_only: bool = True) -> tuple[StepDirectory, Committed
         return None
     try:
         return run, run.find(int(last))
-    except StepNotFoundError:
-        # A run may be called 2026: what is there, and no step of what is above it, is a run.
+    except (StepNotFoundError, DirectoryError) as error:
+        # A run may be called 2026: what is there, and no step of what is above it, is a run. What
+        # is above it may be nobody's to read.
         with contextlib.suppress(UsageError):
             _opened(text)
             return None
-        if run.steps():
+        if isinstance(error, DirectoryError) or run.steps():
             raise
         return None
 

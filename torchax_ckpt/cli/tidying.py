@@ -7,10 +7,10 @@ from typing import Any
 
 from torchax_ckpt import progress
 from torchax_ckpt.cli import output
-from torchax_ckpt.cli.outcome import OK, UsageError
+from torchax_ckpt.cli.outcome import FOUND, OK, UsageError
 from torchax_ckpt.cli.steps import existing, named_or_all
 from torchax_ckpt.copying import copy_steps
-from torchax_ckpt.errors import PolicyError, StepNotFoundError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage import inspection, policies, rules
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
@@ -86,11 +86,11 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
     steps = named_or_all(source)
     run = StepDirectory(target)
     sizes = {committed.step: inspection.stored_bytes(committed.path) for committed in steps}
-    gone: list[StepNotFoundError] = []
+    left_out: list[CheckpointError] = []
     with progress.bar("copying", lambda: sum(sizes.values())) as on_bytes:
         options = CheckpointOptions(max_host_bytes=max_bytes)
-        copied = copy_steps(steps, run, options, on_bytes, gone.append)
-    for error in gone:
+        copied = copy_steps(steps, run, options, on_bytes, left_out.append)
+    for error in left_out:
         output.note(f"{error}: it was not copied")
     total = sum(sizes[committed.step] for committed in copied)
     if as_json:
@@ -104,4 +104,4 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
     else:
         listed = ", ".join(str(committed.step) for committed in copied)
         output.print_line(f"copied to {run.path}, and verified: {listed}, {output.size(total)}")
-    return OK
+    return FOUND if any(isinstance(error, CorruptCheckpointError) for error in left_out) else OK

@@ -35,6 +35,8 @@ _SEALED = (_RECORD, SHARDINGS)
 # What a step of this package, or one of bare Orbax, consists of.
 _PARTS = {inspection.STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
+# In a folder of a bucket in which a step was begun, and removed.
+BEGUN = "begun"
 # What together only a step of this package has, which locally has its name since its commit.
 _OWN_PARTS = {inspection.STATE, MANIFEST, SUMMARY}
 # Nanoseconds since 1970, until 2262: what dates are computed from.
@@ -178,7 +180,8 @@ def read_time(path: epath.Path) -> int:
 def _was_committed(path: epath.Path) -> bool:
     """Whether what is there shows that a commit was made, whatever has become of its record."""
     if location.is_bucket(path):
-        return is_marked(path)
+        # A mark alone is one that was carried out late, of a save that was given up and removed.
+        return is_marked(path) and any((path / name).exists() for name in (_RECORD, *_OWN_PARTS))
     try:
         if os.path.islink(path):
             return False
@@ -243,9 +246,15 @@ def _unsealed(path: epath.Path, name: str, seals: dict[str, Any] | None) -> byte
 
 
 def remove_leftover(path: epath.Path) -> None:
-    """Removes what it can: Orbax goes on writing the other files of a save that failed."""
+    """Removes what it can: Orbax goes on writing the other files of a save that failed.
+
+    In a bucket who began it may only be stalled, and write more of it at any time: an empty object
+    remains, so that no program uses the name again.
+    """
     if location.is_bucket(path):
         bucket.remove(path)
+        if _STEP.fullmatch(path.name):
+            (path / BEGUN).write_text("")
         return
     try:
         path.unlink() if os.path.islink(path) else path.rmtree()

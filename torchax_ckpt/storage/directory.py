@@ -69,7 +69,8 @@ class StepDirectory:
 
     Attributes:
       verified: the steps that were read back whole.
-      left_in_place: the abandoned steps that ``steps`` last found where they were.
+      left_in_place: what ``steps`` last found and did not count: abandoned steps, and others of a
+        number that a later one has.
       told_abandoned: keys of steps that others of the run's processes know to be abandoned.
 
     Args:
@@ -115,7 +116,7 @@ class StepDirectory:
         keys = self._abandoned(found) if found else set()
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in keys}
-        self.left_in_place = [s for s in found if s.key in keys]
+        self.left_in_place = [s for s in found if counted.get(s.step) is not s]
         return [counted[step] for step in sorted(counted)]
 
     def found(self, first: int = 0) -> list[CommittedStep]:
@@ -250,8 +251,6 @@ class StepDirectory:
                 ):
                     logger.info("removing %s, left behind by a killed save or delete", child)
                     commits.remove_leftover(child)
-                    # Who began it may only be stalled, and write more under this name.
-                    self._given.add(child.name)
 
     def path_for(self, step: int) -> epath.Path:
         """Where to write a step until it is committed."""
