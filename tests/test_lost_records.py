@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from etils import epath
 from support import mlp, run_processes
-from test_cli import run, run_json
+from test_cli import run_json
 from test_going_back import killed_before_setting_aside
+from typer.testing import CliRunner
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.storage import commits
 from torchax_ckpt.storage.directory import StepDirectory
@@ -212,10 +214,12 @@ def test_the_best_step_is_a_sound_one(directory: Path) -> None:
 def test_a_copy_leaves_out_a_damaged_step(directory: Path, tmp_path: Path) -> None:
     fill(directory, 1, 2, 3)
     flip(directory / "2")
-    said = run("copy", directory, tmp_path / "copy", code=outcome.FOUND)
-    assert f"2/{RECORD}: was damaged" in said.replace("\n", "")
+    done = CliRunner().invoke(app, ["copy", str(directory), str(tmp_path / "copy")])
+    assert done.exit_code == outcome.FOUND
+    assert f"2/{RECORD}: was damaged" in done.stderr
     assert TorchaxCheckpointer(tmp_path / "copy").all_steps() == [1, 3]
-    said = run("copy", directory / "2", tmp_path / "none", code=outcome.FOUND)
+    done = CliRunner().invoke(app, ["copy", str(directory / "2"), str(tmp_path / "none")])
+    assert done.exit_code == outcome.FOUND
     assert not (tmp_path / "none").exists()
 
 
