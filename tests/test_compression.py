@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from orbax.checkpoint._src.serialization import replica_slices
 from support import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.storage import compression as room
-from torchax_ckpt.storage import digests
 from torchax_ckpt.storage.compression import SLOW_BYTES_PER_SEC, Compression
 
 MANY = 100 << 20
@@ -65,19 +65,20 @@ def test_many_small_arrays_say_nothing_about_the_medium() -> None:
     assert not compression.is_on
 
 
-def test_replicas_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    x = np.zeros((8, 4 << 20), np.uint8)
-    arrays = {
+def test_replicas_are_not_counted(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.zeros((8, 4096), np.uint8)
+    state = {
         "sharded": jax.device_put(x, NamedSharding(fsdp_mesh(), P("fsdp"))),
         "replicated": jax.device_put(x, NamedSharding(fsdp_mesh(), P())),
         "host": x,
     }
-    compression = Compression(None)
-    compression.begin({name: list(digests.shards(array)) for name, array in arrays.items()})
-    clock.now += 1
-    compression.end()
-    assert list(compression._rates) == [3 * x.nbytes]
+    observed: list[Any] = []
+    monkeypatch.setattr(Compression, "observe", lambda self, *args: observed.append(args))
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="flat")) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state={"x": x} if step == 1 else {"x": x, **state}, force=True)
+    (fewer, few, _), (more, many, _) = observed
+    assert (more - fewer, many - few) == (3 * x.nbytes, 3)
 
 
 def test_a_run_on_a_slow_medium_ends_up_compressed(
@@ -106,12 +107,11 @@ def test_a_run_on_a_slow_medium_ends_up_compressed(
 def test_the_time_in_which_arrays_are_written_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     compression = Compression(None)
-    parts = {"w": [((0,), np.broadcast_to(np.zeros((), np.uint8), (MANY,)))]}
     for _ in range(3):
         assert not compression.is_on
-        compression.begin(parts)
+        compression.begin()
         clock.now += MANY / SLOW_BYTES_PER_SEC * 1.05
-        compression.end()
+        compression.end(MANY, 1)
     assert compression.is_on
 
 
@@ -121,21 +121,13 @@ def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
     clock = Clock(monkeypatch)
     monkeypatch.setattr(room, "_LEAST_BYTES", 1)
     monkeypatch.setattr(room, "_LEAST_MEAN_BYTES", 1)
-    started = digests.started
+    fetch = replica_slices.transfer_arrays_to_host
 
-    class OnItsWay:
-        """A part of an array that comes from its device an hour later."""
+    def an_hour_later(*args: Any, **kwargs: Any) -> Any:
+        clock.now += 3600
+        return fetch(*args, **kwargs)
 
-        def __init__(self, part: Any) -> None:
-            self._part = part
-
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-            clock.now += 3600
-            return np.asarray(self._part)
-
-    monkeypatch.setattr(
-        digests, "started", lambda array: [(at, OnItsWay(part)) for at, part in started(array)]
-    )
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", an_hour_later)
     with TorchaxCheckpointer(directory) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, state={"w": jnp.zeros((512, 512))}, force=True)

@@ -330,6 +330,7 @@ def test_every_leaf_is_found_where_the_plan_says(
     st.sampled_from(LAYOUTS),
     st.sampled_from(get_args(SnapshotMode)),
     st.booleans(),
+    st.sampled_from([None, 1, 1 << 10]),
 )
 def test_any_tree_survives_any_layout_snapshot_and_change_of_mesh(
     tmp_path_factory: pytest.TempPathFactory,
@@ -337,9 +338,12 @@ def test_any_tree_survives_any_layout_snapshot_and_change_of_mesh(
     layout: Any,
     snapshot: Any,
     compression: bool,
+    max_host_bytes: int | None,
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
-    options = CheckpointOptions(layout=layout, snapshot=snapshot, compression=compression)
+    options = CheckpointOptions(
+        layout=layout, snapshot=snapshot, compression=compression, max_host_bytes=max_host_bytes
+    )
     items = list(enumerate(drawn.items()))
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state={name: leaf.make(seed, at) for seed, (name, (leaf, at, _)) in items})

@@ -42,11 +42,12 @@ class CheckpointOptions:
         the next save; "raise" raises it from the next call of ``save``, or in ``steps``.
       read_only: the checkpointer only reads, so a bucket need not grant it permission to write;
         ``save`` and ``delete`` refuse.
-      max_host_bytes: upper bound, in bytes and per process, on array data that a restore has on
-        its way from storage to devices at one time, and that a save is writing; None for no bound.
-        An array, or a stack, that is larger goes by itself. It does not bound what a save takes:
-        JAX keeps host copies of all that was fetched from accelerators beside the arrays that are
-        saved. Nor does it count leaves that a restore gives as host arrays.
+      max_host_bytes: upper bound, in bytes and per process, on array data that is on its way at
+        one time, from devices to storage in a save or back in a restore; None for no bound. An
+        array, or a stack, that is larger goes by itself. A save then takes the arrays in batches,
+        one after the other, so buffers held by reference must live until the last is fetched, and
+        ``snapshot="transfer"`` holds the training as long. Not counted are leaves that are host
+        arrays, and what compressing or turning an array takes.
       preemption_grace_secs: how long the process may go on after a SIGTERM, from ``attach`` or
         the first ``save`` on until ``close``; then it ends at once. State what the scheduler
         gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None

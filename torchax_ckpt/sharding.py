@@ -173,6 +173,16 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     return found
 
 
+def unshared(array: jax.Array) -> jax.Array:
+    """The same buffers as an array of its own, with which what is fetched from it goes.
+
+    JAX keeps what it fetches from a device beside the array that was asked. Where the original is
+    deleted, by donation for one, so is this one. Copies nothing.
+    """
+    here = [shard.data for shard in shards_of(array)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, here)
+
+
 def to_host_part(array: jax.Array) -> jax.Array:
     """The part of an array that this host holds, as an array of its own; copies nothing."""
     part = host_part(array.sharding, array.shape)

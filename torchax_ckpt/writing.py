@@ -19,10 +19,10 @@ from torchax_ckpt import parts
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.failures import Failures
 from torchax_ckpt.history import History
-from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
+from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
 from torchax_ckpt.layout.plan import Plan
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.sharding import shards_of, to_host_part
+from torchax_ckpt.sharding import to_host_part
 from torchax_ckpt.snapshot import Array, Snapshot, beside
 from torchax_ckpt.state.own import Own, joined
 from torchax_ckpt.storage import arrays as storage
@@ -119,27 +119,19 @@ class Writer:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
-        # Either way all shards are asked for now, before Orbax and the digests do on their threads.
-        if self._options.max_host_bytes is None:
-            digests.prefetch(stored.values())
-        else:
-            for array in stored.values():
-                if isinstance(array, jax.Array):
-                    shards_of(array)
 
-        def manifest() -> dict[str, Any]:
-            coming = {name: digests.started(array) for name, array in stored.items()}
-            hosts = {
-                name: [(start, np.asarray(part)) for start, part in coming.pop(name)]
-                for name in stored
-            }
-            progress.transferred.set()
-            self._compression.begin(hosts)
+        nbytes = 0
+
+        def on_host(number: int, count: int, own_bytes: int) -> None:
+            nonlocal nbytes
+            nbytes += own_bytes
+            if number == 1:
+                self._compression.begin()
+            if number == count:
+                progress.transferred.set()
             progress.enter("digesting and writing the arrays")
-            taken = {
-                name: digests.take(array, hosts[name], is_stack=name in plan.stacks)
-                for name, array in stored.items()
-            }
+
+        def manifest(taken: Mapping[str, Digests]) -> dict[str, Any]:
             known = digests.gathered(taken, stored, processes)
             progress.enter("writing and committing")
             if not processes.is_first:
@@ -158,10 +150,12 @@ class Writer:
             summary,
             self._options,
             self._compression.is_on,
+            stacks=plan.stacks,
+            on_host=on_host,
             before_commit=directory.fence,
             processes=processes,
         )
-        self._compression.end()
+        self._compression.end(nbytes, len(stored))
         commit = self._commit_part if processes.is_apart else self._commit
         durable = commit(capture.step, name)
         if self._options.read_back:

@@ -14,11 +14,11 @@ from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import IMPORTED, Manifest, installed_versions
+from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
+from torchax_ckpt.layout.plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot import Planner, execute
 from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import digests
 from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
 
 # What .to("jax") makes of 64-bit integers, unless JAX is told to keep them.
@@ -63,9 +63,6 @@ def import_weights(
     }
     plan = Planner(options.layout)(list(arrays), list(arrays.values()))
     stored = execute(plan, arrays, copy=False)
-    taken = {
-        n: digests.take(a, digests.shards(a), is_stack=n in plan.stacks) for n, a in stored.items()
-    }
     document = {
         MODEL: {
             "dict": [[name, _node(names.join((MODEL, name)), arrays)] for name in source.tensors],
@@ -74,14 +71,14 @@ def import_weights(
         },
         IMPORTED: [path.name for path in source.paths],
     }
-    manifest = Manifest(document, plan, installed_versions(), taken)
-    return _write(StepDirectory(directory), step, manifest, stored, options)
+    return _write(StepDirectory(directory), step, document, plan, stored, options)
 
 
 def _write(
     run: StepDirectory,
     step: int,
-    manifest: Manifest,
+    document: Mapping[str, Node],
+    plan: Plan,
     stored: Mapping[str, Any],
     options: CheckpointOptions,
 ) -> CommittedStep:
@@ -94,10 +91,11 @@ def _write(
         storage.write_step(
             path,
             stored,
-            manifest.to_json,
+            lambda taken: Manifest(document, plan, installed_versions(), taken).to_json(),
             {"metrics": {}, "abandons": []},
             options,
             bool(options.compression),
+            stacks=plan.stacks,
             before_commit=run.fence,
         )
         return run.commit(step, path)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -25,8 +23,11 @@ from torchax_ckpt.errors import (
     SaveError,
 )
 from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.sharding import unshared
 from torchax_ckpt.storage import (
+    batches,
     commits,
     cutting,
     digests,
@@ -34,6 +35,7 @@ from torchax_ckpt.storage import (
     location,
     medium,
     modes,
+    orbax_context,
     rendezvous,
     syncing,
 )
@@ -44,12 +46,8 @@ from torchax_ckpt.storage.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 
-# Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
-_DATA_FILE_BYTES = 64 << 20
 # How TensorStore names the folders of such files.
 _DATA = "d"
-# How Orbax names what it will rename to commit it.
-_TMP_SUFFIX = ".orbax-checkpoint-tmp"
 # An item needs content; a state may have no stored arrays at all.
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
@@ -65,11 +63,13 @@ keeps its number, so that a slow save to a bucket holds up no save to a local ti
 def write_step(
     path: epath.Path,
     arrays: Mapping[str, jax.Array | np.ndarray],
-    manifest: Callable[[], Mapping[str, Any]],
+    manifest: Callable[[Mapping[str, Digests]], Mapping[str, Any]],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
     is_compressed: bool,
     *,
+    stacks: Collection[str] = (),
+    on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = ALONE,
 ) -> None:
@@ -80,11 +80,13 @@ def write_step(
     Args:
       path: the directory of the step, which must not exist.
       arrays: stored name -> array.
-      manifest: gives JSON; called on this thread once all arrays are on the host, while they are
-        being written.
+      manifest: gives JSON, of the digests by stored name of what this process stores; called on
+        this thread while the last arrays are being written.
       summary: JSON.
       options: memory bounds.
       is_compressed: whether the arrays are compressed.
+      stacks: which arrays are stacks.
+      on_host: called for each batch of arrays, see ``batches.Batches``.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
       processes: those that write it together, in a round.
@@ -97,37 +99,36 @@ def write_step(
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
         _require_readable(name, array)
+    coming = batches.Batches(arrays, stacks, options.max_host_bytes, on_host)
     later: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
     items = {STATE: tree or _PLACEHOLDER, MANIFEST: later, SUMMARY: digests.seal(summary)}
-    _FencedPath.fences[str(path)] = before_commit
-    try:
-        with (
-            modes.closed_while_written(path, opens=processes.is_first) as mode,
-            _context(
-                options,
-                _FencedPath,
-                mode,
-                is_compressed=is_compressed,
-                # Orbax cuts no chunk larger than this.
-                data_file_bytes=max([_DATA_FILE_BYTES, *map(cutting.chunk_limit, arrays.values())]),
-                is_alone=processes.count == 1,
-            ),
-        ):
-            with one_order(processes), rendezvous.beginning(processes) as operation:
-                response = ocp.save_checkpointables_async(path, items)
-            with operation:
-                try:
-                    later.set_result(digests.seal(manifest()))
-                except BaseException as error:
-                    later.set_exception(error)  # which ends the save
-                    with contextlib.suppress(Exception):
-                        response.result()
-                    raise
-                response.result()
-        if processes.is_first:
-            syncing.sync_tree(path, but=_DATA)
-    finally:
-        del _FencedPath.fences[str(path)]
+    with (
+        modes.closed_while_written(path, opens=processes.is_first) as mode,
+        orbax_context.for_saving(
+            path,
+            arrays,
+            coming,
+            mode,
+            before_commit,
+            is_compressed=is_compressed,
+            is_alone=processes.count == 1,
+        ),
+    ):
+        with one_order(processes), rendezvous.beginning(processes) as operation:
+            response = ocp.save_checkpointables_async(path, items)
+        with operation:
+            try:
+                later.set_result(digests.seal(manifest(coming.taken())))
+            except BaseException as error:
+                later.set_exception(error)  # which ends the save
+                # Where Orbax has given up, only it can say why.
+                is_known = not isinstance(error, concurrent.futures.CancelledError)
+                with contextlib.suppress(Exception) if is_known else contextlib.nullcontext():
+                    response.result()
+                raise
+            response.result()
+    if processes.is_first:
+        syncing.sync_tree(path, but=_DATA)
 
 
 def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
@@ -138,18 +139,15 @@ def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
             f"{array.dtype}{list(array.shape)}",
             key_path=name,
         )
+    own = unshared(array) if isinstance(array, jax.Array) else array
     if array.dtype == np.bool_ and any(
-        (host.view(np.uint8) > 1).any() for _, host in digests.shards(array)
+        (host.view(np.uint8) > 1).any() for _, host in digests.shards(own)
     ):
         raise SaveError(
             f"{name}: expected booleans whose bytes are 0 or 1, which is all that storage gives "
             "back, found others; make them anew: x != 0",
             key_path=name,
         )
-
-
-def _storage_options(_: Any, leaf: Any) -> Any:
-    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=cutting.chunk_limit(leaf))
 
 
 def read_manifest(committed: CommittedStep) -> Any:
@@ -192,7 +190,7 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
       CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
     """
     metadata = foreign_metadata(committed)
-    with as_corrupt(committed, "checkpoint"), one_at_a_time, _context(options):
+    with as_corrupt(committed, "checkpoint"), one_at_a_time, orbax_context.for_loading(options):
         if abstract_state is None:
             # Without an abstract state Orbax rebuilds the mesh it was saved on, which fails on
             # any other; host arrays need none.
@@ -235,96 +233,6 @@ def abstract_array(
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-class _LaterJson(ocp.handlers.JsonHandler):
-    """Writes JSON that becomes known while the other items of a step are being written."""
-
-    async def save(
-        self, directory: Any, checkpointable: concurrent.futures.Future[dict[str, Any]]
-    ) -> Any:
-        return self._write(directory, checkpointable)
-
-    async def _write(
-        self, directory: Any, later: concurrent.futures.Future[dict[str, Any]]
-    ) -> None:
-        content = await asyncio.to_thread(later.result)
-        await (await super().save(directory, content))
-
-    def is_handleable(self, checkpointable: Any) -> bool:
-        return isinstance(checkpointable, concurrent.futures.Future)
-
-
-# By this name Orbax notes in each step how the item is to be read: as any JSON.
-_LaterJson.__module__ = ocp.handlers.JsonHandler.__module__
-_LaterJson.__qualname__ = ocp.handlers.JsonHandler.__qualname__
-
-
-class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
-    """A path of Orbax's that seals its step, and looks at its fence, with the commit mark.
-
-    On a bucket it does not delete the file that Orbax is about to write, which writing replaces in
-    any case: if the answer is slow to come, such a delete is sent again, and the first one may be
-    carried out after the write, and even after the step was reported durable.
-
-    The fences lie outside, as Orbax keeps paths in caches.
-    """
-
-    fences: ClassVar[dict[str, Callable[[], None]]] = {}
-
-    def unlink(self, *args: Any, **kwargs: Any) -> None:
-        if not location.is_bucket(self):
-            super().unlink(*args, **kwargs)
-
-    def write_text(self, data: str, *args: Any, **kwargs: Any) -> int:
-        if self.name == commits.MARK:
-            data = commits.sealing(self.parent, data)
-            self.fences[str(self.parent).partition(_TMP_SUFFIX)[0]]()
-        return super().write_text(data, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _context(
-    options: CheckpointOptions,
-    path_class: type[epath.Path] = epath.Path,
-    folder_mode: int | None = None,
-    *,
-    is_compressed: bool = False,
-    data_file_bytes: int = _DATA_FILE_BYTES,
-    is_alone: bool = False,
-) -> Iterator[None]:
-    registry = ocp.handlers.local_registry()
-    # A dict of JSON would otherwise be taken for a pytree of scalars.
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
-    registry.add(_LaterJson, checkpointable_name=MANIFEST)
-    context = ocp.Context()
-    context.checkpointables.registry = registry
-    # Where folders are made in the background and that fails, Orbax's other threads wait for them
-    # for minutes, and the program cannot end.
-    context.async_options.create_directories_asynchronously = False
-    context.pytree.loading.partial_load = True
-    context.file.path_class = path_class
-    context.file.path_permission_mode = folder_mode
-    context.array.saving.use_compression = is_compressed
-    context.array.saving.ocdbt_target_data_file_size = data_file_bytes
-    context.array.saving.scoped_storage_options_creator = _storage_options
-    # What cutting goes by; left alone, both depend on the platform.
-    context.array.saving.use_replica_parallel = not is_alone
-    context.array.saving.enable_pinned_host_transfer = (
-        False  # would fetch what digests have fetched
-    )
-    # Version 3 would put a shard's chunks and their index into one value: one more copy of
-    # every byte, a seventh of the time of a save.
-    context.array.saving.use_zarr3 = False
-    context.memory.transfer_concurrent_bytes = options.max_host_bytes
-    context.memory.read_concurrent_bytes = options.max_host_bytes
-    # Host leaves are copies already, made when the state was captured.
-    context.memory.deepcopy_host_arrays = False
-    if is_alone:
-        context.multiprocessing.primary_host = jax.process_index()
-        context.multiprocessing.active_processes = {jax.process_index()}
-    with context, _without_raw_metrics:
-        yield
-
-
 @contextlib.contextmanager
 def one_order(processes: Processes) -> Iterator[None]:
     """Holds ``one_at_a_time``, on every process for the same save or load; in a round."""
@@ -334,34 +242,6 @@ def one_order(processes: Processes) -> Iterator[None]:
         if processes.is_first:
             processes.share()
         yield
-
-
-class _WithoutRawMetrics:
-    """Keeps Orbax from asking TensorStore for its metrics, while anything is saved or loaded.
-
-    TensorStore 0.1.86 never frees what it answers, 7 kB each time: 1 GB in 70,000 saves. Orbax
-    only reports them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_within = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_within == 0:
-                self._ask = tensorstore_utils.get_tensorstore_raw_bytes
-                tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
-            self._num_within += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_within -= 1
-            if self._num_within == 0:
-                tensorstore_utils.get_tensorstore_raw_bytes = self._ask
-
-
-_without_raw_metrics = _WithoutRawMetrics()
 
 
 @contextlib.contextmanager

@@ -13,11 +13,8 @@ import collections
 import logging
 import statistics
 import time
-from collections.abc import Iterable, Mapping
 
 import jax
-
-from torchax_ckpt.storage.digests import Part
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +39,15 @@ class Compression:
         self._decides = asked is None and jax.process_count() == 1
         self.is_on = bool(asked)
         self._rates: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
-        self._writing: tuple[int, int, float] | None = None
+        self._began = 0.0
 
-    def begin(self, parts: Mapping[str, Iterable[Part]]) -> None:
-        """Tells that all is on the host: what takes time from now on is the medium.
+    def begin(self) -> None:
+        """Tells that devices have given what is saved: what takes time now is the medium."""
+        self._began = time.perf_counter()
 
-        Args:
-          parts: of each array, what this process stores.
-        """
-        nbytes = sum(host.nbytes for own in parts.values() for _, host in own)
-        self._writing = nbytes, len(parts), time.perf_counter()
-
-    def end(self) -> None:
-        """Tells that all is stored; how long that took counts for later saves."""
-        assert self._writing is not None
-        nbytes, count, began = self._writing
-        self._writing = None
-        self.observe(nbytes, count, time.perf_counter() - began)
+    def end(self, nbytes: int, count: int) -> None:
+        """Tells that all is stored, so many bytes in so many arrays: later saves go by that."""
+        self.observe(nbytes, count, time.perf_counter() - self._began)
 
     def observe(self, nbytes: int, count: int, secs: float) -> None:
         """Takes how long the medium took for so many bytes, in so many arrays."""

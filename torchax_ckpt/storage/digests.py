@@ -151,39 +151,34 @@ def _values(known: Digests) -> np.ndarray:
     return np.frombuffer(known.values, "<u8")
 
 
-def prefetch(arrays: Iterable[jax.Array | np.ndarray]) -> None:
-    """Starts the transfer to the host of all that ``take`` will ask for."""
-    for array in arrays:
-        if isinstance(array, jax.Array):
-            for shard in shards_of(array):
-                if shard.replica_id == 0 and not cutting.is_shared(array):
-                    shard.data.copy_to_host_async()
-
-
 def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     """Every part of the array that this process stores, and where it starts.
 
-    Of a device array this fetches them; they stay cached beside the array, so that they are not
-    fetched twice when they are also written to storage. To let go of them would not bound the
-    memory of a save: Orbax, fetching them again, leaves them there as well. Only where the replicas
-    on several processes share a shard, each its own part, Orbax cuts and fetches the part anew.
+    Of a device array this fetches them, unless Orbax has: what was fetched stays beside the array.
+    Only where the replicas on several processes share a shard, each its own part, Orbax and this
+    cut and fetch the part each for itself.
     """
-    for start, part in started(array):
-        yield start, np.asarray(part)
-
-
-def started(array: jax.Array | np.ndarray) -> list[tuple[tuple[int, ...], Any]]:
-    """What ``shards`` gives, on its way to the host: who wants many arrays starts all of them."""
     if not isinstance(array, jax.Array):
-        return [((0,) * array.ndim, array)]
-    shards_of(array)  # for Orbax, too, on one thread at a time
-    parts = replica_slices.get_replica_slices(
-        array, replica_id=0, use_replica_parallel=cutting.is_shared(array)
-    ).replica_slices
+        yield (0,) * array.ndim, array
+        return
+    parts = _own_parts(array).replica_slices
     found = [(tuple(dim.start or 0 for dim in part.index), part.data()) for part in parts]
     for _, device in found:
         device.copy_to_host_async()
-    return found
+    for start, device in found:
+        yield start, np.asarray(device)
+
+
+def num_own_bytes(array: jax.Array) -> int:
+    """How many bytes of a device array this process stores."""
+    return int(_own_parts(array).nbytes)
+
+
+def _own_parts(array: jax.Array) -> replica_slices.ReplicaSlices:
+    shards_of(array)  # for Orbax, too, on one thread at a time
+    return replica_slices.get_replica_slices(
+        array, replica_id=0, use_replica_parallel=cutting.is_shared(array)
+    )
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
