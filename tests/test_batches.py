@@ -222,10 +222,52 @@ def test_what_cannot_be_written_fails_the_save_by_its_own_name(
         assert ckpt.all_steps() == [2]
 
 
+def test_a_save_whose_arrays_nobody_asks_for_says_why(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many_files(self: Any) -> Any:
+        raise OSError("too many open files")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(batches._Writing, "__await__", too_many_files)
+            ckpt.save(1, state=state_of())
+            with pytest.raises(SaveError, match="too many open files"):
+                ckpt.wait_until_finished(60)
+        ckpt.save(2, state=state_of(), force=True)
+
+
+def test_a_save_that_has_failed_writes_no_more_batches(
+    directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming: list[Batches] = []
+    init = Batches.__init__
+
+    def cancelling(self: Any, arrays: Any, stacks: Any, max_bytes: Any, told: Any) -> None:
+        def and_cancel(number: int, count: int, nbytes: int) -> None:
+            if number == 2:
+                self.cancel()
+            told(number, count, nbytes)
+
+        init(self, arrays, stacks, max_bytes, and_cancel)
+        coming.append(self)
+
+    ckpt = bounded(directory, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Batches, "__init__", cancelling)
+        ckpt.save(1, state=state_of())
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished(60)
+    assert len(written) == 2
+    assert ckpt.all_steps() == []
+    ckpt.save(2, state=state_of(), force=True)
+    ckpt.close()
+
+
 def test_a_save_that_orbax_gives_up_before_it_begins_ends() -> None:
     """Orbax may cancel what it has not started: then nobody writes, and nobody may wait."""
     coming = Batches(state_of(), (), None, lambda number, count, nbytes: None)
-    assert coming.cancel()
+    coming.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         coming.taken()
     with pytest.raises(StopIteration):  # it writes nothing

@@ -109,9 +109,9 @@ def test_the_time_in_which_arrays_are_written_counts(monkeypatch: pytest.MonkeyP
     compression = Compression(None)
     for _ in range(3):
         assert not compression.is_on
-        compression.begin()
+        compression.begin(MANY)
         clock.now += MANY / SLOW_BYTES_PER_SEC * 1.05
-        compression.end(MANY, 1)
+        compression.end(1)
     assert compression.is_on
 
 

@@ -37,7 +37,8 @@ OPENED = """
             local=LocalTier(
                 mine, save_decision_policy=policies.FixedIntervalPolicy(1), keep=keep
             ),
-            options=CheckpointOptions(process_timeout_secs=60),
+            # In several batches, of which the later are begun while the other tier's save goes on.
+            options=CheckpointOptions(process_timeout_secs=60, max_host_bytes=1000),
         )
 """
 

@@ -46,8 +46,9 @@ class CheckpointOptions:
         one time, from devices to storage in a save or back in a restore; None for no bound. An
         array, or a stack, that is larger goes by itself. A save then takes the arrays in batches,
         one after the other, so buffers held by reference must live until the last is fetched, and
-        ``snapshot="transfer"`` holds the training as long. Not counted are leaves that are host
-        arrays, and what compressing or turning an array takes.
+        ``snapshot="transfer"`` holds the training as long. Each batch rewrites a few small files:
+        give it gigabytes. Not counted are leaves that are host arrays, what compressing or turning
+        an array takes, and a second save, to a local tier, that goes on at the same time.
       preemption_grace_secs: how long the process may go on after a SIGTERM, from ``attach`` or
         the first ``save`` on until ``close``; then it ends at once. State what the scheduler
         gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None

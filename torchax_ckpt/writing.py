@@ -120,13 +120,9 @@ class Writer:
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
 
-        nbytes = 0
-
-        def on_host(number: int, count: int, own_bytes: int) -> None:
-            nonlocal nbytes
-            nbytes += own_bytes
-            if number == 1:
-                self._compression.begin()
+        def on_host(number: int, count: int, nbytes: int) -> None:
+            if count == 1:
+                self._compression.begin(nbytes)
             if number == count:
                 progress.transferred.set()
             progress.enter("digesting and writing the arrays")
@@ -155,7 +151,7 @@ class Writer:
             before_commit=directory.fence,
             processes=processes,
         )
-        self._compression.end(nbytes, len(stored))
+        self._compression.end(len(stored))
         commit = self._commit_part if processes.is_apart else self._commit
         durable = commit(capture.step, name)
         if self._options.read_back:

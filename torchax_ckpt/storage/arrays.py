@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ from torchax_ckpt.storage.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 
-# How TensorStore names the folders of such files.
+# How TensorStore names the folders of files with array data.
 _DATA = "d"
 # An item needs content; a state may have no stored arrays at all.
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
@@ -114,12 +115,22 @@ def write_step(
             is_alone=processes.count == 1,
         ),
     ):
-        with one_order(processes), rendezvous.beginning(processes) as operation:
-            response = ocp.save_checkpointables_async(path, items)
+        try:
+            with one_order(processes), rendezvous.beginning(processes) as operation:
+                response = ocp.save_checkpointables_async(path, items)
+        except BaseException:
+            coming.cancel()  # it may have begun
+            raise
         with operation:
             try:
+                # Not ``response.result``, which waits for the manifest also where all else failed.
+                ended = response._thread_runner._future
+                concurrent.futures.wait([coming.on_devices, ended], return_when=FIRST_COMPLETED)
+                if not coming.on_devices.done():
+                    ended.result()  # says why nobody asks for the arrays
                 later.set_result(digests.seal(manifest(coming.taken())))
             except BaseException as error:
+                coming.cancel()
                 later.set_exception(error)  # which ends the save
                 # Where Orbax has given up, only it can say why.
                 is_known = not isinstance(error, concurrent.futures.CancelledError)
@@ -139,10 +150,10 @@ def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
             f"{array.dtype}{list(array.shape)}",
             key_path=name,
         )
+    if array.dtype != np.bool_:
+        return
     own = unshared(array) if isinstance(array, jax.Array) else array
-    if array.dtype == np.bool_ and any(
-        (host.view(np.uint8) > 1).any() for _, host in digests.shards(own)
-    ):
+    if any((host.view(np.uint8) > 1).any() for _, host in digests.shards(own)):
         raise SaveError(
             f"{name}: expected booleans whose bytes are 0 or 1, which is all that storage gives "
             "back, found others; make them anew: x != 0",

@@ -1,4 +1,4 @@
-"""Owns the way of a step's device arrays through the host: fetched once, digested, written, let go.
+"""Owns the way of a step's device arrays through the host: fetched, digested, written, let go.
 
 They go in batches, of which one is on the host at a time. What is fetched from a device JAX keeps
 beside the array that was asked, for as long as that is held, and Orbax holds all arrays of a step
@@ -35,7 +35,7 @@ from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler impo
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.sharding import shards_of, unshared
-from torchax_ckpt.storage import digests
+from torchax_ckpt.storage import cutting, digests
 
 _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
 
@@ -52,6 +52,10 @@ class Batches(DefaultSerializationStatusCallback):
       max_bytes: how much of the device arrays is a batch, unless one is larger; None for all.
       on_host: called once a batch is on the host, on whichever thread: with its number, from 1 on,
         with how many there are, and with its bytes. Host arrays count to the first one.
+
+    Attributes:
+      on_devices: the digests of the device arrays, once the last batch has been digested; what went
+        wrong with one; cancelled if Orbax gives up.
     """
 
     def __init__(
@@ -61,30 +65,26 @@ class Batches(DefaultSerializationStatusCallback):
         max_bytes: int | None,
         on_host: Callable[[int, int, int], None],
     ) -> None:
+        self._device = {n: array for n, array in arrays.items() if isinstance(array, jax.Array)}
         self._host = {n: array for n, array in arrays.items() if not isinstance(array, jax.Array)}
-        self._names = {
-            names.component_and_rest(name): name for name in arrays if name not in self._host
-        }
-        for name in self._names.values():
-            shards_of(arrays[name])  # type: ignore[arg-type]  # before Orbax does on its threads
-        self._host_bytes = sum(array.nbytes for array in self._host.values())
         self._stacks = stacks
-        self._max_bytes = max_bytes
         self._on_host = on_host
-        self._taken: concurrent.futures.Future[dict[str, Digests]] = concurrent.futures.Future()
-        if not self._names:  # then Orbax asks for nothing
+        self._is_over = False
+        self.on_devices: concurrent.futures.Future[dict[str, Digests]] = concurrent.futures.Future()
+        for array in self._device.values():
+            shards_of(array)  # before Orbax does on its threads
+        self._batches = [*_cut(self._device, max_bytes)]
+        # These come while Orbax gets ready.
+        self._first = self._started(self._batches[0]) if self._batches else {}
+        self._host_bytes = sum(array.nbytes for array in self._host.values())
+        if not self._device:  # then Orbax asks for nothing
             self._on_host(1, 1, self._host_bytes)
-            self._taken.set_result({})
+            self.on_devices.set_result({})
 
     def taken(self) -> dict[str, Digests]:
-        """The digests of what this process stores; waits for the last batch to be on the host.
-
-        Raises:
-          concurrent.futures.CancelledError: Orbax gave up.
-          Exception: what went wrong with a batch.
-        """
+        """The digests of what this process stores, once ``on_devices`` are there."""
         own = {n: self._digests(n, a, digests.shards(a)) for n, a in self._host.items()}
-        return own | self._taken.result()
+        return own | self.on_devices.result()
 
     async def write(self, params: Sequence[Any], write: _Write) -> None:
         """Writes all device arrays.
@@ -93,60 +93,86 @@ class Batches(DefaultSerializationStatusCallback):
           params: what Orbax's handler of arrays is given, each with an array and its path.
           write: that handler's way to fetch arrays, and then to write them.
         """
-        if not self._taken.set_running_or_notify_cancel():
+        if not self.on_devices.set_running_or_notify_cancel():
             return
         taken: dict[str, Digests] = {}
         try:
-            batches = [*self._cut(params)]
-            for number, batch in enumerate(batches, 1):
-                own = [dataclasses.replace(param, value=unshared(param.value)) for param in batch]
-                writing = await write(own)
-                hosts = [(param, [*digests.shards(param.value)]) for param in own]
-                nbytes = sum(host.nbytes for _, parts in hosts for _, host in parts)
+            by_path = {tuple(key.key for key in param.keypath): param for param in params}
+            for number, batch in enumerate(self._batches, 1):
+                if self._is_over:
+                    raise asyncio.CancelledError
+                own, self._first = self._first or self._started(batch), {}
+                writing = await write(
+                    [
+                        dataclasses.replace(by_path[names.component_and_rest(name)], value=array)
+                        for name, array in own.items()
+                    ]
+                )
+                hosts = {name: [*digests.shards(array)] for name, array in own.items()}
+                nbytes = sum(host.nbytes for parts in hosts.values() for _, host in parts)
                 nbytes += self._host_bytes if number == 1 else 0
-                self._on_host(number, len(batches), nbytes)  # then the originals may be donated
-                await asyncio.gather(writing, asyncio.to_thread(self._take, hosts, taken))
+                # From now on the originals may be deleted.
+                self._on_host(number, len(self._batches), nbytes)
+                digesting = asyncio.to_thread(self._take, own, hosts, taken)
+                for error in await asyncio.gather(writing, digesting, return_exceptions=True):
+                    if error is not None:
+                        raise error
                 # Before more is fetched. JAX frees what numpy has looked at when Python collects.
-                del own, writing, hosts
+                del own, writing, digesting, hosts
                 gc.collect(0)
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
             known = concurrent.futures.CancelledError() if was_cancelled else error
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # all were taken
-                self._taken.set_exception(known)
+                self.on_devices.set_exception(known)
             raise
 
-    def cancel(self) -> bool:
-        """Orbax gives up, perhaps before it begins."""
-        return self._taken.cancel()
+    def cancel(self) -> None:
+        """Ends it before the next batch: Orbax gives up, perhaps at once, or the save failed."""
+        self._is_over = True
+        self.on_devices.cancel()
+
+    def _started(self, batch: Iterable[str]) -> dict[str, jax.Array]:
+        """The arrays of a batch as ones of their own, on their way to the host."""
+        own = {name: unshared(self._device[name]) for name in batch}
+        for array in own.values():
+            for shard in shards_of(array):
+                if shard.replica_id == 0 and not cutting.is_shared(array):
+                    shard.data.copy_to_host_async()
+        return own
 
     def _take(
-        self, hosts: Sequence[tuple[Any, Sequence[digests.Part]]], taken: dict[str, Digests]
+        self,
+        own: Mapping[str, jax.Array],
+        hosts: Mapping[str, Sequence[digests.Part]],
+        taken: dict[str, Digests],
     ) -> None:
-        for param, parts in hosts:
-            name = self._names[tuple(key.key for key in param.keypath)]
-            taken[name] = self._digests(name, param.value, parts)
-        if len(taken) == len(self._names):
-            self._taken.set_result(taken)
+        for name, parts in hosts.items():
+            taken[name] = self._digests(name, own[name], parts)
+        if len(taken) == len(self._device):
+            self.on_devices.set_result(taken)
 
     def _digests(
         self, name: str, array: jax.Array | np.ndarray, parts: Iterable[digests.Part]
     ) -> Digests:
         return digests.take(array, parts, is_stack=name in self._stacks)
 
-    def _cut(self, params: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        if self._max_bytes is None:
-            yield params
-            return
-        batch: list[Any] = []
-        nbytes = 0
-        for param in params:
-            own = digests.num_own_bytes(param.value)
-            if batch and nbytes + own > self._max_bytes:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(param)
-            nbytes += own
+
+def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[list[str]]:
+    if max_bytes is None:
+        if arrays:
+            yield [*arrays]
+        return
+    batch: list[str] = []
+    nbytes = 0
+    for name, array in arrays.items():
+        own = digests.num_host_bytes(array)
+        if batch and nbytes + own > max_bytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(name)
+        nbytes += own
+    if batch:
         yield batch
 
 

@@ -39,15 +39,21 @@ class Compression:
         self._decides = asked is None and jax.process_count() == 1
         self.is_on = bool(asked)
         self._rates: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
-        self._began = 0.0
+        self._writing: tuple[int, float] | None = None
 
-    def begin(self) -> None:
-        """Tells that devices have given what is saved: what takes time now is the medium."""
-        self._began = time.perf_counter()
+    def begin(self, nbytes: int) -> None:
+        """Tells that so many bytes are on the host: what takes time from now on is the medium."""
+        self._writing = nbytes, time.perf_counter()
 
-    def end(self, nbytes: int, count: int) -> None:
-        """Tells that all is stored, so many bytes in so many arrays: later saves go by that."""
-        self.observe(nbytes, count, time.perf_counter() - self._began)
+    def end(self, count: int) -> None:
+        """Tells that they are stored, in so many arrays; how long that took counts later on.
+
+        Unless ``begin`` was not called: where they come in batches, devices take time as well.
+        """
+        if self._writing is not None:
+            nbytes, began = self._writing
+            self._writing = None
+            self.observe(nbytes, count, time.perf_counter() - began)
 
     def observe(self, nbytes: int, count: int, secs: float) -> None:
         """Takes how long the medium took for so many bytes, in so many arrays."""

@@ -169,9 +169,12 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
         yield start, np.asarray(device)
 
 
-def num_own_bytes(array: jax.Array) -> int:
-    """How many bytes of a device array this process stores."""
-    return int(_own_parts(array).nbytes)
+def num_host_bytes(array: jax.Array) -> int:
+    """How many bytes of host memory a device array takes while this process stores its part."""
+    parts = _own_parts(array)
+    # See ``shards``: a part of a shard is fetched twice.
+    is_cut = any(part.slice_args is not None for part in parts.replica_slices)
+    return int(parts.nbytes) * (2 if is_cut else 1)
 
 
 def _own_parts(array: jax.Array) -> replica_slices.ReplicaSlices:

@@ -143,7 +143,8 @@ def for_saving(
     context = ocp.Context()
     context.checkpointables.registry = registry
     # Where folders are made in the background and that fails, Orbax's other threads wait for them
-    # for minutes, and the program cannot end.
+    # for minutes, and the program cannot end. Nor would batches know what to wait for: they are
+    # begun when Orbax's newest operation may be another.
     context.async_options.create_directories_asynchronously = False
     context.file.path_class = _FencedPath
     context.file.path_permission_mode = folder_mode

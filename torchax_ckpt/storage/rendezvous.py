@@ -54,8 +54,6 @@ def beginning(processes: Processes = ALONE) -> Iterator[contextlib.ExitStack]:
     generator._operation_id_counter = iter([number])
     execution._check_directory_consistency = lambda directory: None
     multihost.sync_global_processes = _meet
-    # Where it sees several processes, it refuses arrays of one.
-    jax_array_handlers.jax = _AsIfAlone(jax) if is_alone else jax
     _under_way[number] = processes
     ending.callback(_ended, number)
     if is_alone:
@@ -63,6 +61,9 @@ def beginning(processes: Processes = ALONE) -> Iterator[contextlib.ExitStack]:
         # done together meanwhile has host arrays on process 0 only, and metadata of all.
         for module in _COUNTING:
             module.multihost = _AsIfAlone(_multihost)
+        # Where it sees several processes, it refuses arrays of one, of which there are none in what
+        # is done together.
+        jax_array_handlers.jax = _AsIfAlone(jax)
     try:
         yield ending
     except BaseException:
@@ -71,7 +72,6 @@ def beginning(processes: Processes = ALONE) -> Iterator[contextlib.ExitStack]:
     finally:
         generator._operation_id_counter = counter
         execution._check_directory_consistency = compare
-        jax_array_handlers.jax = jax
 
 
 def _ended(number: str) -> None:
@@ -79,6 +79,7 @@ def _ended(number: str) -> None:
     if ALONE not in _under_way.values():
         for module in _COUNTING:
             module.multihost = _multihost
+        jax_array_handlers.jax = jax
 
 
 class _AsIfAlone:
