@@ -373,6 +373,9 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
         def __init__(self, response: Any) -> None:
             self._response = response
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._response, name)
+
         def result(self) -> None:
             reached.set()
             assert let_go.wait(60)
