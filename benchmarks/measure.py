@@ -141,12 +141,12 @@ def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
     They alternate in one process, and so does which of a pair of saves comes first: what a save
     leaves to the disk is paid by the next.
     """
-    from torchax_ckpt.storage import digests as room
+    from torchax_ckpt.storage.arrays import block_digests
 
-    of_blocks = room.of_blocks
+    of_blocks = block_digests.of_blocks
 
     def none(host: Any, block: tuple[int, ...]) -> Any:
-        return numpy.zeros(room.grid_shape(host.shape, block), numpy.uint64)
+        return numpy.zeros(block_digests.grid_shape(host.shape, block), numpy.uint64)
 
     module, optimizer = states.build(state)
     result: dict[str, list[float]] = {"taken": [], "not taken": [], "compared": [], "trusted": []}
@@ -154,7 +154,7 @@ def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
         ckpt.attach(module, optimizer)
         ways = [("not taken", none), ("taken", of_blocks)]
         for step in range(2 * repeats + 2):
-            name, room.of_blocks = ways[(step + step // 2) % 2]
+            name, block_digests.of_blocks = ways[(step + step // 2) % 2]
             began = clock()
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()
@@ -205,7 +205,7 @@ def loop(
         [768, 768] matrices, some 50 ms on two CPU cores.
       donate: whether the update donates the arrays.
     """
-    from torchax_ckpt import torchax_backend as backend
+    from torchax_ckpt import torchax_backend
 
     module, optimizer = states.build(state)
     tensors = [*module.parameters()]
@@ -220,9 +220,9 @@ def loop(
     num_products = 4 if compute_secs is None else _products_in(compute_secs, compute, work)
 
     def step() -> None:
-        arrays = update([backend.buffer(t) for t in tensors])
+        arrays = update([torchax_backend.buffer(t) for t in tensors])
         for tensor, array in zip(tensors, arrays, strict=True):
-            backend.set_buffer(tensor, array)
+            torchax_backend.set_buffer(tensor, array)
         jax.block_until_ready((arrays, compute(work, num_products)))
 
     for _ in range(3):
@@ -284,8 +284,9 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     import numpy as np
 
     from torchax_ckpt import TorchaxCheckpointer, policies
-    from torchax_ckpt.storage import arrays as storage
-    from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+    from torchax_ckpt.storage.arrays import write_step
+    from torchax_ckpt.storage.directory.committed_step import CommittedStep
+    from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
     # Has seen saves and steps with and without one, as many as it looks back on.
     optimal = policies.OptimalIntervalPolicy(mtbf_secs=1e9)
@@ -296,7 +297,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
         )
         optimal.observe_save(blocking_secs=1e6, durable_secs=2e6)
     go = threading.Event()
-    storage.write_step = lambda *_, **__: go.wait()  # type: ignore[assignment]
+    write_step.write_step = lambda *_, **__: go.wait()  # type: ignore[assignment]
     tree = {"w": np.zeros(4)}
     results = {}
     for kept in (3, 10_000):

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.policies import LatestN, PreserveAll
 
 
@@ -130,13 +129,13 @@ class TorchSave(Peer):
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
-        with backend.native_torch(), open(self._directory / "state.pt", "wb") as file:
+        with torchax_backend.native_torch(), open(self._directory / "state.pt", "wb") as file:
             torch.save({k: torch.from_numpy(np.array(v)) for k, v in self._flat().items()}, file)
             file.flush()
             os.fsync(file.fileno())
 
     def restore(self) -> Any:
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             loaded = torch.load(self._directory / "state.pt", weights_only=True)
             host = {k: v.numpy() for k, v in loaded.items()}
         live = self._flat()

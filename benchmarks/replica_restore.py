@@ -93,7 +93,7 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-    from torchax_ckpt.storage import reading
+    from torchax_ckpt.storage.arrays import read_arrays
 
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("slice", "fsdp"))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -105,7 +105,7 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
     }
     with TorchaxCheckpointer(root / "run") as ckpt:
         ckpt.save(1, state=state, force=True)
-    arrival = reading._Arrival
+    arrival = read_arrays._Arrival
 
     def took(single: bool, rate: float) -> float:
         line = Line(root / "line", rate * 1e6)
@@ -114,7 +114,7 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
             line.take(piece.nbytes)
             return arrival(committed, target, piece, store)
 
-        reading._Arrival = delayed  # type: ignore[assignment, misc]
+        read_arrays._Arrival = delayed  # type: ignore[assignment, misc]
         options = CheckpointOptions(single_replica_restore=single)
         with TorchaxCheckpointer(root / "run", options=options) as ckpt:
             multihost_utils.sync_global_devices("both begin")

@@ -11,7 +11,7 @@ import torch
 import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 
 
 def deep() -> dict[str, tuple[int, ...]]:
@@ -124,7 +124,7 @@ def build(name: str, seed: int = 0) -> tuple[Node, torch.optim.Optimizer]:
         module.put(fqn.split("."), torch.nn.Parameter(tensor(shape)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     for parameter in module.parameters():
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             step = torch.tensor(1.0)
         shape = tuple(parameter.shape)
         optimizer.state[parameter] = {
@@ -137,11 +137,11 @@ def arrays_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """The state as bare Orbax users flatten it: name -> JAX array or numpy scalar."""
     flat: dict[str, Any] = {}
     for fqn, parameter in module.named_parameters():
-        flat[f"model.{fqn}"] = backend.buffer(parameter)
+        flat[f"model.{fqn}"] = torchax_backend.buffer(parameter)
         for key, value in optimizer.state[parameter].items():
-            is_array = backend.is_device_tensor(value)
-            with backend.native_torch():
+            is_array = torchax_backend.is_device_tensor(value)
+            with torchax_backend.native_torch():
                 flat[f"optimizer.{fqn}.{key}"] = (
-                    backend.buffer(value) if is_array else backend.to_numpy(value)
+                    torchax_backend.buffer(value) if is_array else torchax_backend.to_numpy(value)
                 )
     return flat

@@ -29,12 +29,11 @@ import torch
 import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.formats.importing import import_weights
-from torchax_ckpt.formats.safetensors_reading import open_safetensors
+from torchax_ckpt.formats.safetensors_io import open_safetensors
 from torchax_ckpt.layout.manifest import VERSION
-from torchax_ckpt.storage import commits, identity
+from torchax_ckpt.storage.directory import commit_record, run_identity
 
 GOLDEN = Path(__file__).parent / "golden"
 STEP = 3
@@ -136,8 +135,8 @@ def functional_state() -> dict[str, Any]:
             )
         },
         "wide": {"int64": np.array([2**62]), "float64": floats[0].astype(np.float64)},
-        "torch": backend.from_numpy(np.arange(3, dtype=np.int64)),
-        "torchax": backend.wrap(jax.device_put(floats)),
+        "torch": torchax_backend.from_numpy(np.arange(3, dtype=np.int64)),
+        "torchax": torchax_backend.wrap(jax.device_put(floats)),
         "key": jax.random.key(7),
         "empty": np.zeros((0, 3), np.int32),
         "scalar": np.float64(0.5),
@@ -165,7 +164,7 @@ def fingerprint(value: Any) -> Any:
             is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
             host = jax.random.key_data(value) if is_key else value
         elif isinstance(value, torch.Tensor):
-            host = backend.to_numpy(value)
+            host = torchax_backend.to_numpy(value)
         host = np.asarray(host)
         kind = "jax" if isinstance(value, jax.Array) else type(value).__name__
         digest = hashlib.sha256(host.tobytes()).hexdigest()
@@ -264,7 +263,7 @@ def main() -> None:
     if not (root / APART).exists():
         write_apart(root / APART)
         for place in PLACES:
-            tidy(root / APART / place, str(STEP), identity.NAME)
+            tidy(root / APART / place, str(STEP), run_identity.NAME)
 
 
 def tidy(directory: Path, *kept: str) -> None:
@@ -273,7 +272,7 @@ def tidy(directory: Path, *kept: str) -> None:
         if leftover.name not in kept:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     # Orbax writes there where it was saved, for people only.
-    for mark in directory.glob(f"*/{commits.MARK}"):
+    for mark in directory.glob(f"*/{commit_record.MARK}"):
         mark.write_text("\n".join(["committed", *mark.read_text().splitlines()[1:]]) + "\n")
 
 

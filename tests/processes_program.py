@@ -45,7 +45,7 @@ import torchax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from torchax import interop  # noqa: E402
 
-from torchax_ckpt import torchax_backend as backend  # noqa: E402
+from torchax_ckpt import torchax_backend  # noqa: E402
 
 P = PartitionSpec
 MESH = Mesh(np.array(jax.devices()), ("fsdp",))
@@ -73,16 +73,16 @@ class Loader:
         self.generator = torch.Generator().manual_seed(100 + INDEX)
 
     def state_dict(self) -> dict[str, Any]:
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             return {"position": self.position, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             self.generator.set_state(state["generator"])
 
     def __next__(self) -> np.ndarray:
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             seed = int(torch.randint(1 << 30, (), generator=self.generator)) + self.position
         self.position += 1
         return np.random.default_rng(seed).standard_normal((16 // COUNT, 8)).astype(np.float32)
@@ -149,16 +149,16 @@ class Training:
 
     def arrays(self) -> dict[str, Any]:
         """Every device array of model and optimizer."""
-        found = {n: backend.buffer(p) for n, p in self.model.named_parameters()}
+        found = {n: torchax_backend.buffer(p) for n, p in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                if backend.is_device_tensor(value):
-                    found[f"{name}/{key}"] = backend.buffer(value)
+                if torchax_backend.is_device_tensor(value):
+                    found[f"{name}/{key}"] = torchax_backend.buffer(value)
         return found
 
     def own(self) -> dict[str, str]:
         """Digests of the state that each process has for itself."""
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             state = {
                 "torch": torch.get_rng_state().numpy(),
                 "generator": self.loader.generator.get_state().numpy(),

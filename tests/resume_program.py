@@ -28,8 +28,7 @@ from support import bits, fsdp_mesh, fsdp_rule
 from torchax import interop, train
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 
 BATCH, EXAMPLES = 8, 40  # five batches an epoch
 
@@ -124,7 +123,9 @@ def run(style: str, ckpt: Any, first: int, last: int, seed: int) -> Any:
     if style == "d":
         rule = fsdp_rule(fsdp_mesh())
         for name, tensor in net.state_dict(keep_vars=True).items():
-            backend.set_buffer(tensor, jax.device_put(backend.buffer(tensor), rule(name, tensor)))
+            torchax_backend.set_buffer(
+                tensor, jax.device_put(torchax_backend.buffer(tensor), rule(name, tensor))
+            )
     loader = StatefulDataLoader(Examples(), BATCH, shuffle=True)
     seen: list[Any] = []
     train_style = {"a": style_a, "b": style_b, "c": style_c, "d": style_a}[style]
@@ -168,7 +169,7 @@ def draw(batch: Any, seen: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     noise = np.float32(np.random.random() + random.random() + float(torch.rand(())))
     seen.append([index.tolist(), float(noise)])
     env = torchax.default_env()
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         y = y.long()
     x, y = env.to_xla((x, y))
     return x + torch.randn(x.shape, device="jax") * 0.1 + float(noise), y
@@ -278,19 +279,19 @@ def style_c(net: Any, loader: Any, ckpt: Any, first: int, last: int, seen: list[
 
     def step_fn(lr: Any, arrays: Any, x: Any, y: Any, key: Any) -> Any:
         live = tensors()
-        before = [backend.buffer(t) for t in live]
+        before = [torchax_backend.buffer(t) for t in live]
         for tensor, array in zip(live, arrays, strict=True):
-            backend.set_buffer(tensor, array)
-        backend.set_buffer(optimizer.param_groups[0]["lr"], lr)
+            torchax_backend.set_buffer(tensor, array)
+        torchax_backend.set_buffer(optimizer.param_groups[0]["lr"], lr)
         value, grads = interop.jax_value_and_grad(loss)(
             dict(zip(names, parameters, strict=True)), *interop.torch_view((x, y, key))
         )
         for name, parameter in zip(names, parameters, strict=True):
             parameter.grad = grads[name]
         optimizer.step()
-        after = [backend.buffer(t) for t in tensors()]
+        after = [torchax_backend.buffer(t) for t in tensors()]
         for tensor, array in zip(live, before, strict=True):
-            backend.set_buffer(tensor, array)
+            torchax_backend.set_buffer(tensor, array)
         return interop.jax_view(value), after
 
     jitted = jax.jit(step_fn, donate_argnums=1)
@@ -306,14 +307,14 @@ def style_c(net: Any, loader: Any, ckpt: Any, first: int, last: int, seen: list[
         x, y = draw(next(data), seen)
         live = tensors()
         lr = optimizer.param_groups[0]["lr"]
-        kept = backend.buffer(lr)
-        inputs = (backend.buffer(x), backend.buffer(y), fresh_key())
-        donated = [backend.buffer(t) for t in live]
+        kept = torchax_backend.buffer(lr)
+        inputs = (torchax_backend.buffer(x), torchax_backend.buffer(y), fresh_key())
+        donated = [torchax_backend.buffer(t) for t in live]
         value, arrays = jitted(kept, donated, *inputs)
         delete(donated)
         for tensor, array in zip(live, arrays, strict=True):
-            backend.set_buffer(tensor, array)
-        backend.set_buffer(lr, kept)
+            torchax_backend.set_buffer(tensor, array)
+        torchax_backend.set_buffer(lr, kept)
         scheduler.step()
         if ckpt is not None:
             ckpt.save(step, metrics={"loss": value}, force=step == last)

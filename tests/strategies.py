@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from support import bits
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 JAX_DTYPES = (
@@ -51,9 +51,9 @@ def make_leaf(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Any:
     array = random_bits(dtype, shape, seed)
     match kind:
         case "torch":
-            return backend.from_numpy(array)
+            return torchax_backend.from_numpy(array)
         case "torchax":
-            return backend.wrap(jax.device_put(array))
+            return torchax_backend.wrap(jax.device_put(array))
         case "jax":
             return jax.device_put(array)
         case "numpy_scalar":

@@ -23,7 +23,7 @@ import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torchax import interop
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 
 P = PartitionSpec
 # For the environment of programs that come several times: they compile the same.
@@ -37,10 +37,10 @@ COMPILED_ONCE = {
 def bits(value: Any) -> tuple[Any, ...]:
     """Everything about an array but its sharding: kind, dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
-        if backend.is_device_tensor(value):
-            return ("torchax", *bits(backend.buffer(value))[1:])
-        with backend.native_torch():
-            return ("torch", *bits(backend.to_numpy(value))[1:])
+        if torchax_backend.is_device_tensor(value):
+            return ("torchax", *bits(torchax_backend.buffer(value))[1:])
+        with torchax_backend.native_torch():
+            return ("torch", *bits(torchax_backend.to_numpy(value))[1:])
     if isinstance(value, jax.Array):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             impl = str(jax.random.key_impl(value))
@@ -87,16 +87,16 @@ def _compare(found: Any, expected: Any, shardings: bool, where: str) -> None:
 def _jax(value: Any) -> jax.Array | None:
     if isinstance(value, jax.Array):
         return value
-    return backend.buffer(value) if backend.is_device_tensor(value) else None
+    return torchax_backend.buffer(value) if torchax_backend.is_device_tensor(value) else None
 
 
 def copied(value: Any) -> Any:
     """A deep copy of a tree of tensors and plain values, to compare with later."""
     if isinstance(value, torch.Tensor):
-        if backend.is_device_tensor(value):
-            return backend.wrap(backend.buffer(value))  # arrays do not change
-        with backend.native_torch():
-            return backend.from_numpy(backend.to_numpy(value))
+        if torchax_backend.is_device_tensor(value):
+            return torchax_backend.wrap(torchax_backend.buffer(value))  # arrays do not change
+        with torchax_backend.native_torch():
+            return torchax_backend.from_numpy(torchax_backend.to_numpy(value))
     if isinstance(value, Mapping):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

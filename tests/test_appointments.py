@@ -14,9 +14,9 @@ PROGRAM = """
     index, port, pace = int(sys.argv[1]), sys.argv[3], json.loads(sys.argv[4])[int(sys.argv[1])]
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     from torchax_ckpt import policies
-    from torchax_ckpt.storage.appointments import Appointments
-    from torchax_ckpt.storage.policies import CheckpointInfo, decision_context
-    from torchax_ckpt.storage.processes import Processes
+    from torchax_ckpt.processes.decision_windows import Appointments
+    from torchax_ckpt.policies.save_decision import CheckpointInfo, decision_context
+    from torchax_ckpt.processes.coordination import Processes
 
     training, saving = Processes("training", 60), Processes("saving", 60)
     own = random.Random(index)

@@ -12,8 +12,7 @@ import torch
 from support import assert_trees_identical, mlp, training_state
 from torch import nn
 
-from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -123,7 +122,7 @@ def test_a_rule_that_cannot_be_called_is_refused(directory: Path, argument: str)
 
 def with_buffer(build: Callable[[], torch.Tensor]) -> nn.Module:
     model = mlp()
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         model[0].register_buffer("odd", build())  # type: ignore[index]
     return model
 
@@ -212,7 +211,7 @@ def test_a_parameter_whose_buffer_was_donated_is_named(directory: Path) -> None:
     model: Any = mlp()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(model)
-        backend.buffer(model[2].weight).delete()
+        torchax_backend.buffer(model[2].weight).delete()
         with pytest.raises(UnsupportedLeafError) as caught:
             ckpt.save(1, force=True)
     said(caught.value, "model/2.weight", "donated", "save(step, state=...)")

@@ -22,8 +22,7 @@ from torchax.interop import JittableModule
 from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
-from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import BackendError, UnsupportedLeafError
 
 NUMPY_DTYPES: dict[str, Any] = {
@@ -55,13 +54,13 @@ NUMPY_DTYPES: dict[str, Any] = {
 @pytest.mark.parametrize("name", NUMPY_DTYPES)
 def test_dtypes_of_torch_and_numpy_are_each_others_inverse(name: str) -> None:
     torch_dtype = getattr(torch, name)
-    assert backend.numpy_dtype(torch_dtype) == np.dtype(NUMPY_DTYPES[name])
-    assert backend.torch_dtype(np.dtype(NUMPY_DTYPES[name])) == torch_dtype
+    assert torchax_backend.numpy_dtype(torch_dtype) == np.dtype(NUMPY_DTYPES[name])
+    assert torchax_backend.torch_dtype(np.dtype(NUMPY_DTYPES[name])) == torch_dtype
 
 
 def test_a_dtype_that_torch_lacks_is_named() -> None:
     with pytest.raises(UnsupportedLeafError, match="float8_e4m3b11fnuz"):
-        backend.torch_dtype(np.dtype(ml_dtypes.float8_e4m3b11fnuz))
+        torchax_backend.torch_dtype(np.dtype(ml_dtypes.float8_e4m3b11fnuz))
 
 
 @st.composite
@@ -78,65 +77,67 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 @given(arrays())
 def test_every_bit_survives_from_numpy_to_torch_and_back(array: np.ndarray) -> None:
-    tensor = backend.from_numpy(array)
+    tensor = torchax_backend.from_numpy(array)
     assert (tensor.device.type, tuple(tensor.shape)) == ("cpu", array.shape)
-    assert tensor.dtype == backend.torch_dtype(array.dtype)
-    with backend.native_torch():
-        assert bits(backend.to_numpy(tensor)) == bits(array)
+    assert tensor.dtype == torchax_backend.torch_dtype(array.dtype)
+    with torchax_backend.native_torch():
+        assert bits(torchax_backend.to_numpy(tensor)) == bits(array)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "int64", "complex64"])
 def test_tensors_of_any_strides_are_read_as_they_look(name: str) -> None:
     array = np.arange(12).reshape(3, 4).astype(NUMPY_DTYPES[name])
-    tensor = backend.from_numpy(array)
-    with backend.native_torch():
-        assert bits(backend.to_numpy(tensor.t())) == bits(array.T)
-        assert bits(backend.to_numpy(tensor[1:, ::2])) == bits(array[1:, ::2])
-        assert bits(backend.to_numpy(tensor[0].expand(2, 4))) == bits(np.stack([array[0]] * 2))
+    tensor = torchax_backend.from_numpy(array)
+    with torchax_backend.native_torch():
+        assert bits(torchax_backend.to_numpy(tensor.t())) == bits(array.T)
+        assert bits(torchax_backend.to_numpy(tensor[1:, ::2])) == bits(array[1:, ::2])
+        assert bits(torchax_backend.to_numpy(tensor[0].expand(2, 4))) == bits(
+            np.stack([array[0]] * 2)
+        )
 
 
 def test_conjugated_and_negated_views_are_read_as_they_look() -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensor = torch.tensor([1 + 2j, 3 - 4j])
-        assert backend.to_numpy(tensor.conj()).tolist() == [1 - 2j, 3 + 4j]
-        assert backend.to_numpy(tensor.conj().imag).tolist() == [-2.0, 4.0]
+        assert torchax_backend.to_numpy(tensor.conj()).tolist() == [1 - 2j, 3 + 4j]
+        assert torchax_backend.to_numpy(tensor.conj().imag).tolist() == [-2.0, 4.0]
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_conversions_share_no_memory(name: str) -> None:
     array = np.ones(3, NUMPY_DTYPES[name])
-    tensor = backend.from_numpy(array)
+    tensor = torchax_backend.from_numpy(array)
     array[:] = 0
-    with backend.native_torch():
-        read = backend.to_numpy(tensor)
+    with torchax_backend.native_torch():
+        read = torchax_backend.to_numpy(tensor)
         tensor.zero_()
     assert read.astype(np.float32).tolist() == [1.0, 1.0, 1.0]
-    backend.copy_into(tensor, read)
+    torchax_backend.copy_into(tensor, read)
     read[:] = 0
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         assert tensor.to(torch.float32).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["float64", "bfloat16", "float8_e5m2", "int64", "bool"])
 def test_copying_into_a_cpu_tensor_keeps_it_and_reaches_its_views(name: str) -> None:
     dtype = NUMPY_DTYPES[name]
-    tensor = backend.from_numpy(np.zeros((2, 2), dtype))
-    with backend.native_torch():
+    tensor = torchax_backend.from_numpy(np.zeros((2, 2), dtype))
+    with torchax_backend.native_torch():
         row, pointer = tensor[1], tensor.data_ptr()
-    backend.copy_into(tensor, np.array([[0, 1], [1, 0]]).astype(dtype))
-    with backend.native_torch():
+    torchax_backend.copy_into(tensor, np.array([[0, 1], [1, 0]]).astype(dtype))
+    with torchax_backend.native_torch():
         assert tensor.data_ptr() == pointer
-        assert bits(backend.to_numpy(row)) == bits(np.array([1, 0]).astype(dtype))
+        assert bits(torchax_backend.to_numpy(row)) == bits(np.array([1, 0]).astype(dtype))
 
 
 def test_copying_into_a_parameter_that_requires_grad_records_nothing() -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         parameter = nn.Parameter(torch.zeros(2))
-    backend.copy_into(parameter, np.array([1, 2], np.float32))
+    torchax_backend.copy_into(parameter, np.array([1, 2], np.float32))
     assert parameter.requires_grad
     assert parameter.grad_fn is None
-    with backend.native_torch():
-        assert backend.to_numpy(parameter).tolist() == [1, 2]
+    with torchax_backend.native_torch():
+        assert torchax_backend.to_numpy(parameter).tolist() == [1, 2]
 
 
 # --- buffers -----------------------------------------------------------------------------------
@@ -146,31 +147,31 @@ def test_replacing_a_buffer_keeps_the_parameter_and_shows_in_its_views() -> None
     parameter = nn.Parameter(torch.zeros(4, device="jax"))
     view = parameter[1:3]
     array = jnp.arange(4, dtype=jnp.float32)
-    backend.set_buffer(parameter, array)
+    torchax_backend.set_buffer(parameter, array)
     assert isinstance(parameter, nn.Parameter)
-    assert backend.buffer(parameter) is array
+    assert torchax_backend.buffer(parameter) is array
     assert isinstance(view, View)
-    assert backend.buffer(view).tolist() == [1.0, 2.0]
+    assert torchax_backend.buffer(view).tolist() == [1.0, 2.0]
 
 
 def test_replacing_the_buffer_of_a_view_writes_through() -> None:
     base = torch.zeros(4, device="jax")
-    backend.set_buffer(base[1:3], jnp.array([5.0, 6.0]))
-    assert backend.buffer(base).tolist() == [0.0, 5.0, 6.0, 0.0]
+    torchax_backend.set_buffer(base[1:3], jnp.array([5.0, 6.0]))
+    assert torchax_backend.buffer(base).tolist() == [0.0, 5.0, 6.0, 0.0]
 
 
 def test_wrapping_shares_the_array() -> None:
     array = jnp.ones(2)
-    assert backend.buffer(backend.wrap(array)) is array
+    assert torchax_backend.buffer(torchax_backend.wrap(array)) is array
 
 
 def test_device_tensors_are_told_from_all_others() -> None:
     on_device = torch.ones(2, device="jax")
-    assert backend.is_device_tensor(on_device)
-    assert backend.is_device_tensor(on_device[:1])
-    assert backend.is_device_tensor(nn.Parameter(on_device))
+    assert torchax_backend.is_device_tensor(on_device)
+    assert torchax_backend.is_device_tensor(on_device[:1])
+    assert torchax_backend.is_device_tensor(nn.Parameter(on_device))
     others = [torch.ones(2), torch.empty(2, device="meta"), jnp.ones(2), np.ones(2), None, 1]
-    assert not any(backend.is_device_tensor(other) for other in others)
+    assert not any(torchax_backend.is_device_tensor(other) for other in others)
 
 
 # --- native torch ------------------------------------------------------------------------------
@@ -178,19 +179,19 @@ def test_device_tensors_are_told_from_all_others() -> None:
 
 def test_native_torch_stays_on_the_cpu_with_its_wide_dtypes_and_torchax_comes_back() -> None:
     torch.ones(2, device="jax") + 1  # after an operation torchax's own switch does nothing
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensor = torch.tensor([2**40]) * 2
         assert type(tensor) is torch.Tensor
         assert tensor.tolist() == [2**41]
         with pytest.raises(RuntimeError):
             torch.ones(2, device="jax")
-    assert backend.is_device_tensor(torch.ones(2, device="jax") * 2)
+    assert torchax_backend.is_device_tensor(torch.ones(2, device="jax") * 2)
 
 
 def test_native_torch_ends_with_an_exception_too() -> None:
-    with pytest.raises(KeyError), backend.native_torch():
+    with pytest.raises(KeyError), torchax_backend.native_torch():
         raise KeyError
-    assert backend.is_device_tensor(torch.ones(2, device="jax"))
+    assert torchax_backend.is_device_tensor(torch.ones(2, device="jax"))
 
 
 # --- meta tensors ------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def test_native_torch_ends_with_an_exception_too() -> None:
 
 def meta_linear(**arguments: Any) -> nn.Linear:
     # Under enabled torchax, torch.device("meta") builds on jax.
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         return nn.Linear(2, 3, device="meta", **arguments)
 
 
@@ -209,21 +210,21 @@ def test_a_filled_meta_parameter_is_the_same_object_everywhere() -> None:
     other.register_parameter("tied", weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     array = jnp.ones((3, 2))
-    backend.fill_meta(weight, array)
+    torchax_backend.fill_meta(weight, array)
     assert model.weight is other.tied is optimizer.param_groups[0]["params"][0] is weight
     assert isinstance(weight, nn.Parameter)
-    assert backend.is_device_tensor(weight)
-    assert backend.buffer(weight) is array
+    assert torchax_backend.is_device_tensor(weight)
+    assert torchax_backend.buffer(weight) is array
     weight.grad = torch.ones(3, 2, device="jax")
     optimizer.step()
-    assert backend.buffer(model.weight).tolist() == [[0.5, 0.5]] * 3
+    assert torchax_backend.buffer(model.weight).tolist() == [[0.5, 0.5]] * 3
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_filled_meta_parameter_requires_grad_as_before(requires_grad: bool) -> None:
     model = meta_linear()
     model.weight.requires_grad_(requires_grad)
-    backend.fill_meta(model.weight, jnp.ones((3, 2)))
+    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
     assert model.weight.requires_grad is requires_grad
 
 
@@ -231,7 +232,7 @@ def test_a_filled_meta_tensor_keeps_its_attributes() -> None:
     model: Any = meta_linear()
     model.weight.partition = ("fsdp", None)
     model.weight.weight_loader = print
-    backend.fill_meta(model.weight, jnp.ones((3, 2)))
+    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
     assert model.weight.partition == ("fsdp", None)
     assert model.weight.weight_loader is print
 
@@ -240,15 +241,15 @@ def test_optimizer_state_of_a_meta_parameter_is_still_found_once_it_is_filled() 
     model = meta_linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["note"] = 1
-    backend.fill_meta(model.weight, jnp.ones((3, 2)))
+    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
     assert optimizer.state[model.weight] == {"note": 1}
 
 
 def test_a_filled_meta_buffer_is_no_parameter() -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         model = nn.BatchNorm1d(3, device="meta")
     buffer: Any = model.running_mean
-    backend.fill_meta(buffer, jnp.zeros(3))
+    torchax_backend.fill_meta(buffer, jnp.zeros(3))
     assert model.running_mean is buffer
     assert not isinstance(buffer, nn.Parameter)
     assert list(dict(model.named_buffers())) == [
@@ -270,20 +271,22 @@ def _key() -> Iterator[None]:
 @pytest.mark.usefixtures("_key")
 def test_the_random_key_that_is_set_is_the_one_that_is_drawn_from() -> None:
     key = jax.random.key(3)
-    backend.set_prng_key(key)
-    assert backend.prng_key() is key
+    torchax_backend.set_prng_key(key)
+    assert torchax_backend.prng_key() is key
     first = bits(torch.rand(4, device="jax"))
-    assert not bool((jax.random.key_data(backend.prng_key()) == jax.random.key_data(key)).all())
-    backend.set_prng_key(key)
+    assert not bool(
+        (jax.random.key_data(torchax_backend.prng_key()) == jax.random.key_data(key)).all()
+    )
+    torchax_backend.set_prng_key(key)
     assert bits(torch.rand(4, device="jax")) == first
 
 
 def test_a_jittable_module_is_unwrapped_and_any_other_is_left() -> None:
     model = nn.Linear(2, 2).to("jax")
-    assert backend.unwrap_jittable(model) == (model, {})
+    assert torchax_backend.unwrap_jittable(model) == (model, {})
     wrapped = JittableModule(model)
     assert isinstance(wrapped, nn.Linear), "it claims the wrapped class"
-    root, live = backend.unwrap_jittable(wrapped)
+    root, live = torchax_backend.unwrap_jittable(wrapped)
     assert root is model
     assert live.keys() == {"weight", "bias"}
 
@@ -293,15 +296,15 @@ def test_a_jittable_module_is_unwrapped_and_any_other_is_left() -> None:
 
 @pytest.fixture
 def _check_again() -> Iterator[None]:
-    backend.check_internals.cache_clear()
+    torchax_backend.check_internals.cache_clear()
     yield
-    backend.check_internals.cache_clear()
+    torchax_backend.check_internals.cache_clear()
 
 
 @pytest.mark.usefixtures("_check_again")
 def test_the_installed_torchax_passes_the_check() -> None:
-    backend.check_internals()
-    assert backend.check_internals.cache_info().currsize == 1
+    torchax_backend.check_internals()
+    assert torchax_backend.check_internals.cache_info().currsize == 1
 
 
 @pytest.mark.usefixtures("_check_again")

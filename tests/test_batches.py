@@ -19,8 +19,8 @@ from support import P, assert_trees_identical, fsdp_mesh, run_python
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import DonatedBufferError, SaveError
-from torchax_ckpt.storage import batches
-from torchax_ckpt.storage.batches import Batches
+from torchax_ckpt.storage.arrays import host_batches
+from torchax_ckpt.storage.arrays.host_batches import Batches
 
 ONE = 4 << 10
 
@@ -80,7 +80,7 @@ def test_what_was_fetched_is_let_go_before_more_is(
 ) -> None:
     made: list[weakref.ref[jax.Array]] = []
     left: list[int] = []
-    unshared = batches.unshared
+    unshared = host_batches.unshared
 
     def recorded(array: jax.Array) -> jax.Array:
         left.append(sum(ref() is not None for ref in made))
@@ -88,7 +88,7 @@ def test_what_was_fetched_is_let_go_before_more_is(
         made.append(weakref.ref(own))
         return own
 
-    monkeypatch.setattr(batches, "unshared", recorded)
+    monkeypatch.setattr(host_batches, "unshared", recorded)
     with bounded(directory, 1) as ckpt:
         ckpt.save(1, state=state_of())
     assert len(left) >= 6
@@ -230,7 +230,7 @@ def test_a_save_whose_arrays_nobody_asks_for_says_why(
 
     with TorchaxCheckpointer(directory) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(batches._Writing, "__await__", too_many_files)
+            patch.setattr(host_batches._Writing, "__await__", too_many_files)
             ckpt.save(1, state=state_of())
             with pytest.raises(SaveError, match="too many open files"):
                 ckpt.wait_until_finished(60)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from strategies import random_bits
 
-from torchax_ckpt.bits import from_bits, sums, to_bits
+from torchax_ckpt.snapshot.bitcast import from_bits, sums, to_bits
 
 DTYPES = [
     *("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"),

@@ -11,11 +11,11 @@ import pytest
 import torch
 from support import bits, mlp, train_step
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, restoring
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError, UnusableStateError
 from torchax_ckpt.options import Layout
-from torchax_ckpt.storage import reading
+from torchax_ckpt.restoring import restore
+from torchax_ckpt.storage.arrays import read_arrays
 
 IN_BUDGET = CheckpointOptions(restore_in_budget=True, layout="flat")
 layouts = pytest.mark.parametrize("layout", get_args(Layout))
@@ -47,8 +47,8 @@ def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[An
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     """Has every device say that it has no more left over than this."""
-    monkeypatch.setattr(restoring, "free_device_bytes", lambda device: free_bytes)
-    monkeypatch.setattr(restoring, "_LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(restore, "free_device_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(restore, "_LEAST_PART_BYTES", 1)
 
 
 def live_bytes() -> int:
@@ -63,13 +63,13 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
     model, optimizer = trained(directory, deep(), layout)
     expected = content(model, optimizer)
     for parameter in model.parameters():
-        backend.set_buffer(parameter, backend.buffer(parameter) * 0)
+        torchax_backend.set_buffer(parameter, torchax_backend.buffer(parameter) * 0)
         parameter.grad = None
-    size = sum(backend.buffer(p).nbytes for p in model.parameters()) * 3
+    size = sum(torchax_backend.buffer(p).nbytes for p in model.parameters()) * 3
     expected_bytes = live_bytes()
     leave_free(monkeypatch, size // 3)
     peak = 0
-    read = reading.read_arrays
+    read = read_arrays.read_arrays
 
     def probe(*args: Any, **kwargs: Any) -> Any:
         nonlocal peak
@@ -77,14 +77,14 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
         peak = max(peak, live_bytes() if result else 0)
         return result
 
-    monkeypatch.setattr(reading, "read_arrays", probe)
+    monkeypatch.setattr(read_arrays, "read_arrays", probe)
     options = CheckpointOptions(restore_in_budget=in_budget)
     ckpt = TorchaxCheckpointer(directory, options=options)
     ckpt.attach(model, optimizer)
     assert content(model, optimizer) == expected
     if in_budget:
         # The random key is read, and tried, before anything is freed.
-        assert peak <= expected_bytes + backend.prng_key().nbytes
+        assert peak <= expected_bytes + torchax_backend.prng_key().nbytes
     else:
         assert peak >= expected_bytes + size
 
@@ -97,7 +97,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     expected = content(model, optimizer)
     leave_free(monkeypatch, 0)
     reads = 0
-    read = reading.read_arrays
+    read = read_arrays.read_arrays
 
     def fail_later(*args: Any, **kwargs: Any) -> Any:
         nonlocal reads
@@ -108,15 +108,15 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
 
     ckpt = TorchaxCheckpointer(directory, options=IN_BUDGET)
     ckpt.attach(model, optimizer, rng=True)
-    monkeypatch.setattr(reading, "read_arrays", fail_later)
+    monkeypatch.setattr(read_arrays, "read_arrays", fail_later)
     with pytest.raises(UnusableStateError, match=r"step 2 .* holds no state any more"):
         ckpt.restore(2)
     for parameter in model.parameters():
-        assert backend.buffer(parameter).is_deleted()
-        assert backend.buffer(optimizer.state[parameter]["exp_avg"]).is_deleted()
+        assert torchax_backend.buffer(parameter).is_deleted()
+        assert torchax_backend.buffer(optimizer.state[parameter]["exp_avg"]).is_deleted()
     with pytest.raises(UnsupportedLeafError, match="is gone"):
         ckpt.save(3, force=True)
-    monkeypatch.setattr(reading, "read_arrays", read)
+    monkeypatch.setattr(read_arrays, "read_arrays", read)
     ckpt.restore(2)  # and it can be tried again
     assert content(model, optimizer) == expected
 
@@ -126,7 +126,7 @@ def test_attach_goes_on_to_an_older_step_when_the_newest_is_damaged(directory: P
     with TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt:
         ckpt.attach(model, optimizer)
         ckpt.save(3, force=True)
-    needle = np.asarray(backend.buffer(next(model.parameters()))).tobytes()[:64]
+    needle = np.asarray(torchax_backend.buffer(next(model.parameters()))).tobytes()[:64]
     (file,) = (
         path
         for path in (directory / "3").rglob("*")
@@ -138,13 +138,15 @@ def test_attach_goes_on_to_an_older_step_when_the_newest_is_damaged(directory: P
         pytest.warns(UserWarning, match="skipping an unreadable checkpoint.*step 3"),
     ):
         assert ckpt.attach(model, optimizer) == 2
-    assert not any(backend.buffer(parameter).is_deleted() for parameter in model.parameters())
+    assert not any(
+        torchax_backend.buffer(parameter).is_deleted() for parameter in model.parameters()
+    )
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_freed(directory: Path) -> None:
     trained(directory)
     other = mlp(width=32)
-    before = [backend.buffer(p) for p in other.parameters()]
+    before = [torchax_backend.buffer(p) for p in other.parameters()]
     with pytest.raises(MismatchError):
         TorchaxCheckpointer(directory, options=IN_BUDGET).attach(other)
     assert not any(array.is_deleted() for array in before)

@@ -23,14 +23,16 @@ from support import mlp, run_python
 from test_verified import damage
 from typer.testing import CliRunner
 
-from torchax_ckpt import TorchaxCheckpointer, stored
-from torchax_ckpt.cli import outcome
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage import directory as directory_room
-from torchax_ckpt.storage import inspection
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.verified import MARK
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.directory import run_directory
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.stored import stored_step
 
 
 def run(*args: Any, code: int = 0) -> str:
@@ -39,7 +41,7 @@ def run(*args: Any, code: int = 0) -> str:
     assert result.exit_code == code, result.output
     if code and result.stderr:
         assert "Traceback" not in result.stderr
-    return result.stdout if code in (0, outcome.FOUND) else result.stderr
+    return result.stdout if code in (0, exit_codes.FOUND) else result.stderr
 
 
 def run_json(*args: Any, code: int = 0) -> Any:
@@ -110,16 +112,16 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
         main()
     """
     result = run_python(program, "ls", ".", check=False, fresh=True)
-    assert result.returncode == outcome.USAGE
+    assert result.returncode == exit_codes.USAGE
     assert result.stderr == 'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"\n'
 
 
 def test_every_exit_code_is_stated_in_help_and_manual() -> None:
     manual = (Path(__file__).parents[1] / "docs/command-line.md").read_text()
-    for name, code in vars(outcome).items():
+    for name, code in vars(exit_codes).items():
         if name.isupper() and isinstance(code, int):
             assert f"| {code} |" in manual
-            assert re.search(rf"\b{code} [a-z]", outcome.EPILOG)
+            assert re.search(rf"\b{code} [a-z]", exit_codes.EPILOG)
     for command in app.registered_commands:
         assert "Exit codes: 0" in run(command.name, "--help")
         assert f"torchax-ckpt {command.name} " in manual
@@ -148,24 +150,24 @@ def test_wrong_use_is_told_and_ends_with_2(
     args: tuple[str, ...], message: str, saved: Path, tmp_path: Path
 ) -> None:
     filled = [arg.format(tmp=tmp_path, saved=saved) for arg in args]
-    assert message in run(*filled, code=outcome.USAGE)
+    assert message in run(*filled, code=exit_codes.USAGE)
 
 
 def test_what_cannot_be_read_now_ends_with_3(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any) -> Any:
         raise DirectoryError("cannot read it:\nInput/output error")
 
-    monkeypatch.setattr(directory_room.StepDirectory, "steps", fail)
-    said = run("ls", saved, code=outcome.UNAVAILABLE)
+    monkeypatch.setattr(run_directory.StepDirectory, "steps", fail)
+    said = run("ls", saved, code=exit_codes.UNAVAILABLE)
     assert said == "torchax-ckpt: cannot read it: Input/output error\n"
 
 
 def test_an_error_of_the_command_itself_is_no_finding(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory_room.StepDirectory, "steps", lambda self: 1 / 0)
+    monkeypatch.setattr(run_directory.StepDirectory, "steps", lambda self: 1 / 0)
     result = CliRunner().invoke(app, ["ls", str(saved)])
-    assert result.exit_code == outcome.FAILED
+    assert result.exit_code == exit_codes.FAILED
     assert "ZeroDivisionError" in result.stderr
 
 
@@ -173,7 +175,7 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
     program = """
         import os, signal, sys, time
         from torchax_ckpt.cli.main import main
-        from torchax_ckpt.stored import StoredStep
+        from torchax_ckpt.stored.stored_step import StoredStep
         def interrupted(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
@@ -182,7 +184,7 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
         main()
     """
     result = run_python(program, str(saved), check=False, fresh=True)
-    assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
 def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
@@ -197,7 +199,7 @@ def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
         main()
     """
     result = run_python(program, "--version", check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (outcome.INTERRUPTED, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
 # --- ls ---
@@ -275,7 +277,7 @@ def test_a_run_with_a_number_for_a_name_needs_nothing_of_what_is_above(
 
     monkeypatch.setattr(StepDirectory, "found", permitted)
     assert run_json("show", copy)["step"] == 2
-    assert "permission denied" in run("show", copy.parent / "1", code=outcome.UNAVAILABLE)
+    assert "permission denied" in run("show", copy.parent / "1", code=exit_codes.UNAVAILABLE)
 
 
 def test_show_filters_by_a_pattern(saved: Path) -> None:
@@ -343,7 +345,7 @@ def test_verify_marks_what_is_well(copy: Path) -> None:
 
 def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     file, _ = damage(copy / "1", state(1)["w"].tobytes()[:64])
-    result = run_json("verify", copy, "--all", "--max-bytes", 1, code=outcome.FOUND)
+    result = run_json("verify", copy, "--all", "--max-bytes", 1, code=exit_codes.FOUND)
     first, second = result["steps"]
     assert (first["step"], first["ok"], first["leaf"]) == (1, False, "state/w")
     assert str(file) in first["error"]
@@ -351,7 +353,7 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     assert not (copy / "1" / MARK).exists()
     assert (copy / "2" / MARK).exists()
     result = CliRunner().invoke(app, ["verify", str(copy), "1"])
-    assert result.exit_code == outcome.FOUND
+    assert result.exit_code == exit_codes.FOUND
     assert result.stderr.count("\n") == 1
     assert "state/w" in result.stderr
 
@@ -359,15 +361,15 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
 def test_a_host_that_is_too_small_is_no_finding(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 100)
+    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 100)
     words = ("export", copy, "2", tmp_path / "out.pt", "--format", "pt", "--at", "state")
-    assert "that this host can hold, 100 bytes" in run(*words, code=outcome.UNAVAILABLE)
+    assert "that this host can hold, 100 bytes" in run(*words, code=exit_codes.UNAVAILABLE)
     assert not (tmp_path / "out.pt").exists()
 
 
 def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
     damage(copy / "2", b'"format"')
-    assert run_json("verify", copy, code=outcome.FOUND)["steps"][0]["ok"] is False
+    assert run_json("verify", copy, code=exit_codes.FOUND)["steps"][0]["ok"] is False
 
 
 READING = {
@@ -389,7 +391,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
     delete_when_read(2, when, monkeypatch)
     words = READING.get(command, (command, "{run}", "2"))
     filled = [word.format(run=copy, tmp=copy.parent) for word in words]
-    assert "step 2 was deleted meanwhile" in run(*filled, code=outcome.USAGE)
+    assert "step 2 was deleted meanwhile" in run(*filled, code=exit_codes.USAGE)
     assert {path.name for path in copy.parent.iterdir()} <= {"copy", "other"}
     assert not list(copy.parent.glob("other/*2*"))  # nothing is left of a copy
 
@@ -423,7 +425,7 @@ def test_copy_goes_on_where_a_step_is_deleted_meanwhile(
 
 def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a training pruned it, before or after its manifest is read."""
-    parse = stored.parse_manifest
+    parse = stored_step.parse_manifest
 
     def parse_and_delete(committed: Any) -> Any:
         if when == "before" and committed.step == step:
@@ -433,7 +435,7 @@ def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> N
             shutil.rmtree(committed.path)
         return manifest
 
-    monkeypatch.setattr(stored, "parse_manifest", parse_and_delete)
+    monkeypatch.setattr(stored_step, "parse_manifest", parse_and_delete)
 
 
 def test_verify_says_when_a_step_cannot_be_marked(
@@ -442,9 +444,9 @@ def test_verify_says_when_a_step_cannot_be_marked(
     def refuse(path: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("torchax_ckpt.storage.modes.make_file", refuse)
+    monkeypatch.setattr("torchax_ckpt.storage.medium.permissions.make_file", refuse)
     result = CliRunner().invoke(app, ["verify", str(copy), "--json"])
-    assert result.exit_code == outcome.OK
+    assert result.exit_code == exit_codes.OK
     assert json.loads(result.stdout)["steps"][0]["marked"] is False
     assert "cannot be marked" in result.stderr
 

@@ -15,10 +15,11 @@ from test_verified import damage
 from torch.optim import SGD
 from typer.testing import CliRunner
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, comparing, policies
-from torchax_ckpt.cli import outcome
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
-from torchax_ckpt.comparing import _difference
+from torchax_ckpt.stored import compare
+from torchax_ckpt.stored.compare import _difference
 
 NAN = float("nan")
 GOLDEN = Path(__file__).parent / "golden/v1"
@@ -76,7 +77,7 @@ def test_integers_of_four_bits_too() -> None:
 
 
 def test_large_leaves_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "_CHUNK_ELEMENTS", 4)
+    monkeypatch.setattr(compare, "_CHUNK_ELEMENTS", 4)
     a = np.arange(11.0).reshape(1, 11)
     b = a.copy()
     b[0, [1, 5, 10]] += [1, 3, 2]
@@ -86,7 +87,7 @@ def test_large_leaves_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_layouts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "_BATCH_BYTES", 100)  # several batches, within stacks too
+    monkeypatch.setattr(compare, "_BATCH_BYTES", 100)  # several batches, within stacks too
     result = run_json("diff", GOLDEN / "flat/3", GOLDEN / "stacked", "--max-bytes", 1)
     assert result["identical"]
     assert result["num_identical"] == run_json("show", GOLDEN / "flat")["num_leaves"]
@@ -114,7 +115,7 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
         "names": ["x", ("y", 3), None],
     }
     a, b = save(tmp_path / "a", first), save(tmp_path / "b", second, layout="flat")
-    result = run_json("diff", a, b, "--filter", "state/*", code=outcome.FOUND)
+    result = run_json("diff", a, b, "--filter", "state/*", code=exit_codes.FOUND)
     leaves = {d["name"]: d for d in result["leaves"]}
     assert {name: d["what"] for name, d in leaves.items()} == {
         "state/layers/1/w": "content",
@@ -136,7 +137,7 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
         "state/names/1/1": ("content", "2", "3"),
         "state/names/2": ("only_in_b", None, "None"),
     }
-    text = run("diff", a, b, "--filter", "state/*", code=outcome.FOUND)
+    text = run("diff", a, b, "--filter", "state/*", code=exit_codes.FOUND)
     assert "1 elements, by at most 0.5" in text
     assert "numpy float32[2] -> numpy float16[2]" in text
     assert text.splitlines()[-1] == (
@@ -152,7 +153,7 @@ def test_two_steps_of_a_training_differ_in_what_was_trained(directory: Path) -> 
         for step in (1, 2):
             train_step(model, optimizer, step)
             ckpt.save(step, force=True)
-    result = run_json("diff", directory / "1", directory / "2", code=outcome.FOUND)
+    result = run_json("diff", directory / "1", directory / "2", code=exit_codes.FOUND)
     assert {d["name"] for d in result["leaves"]} == {
         f"model/{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
     }
@@ -163,7 +164,7 @@ def test_two_steps_of_a_training_differ_in_what_was_trained(directory: Path) -> 
 def test_an_infinite_difference_is_still_json(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"x": np.array([np.inf])})
     b = save(tmp_path / "b", {"x": np.array([0.0])})
-    (leaf,) = run_json("diff", a, b, "--filter", "state/*", code=outcome.FOUND)["leaves"]
+    (leaf,) = run_json("diff", a, b, "--filter", "state/*", code=exit_codes.FOUND)["leaves"]
     assert leaf["max_abs"] == "inf"
 
 
@@ -173,7 +174,7 @@ def test_damage_is_not_taken_for_a_difference(tmp_path: Path) -> None:
     b = Path(shutil.copytree(a.parent, tmp_path / "b")) / "1"
     damage(b, state["w"].tobytes()[:64])
     result = CliRunner().invoke(app, ["diff", str(a), str(b), "--json"])
-    assert result.exit_code == outcome.FOUND
+    assert result.exit_code == exit_codes.FOUND
     assert result.stdout == ""
     assert "state/w: the stored bytes are not those that were saved" in result.stderr
 
@@ -183,4 +184,4 @@ def test_a_run_may_be_called_by_a_number(tmp_path: Path) -> None:
     second = save(tmp_path / "b", {"x": np.zeros(1)}, step=7)
     result = run_json("diff", first.parent, second, "--filter", "state/*")
     assert (result["a"]["step"], result["b"]["step"]) == (1, 7)
-    assert "no such directory" in run("diff", first, tmp_path / "9", code=outcome.USAGE)
+    assert "no such directory" in run("diff", first, tmp_path / "9", code=exit_codes.USAGE)

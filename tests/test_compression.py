@@ -16,8 +16,8 @@ from orbax.checkpoint._src.serialization import replica_slices
 from support import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.storage import compression as room
-from torchax_ckpt.storage.compression import SLOW_BYTES_PER_SEC, Compression
+from torchax_ckpt.storage.arrays import compression
+from torchax_ckpt.storage.arrays.compression import SLOW_BYTES_PER_SEC, Compression
 
 MANY = 100 << 20
 
@@ -28,7 +28,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         told = types.SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(room, "time", told)
+        monkeypatch.setattr(compression, "time", told)
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -84,9 +84,9 @@ def test_replicas_are_not_counted(directory: Path, monkeypatch: pytest.MonkeyPat
 def test_a_run_on_a_slow_medium_ends_up_compressed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(room, "_LEAST_MEAN_BYTES", 1)
-    monkeypatch.setattr(room, "SLOW_BYTES_PER_SEC", 1e12)
+    monkeypatch.setattr(compression, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(compression, "_LEAST_MEAN_BYTES", 1)
+    monkeypatch.setattr(compression, "SLOW_BYTES_PER_SEC", 1e12)
     state = {"w": jnp.zeros((512, 512))}
 
     def size(step: int) -> int:
@@ -119,8 +119,8 @@ def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(room, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(room, "_LEAST_MEAN_BYTES", 1)
+    monkeypatch.setattr(compression, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(compression, "_LEAST_MEAN_BYTES", 1)
     fetch = replica_slices.transfer_arrays_to_host
 
     def an_hour_later(*args: Any, **kwargs: Any) -> Any:
@@ -132,10 +132,10 @@ def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
         for step in range(1, 5):
             ckpt.save(step, state={"w": jnp.zeros((512, 512))}, force=True)
         ckpt.wait_until_finished()
-        compression = ckpt._saver._writer._compression
+        chosen = ckpt._saver._writer._compression
     assert clock.now >= 4 * 3600
-    assert len(compression._rates) == 3
-    assert not compression.is_on
+    assert len(chosen._rates) == 3
+    assert not chosen.is_on
 
 
 def test_several_processes_compress_alike(monkeypatch: pytest.MonkeyPatch) -> None:

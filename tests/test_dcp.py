@@ -21,16 +21,15 @@ from test_pretrained import save_dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.cli import outcome
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, torchax_backend, warm_start
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
     MismatchError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.formats import dcp_reading, foreign, records, scratch
+from torchax_ckpt.formats import dcp, pickle_records, scratch, untrusted_files
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
@@ -149,7 +148,15 @@ def test_what_is_larger_than_the_bound_lies_in_a_file(
     monkeypatch.setattr(scratch.os, "posix_fallocate", full)
     out = tmp_path / "none"
     said = run(
-        "export", directory, 2, out, "--format", "dcp", "--max-bytes", 1, code=outcome.UNAVAILABLE
+        "export",
+        directory,
+        2,
+        out,
+        "--format",
+        "dcp",
+        "--max-bytes",
+        1,
+        code=exit_codes.UNAVAILABLE,
     )
     assert "has no room for" in said
     assert not out.exists()
@@ -183,7 +190,7 @@ def test_wrong_use_is_told(trained: Any, directory: Path, tmp_path: Path) -> Non
         (path, 2, ("x", "--format", "dcp", "--max-shard-size", "1GB"), "for safetensors"),
     ):
         out, *rest = args
-        said = run("export", source, step, tmp_path / out, *rest, code=outcome.USAGE)
+        said = run("export", source, step, tmp_path / out, *rest, code=exit_codes.USAGE)
         assert message in said
         assert not (tmp_path / out).exists()
 
@@ -205,9 +212,9 @@ def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: P
     assert result["files"] == [str(tmp_path / "dcp" / ".metadata")]
     assert values(load_torch_state_dict(tmp_path / "again")) == values(dict(model.state_dict()))
     assert "was written neither by torch.save nor by torch's DCP" in run(
-        "import", directory, tmp_path / "x", "--at", "model", code=outcome.USAGE
+        "import", directory, tmp_path / "x", "--at", "model", code=exit_codes.USAGE
     )
-    said = run("import", tmp_path / "dcp", tmp_path / "x", "--at", "ema", code=outcome.USAGE)
+    said = run("import", tmp_path / "dcp", tmp_path / "x", "--at", "ema", code=exit_codes.USAGE)
     assert "found them at model" in said
 
 
@@ -242,7 +249,7 @@ def test_tensors_come_together_from_the_chunks_of_many_ranks(tmp_path: Path) -> 
         "rows": whole, "columns": whole + 100, "same": whole + 200, "turned": (whole + 300).T,
         "number": np.array(7, np.float32),
     }  # fmt: skip
-    files = dcp_reading.open_dcp(tmp_path / "dcp")
+    files = dcp.open_dcp(tmp_path / "dcp")
     assert len(files.tensors["rows"].parts) == len(files.tensors["columns"].parts) == 2
     model = nn.Module()
     for name, array in expected.items():
@@ -262,9 +269,9 @@ def test_every_dtype_is_read(dtype: str, tmp_path: Path) -> None:
     with before_enabling():
         tensor = torch.arange(12).reshape(3, 4).float().to(getattr(torch, dtype))
     save_dcp({"w": tensor, "none": tensor[:0]}, tmp_path / "dcp", num_files=1)
-    files = dcp_reading.open_dcp(tmp_path / "dcp")
-    with backend.native_torch():
-        expected = backend.to_numpy(tensor)
+    files = dcp.open_dcp(tmp_path / "dcp")
+    with torchax_backend.native_torch():
+        expected = torchax_backend.to_numpy(tensor)
     found = files.tensors["w"].mapped()
     assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
     assert files.tensors["none"].mapped().shape == (0, 4)
@@ -286,12 +293,12 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_nothing_is_unpickled(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = records.read_records(pickle.dumps(Evil()), "x")
-    assert isinstance(found, records.Record)
+    found = pickle_records.read_records(pickle.dumps(Evil()), "x")
+    assert isinstance(found, pickle_records.Record)
     assert (found.name, found.args) == ("builtins.print", ("run by a pickle",))
     (saved / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CorruptCheckpointError, match="expected Metadata"):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)
     assert "run by" not in capsys.readouterr().out
 
 
@@ -303,7 +310,7 @@ def test_nothing_is_unpickled_of_a_chunk(saved: Path, capsys: pytest.CaptureFixt
         archive.writestr("archive/data/0", bytes(24))
     rewrite(saved, lambda m: setattr(stored(m), "length", file.stat().st_size))
     with pytest.raises(CorruptCheckpointError, match="expected a tensor"):
-        dcp_reading.open_dcp(saved).tensors["w"].mapped()
+        dcp.open_dcp(saved).tensors["w"].mapped()
     assert "run by" not in capsys.readouterr().out
 
 
@@ -348,7 +355,7 @@ def stored(found: Any) -> Any:
 def test_metadata_that_torch_does_not_write_is_damage(change: Any, saved: Path) -> None:
     rewrite(saved, change)
     with pytest.raises(CorruptCheckpointError):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)
 
 
 # 60 lists or tuples, each of the one before, twice: to show or hash the last takes 2 ** 60 steps.
@@ -396,7 +403,7 @@ def fields(name: bytes, **values: bytes) -> bytes:
 def test_parts_in_common_are_not_multiplied(place: Any, shared: bytes, saved: Path) -> None:
     (saved / ".metadata").write_bytes(b"\x80\x04" + place(shared) + b".")
     with pytest.raises(CorruptCheckpointError):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)
 
 
 @pytest.mark.parametrize(
@@ -411,14 +418,14 @@ def test_parts_in_common_are_not_multiplied(place: Any, shared: bytes, saved: Pa
 )
 def test_the_name_of_a_global_is_no_more_than_a_name(doubled: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="whose name is none"):
-        records.read_records(b"\x80\x04" + doubled + b".", "x")
+        pickle_records.read_records(b"\x80\x04" + doubled + b".", "x")
 
 
 def test_a_size_has_dims_and_bits_as_arrays_do(saved: Path) -> None:
     for size in ((0, *(2**40,) * 64), (2**63, 0)):
         rewrite(saved, lambda m, s=size: setattr(m.state_dict_metadata["model.w"], "size", s))
         with pytest.raises(CorruptCheckpointError, match="expected a size"):
-            dcp_reading.open_dcp(saved)
+            dcp.open_dcp(saved)
 
 
 def cut(folder: Path, shape: tuple[int, ...], *chunks: tuple[Any, Any]) -> None:
@@ -450,7 +457,7 @@ def test_chunks_that_overlap_are_damage(shape: Any, chunks: Any, saved: Path) ->
     """Their sizes may well add up: what they leave out would be whatever was in memory."""
     cut(saved, shape, *chunks)
     with pytest.raises(CorruptCheckpointError, match=r"model\.w: chunks that"):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)
 
 
 def test_chunks_of_any_mesh_are_apart(saved: Path) -> None:
@@ -463,15 +470,15 @@ def test_chunks_of_any_mesh_are_apart(saved: Path) -> None:
             ([int(a) for a, _ in box], [int(b - a) for a, b in box]) for box in boxes
         ]  # fmt: skip
         cut(saved, shape, *chunks)
-        assert len(dcp_reading.open_dcp(saved).tensors["w"].parts) == 3 ** len(shape)
+        assert len(dcp.open_dcp(saved).tensors["w"].parts) == 3 ** len(shape)
 
 
 def test_only_regular_files_of_the_directory_are_opened(saved: Path, tmp_path: Path) -> None:
     (file,) = saved.glob("*.distcp")
-    tensor = dcp_reading.open_dcp(saved).tensors["w"]
+    tensor = dcp.open_dcp(saved).tensors["w"]
     for path, read in (
         (file, tensor.mapped),
-        (saved / ".metadata", lambda: dcp_reading.open_dcp(saved)),
+        (saved / ".metadata", lambda: dcp.open_dcp(saved)),
     ):
         elsewhere = path.rename(tmp_path / "elsewhere")
         path.symlink_to(elsewhere)
@@ -487,9 +494,9 @@ def test_only_regular_files_of_the_directory_are_opened(saved: Path, tmp_path: P
 
 
 def test_no_more_is_read_than_metadata_has(saved: Path) -> None:
-    os.truncate(saved / ".metadata", foreign.MAX_METADATA_BYTES + 1)  # sparse
+    os.truncate(saved / ".metadata", untrusted_files.MAX_METADATA_BYTES + 1)  # sparse
     with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)
 
 
 def test_no_more_is_read_than_an_archive_describes_itself_in(saved: Path) -> None:
@@ -500,7 +507,7 @@ def test_no_more_is_read_than_an_archive_describes_itself_in(saved: Path) -> Non
         sparse.write(struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 1 << 26, 0, 0))
     rewrite(saved, lambda m: setattr(stored(m), "length", size + 22))
     with pytest.raises(CorruptCheckpointError, match="an archive that describes itself in"):
-        dcp_reading.open_dcp(saved).tensors["w"].mapped()
+        dcp.open_dcp(saved).tensors["w"].mapped()
 
 
 @pytest.mark.parametrize(
@@ -515,7 +522,7 @@ def test_no_more_is_read_than_an_archive_describes_itself_in(saved: Path) -> Non
 )
 def test_archives_that_do_not_hold_the_tensor_change_nothing(change: Any, saved: Path) -> None:
     rewrite(saved, change)
-    tensor = dcp_reading.open_dcp(saved).tensors["w"]
+    tensor = dcp.open_dcp(saved).tensors["w"]
     with pytest.raises((CorruptCheckpointError, DirectoryError)):
         tensor.mapped()
 
@@ -524,7 +531,7 @@ def test_archives_are_damaged_at_every_byte(saved: Path) -> None:
     """Whatever is changed, the tensor comes out or an error of ours does."""
     file = next(saved.glob("*.distcp"))
     content = file.read_bytes()
-    tensor = dcp_reading.open_dcp(saved).tensors["w"]
+    tensor = dcp.open_dcp(saved).tensors["w"]
     random = np.random.default_rng(0)
     refused = 0
     for _ in range(400):
@@ -546,7 +553,7 @@ def test_metadata_is_damaged_at_every_byte(saved: Path) -> None:
         damaged = content[:at] + bytes([random.integers(256)]) + content[at + 1 :]
         (saved / ".metadata").write_bytes(damaged[: int(random.integers(1, len(content) * 4))])
         try:
-            dcp_reading.open_dcp(saved)
+            dcp.open_dcp(saved)
         except (CorruptCheckpointError, UnsupportedLeafError, MismatchError):
             refused += 1
     assert refused > 200
@@ -555,7 +562,7 @@ def test_metadata_is_damaged_at_every_byte(saved: Path) -> None:
 def test_compressed_chunks_are_refused_by_name(saved: Path) -> None:
     rewrite(saved, lambda m: setattr(stored(m), "transform_descriptors", ["zstd"]))
     with pytest.raises(UnsupportedLeafError, match=r"model\.w: is compressed"):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)
     shutil.rmtree(saved)
     with pytest.raises(DirectoryError):
-        dcp_reading.open_dcp(saved)
+        dcp.open_dcp(saved)

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from support import P, fsdp_mesh, run_processes
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, snapshot
-from torchax_ckpt.device_memory import DeviceMemory, free_device_bytes
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import OutOfMemoryError
-from torchax_ckpt.snapshot import Snapshot, Snapshotter
+from torchax_ckpt.snapshot import stacking
+from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 
 NAMES = [f"state/layers.{i}.w" for i in range(5)]
 UNIT = 1 << 12
@@ -186,7 +187,7 @@ def test_after_memory_was_exhausted_the_whole_peak_counts(
     assert held.way == "copy"
     del held
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
-        patch.setattr(snapshot, "_copy_onto", exhausted)
+        patch.setattr(stacking, "_copy_onto", exhausted)
         assert take(snapshotter).way == "transfer"
     assert "taken by transfer: the devices ran out of memory" in caplog.text
     assert take(snapshotter).way == "transfer"
@@ -208,8 +209,8 @@ def test_copies_that_do_not_fit_are_said_and_change_nothing(
     with ckpt:
         ckpt.save(1, state=state, force=True)
         with monkeypatch.context() as patch:
-            patch.setattr(snapshot, "_copy_onto", exhausted)
-            patch.setattr(snapshot, "_stack_onto", exhausted)
+            patch.setattr(stacking, "_copy_onto", exhausted)
+            patch.setattr(stacking, "_stack_onto", exhausted)
             said = rf"expected (\d+) bytes free .*found {UNIT} bytes.*snapshot=\"auto\""
             with pytest.raises(OutOfMemoryError, match=said) as caught:
                 ckpt.save(2, state=state, force=True)
@@ -238,7 +239,7 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
 ) -> None:
     accelerator = Accelerator(peak=12 if how == "does not fit" else 9)
     if how == "is exhausted":
-        monkeypatch.setattr(snapshot, "_stack_onto", exhausted)
+        monkeypatch.setattr(stacking, "_stack_onto", exhausted)
     ckpt = TorchaxCheckpointer(directory)
     ckpt._snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
     state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}
@@ -261,8 +262,8 @@ ONE_IS_FULL = """
     from jax.sharding import NamedSharding, PartitionSpec as P
     from processes_program import INDEX, MESH, report
     from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
-    from torchax_ckpt.device_memory import DeviceMemory
-    from torchax_ckpt.snapshot import Snapshotter
+    from torchax_ckpt.snapshot.device_memory import DeviceMemory
+    from torchax_ckpt.snapshot.snapshotter import Snapshotter
 
     directory, mode, fulls = sys.argv[4], sys.argv[5], json.loads(sys.argv[6])
     rows = NamedSharding(MESH, P("fsdp"))
@@ -335,7 +336,7 @@ def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path
 def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a host is given back: what is missing of it is somebody's."""
     free = 7 * 8 * UNIT
-    monkeypatch.setattr("torchax_ckpt.device_memory._available_host_bytes", lambda: free)
+    monkeypatch.setattr("torchax_ckpt.snapshot.device_memory._available_host_bytes", lambda: free)
     memory = DeviceMemory()
     arrays = list(start().values())
     assert memory.holds(arrays)

@@ -19,13 +19,19 @@ from jax.sharding import Mesh, NamedSharding
 from strategies import NUMPY_DTYPES, random_bits
 from support import P, assert_trees_identical, fsdp_mesh
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.content import read_manifest
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
-from torchax_ckpt.storage import cutting, digests, inspection, location, placing, reading
-from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.storage.placing import Wanted
+from torchax_ckpt.restoring.step_reader import read_manifest
+from torchax_ckpt.storage.arrays import (
+    array_checks,
+    block_digests,
+    chunking,
+    placement,
+    read_arrays,
+)
+from torchax_ckpt.storage.arrays.placement import Wanted
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import location, seals
 
 NEVER = CheckpointOptions(verify="never")
 
@@ -88,17 +94,17 @@ def test_every_mesh_reads_and_checks_what_any_other_saved(
     directory: Path, saved_on: Any, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small_blocks:
-        monkeypatch.setattr(cutting, "MAX_BYTES", 1100)
+        monkeypatch.setattr(chunking, "MAX_BYTES", 1100)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state_on(mesh_of(*saved_on), saved_on[1]))
     checked: list[int] = []
-    compare = digests.mismatches
+    compare = block_digests.mismatches
 
     def counted(host: np.ndarray, *rest: Any) -> Any:
         checked.append(host.nbytes)
         return compare(host, *rest)
 
-    monkeypatch.setattr(digests, "mismatches", counted)
+    monkeypatch.setattr(block_digests, "mismatches", counted)
     for shape, axes in MESHES:
         expected = state_on(mesh_of(shape, axes), axes)
         checked.clear()
@@ -141,11 +147,13 @@ def test_attach_goes_on_from_the_newest_step_without_damage(directory: Path) -> 
         ckpt.attach(model)
         ckpt.save(1, force=True)
         ckpt.save(2, force=True)
-    damage(directory / "2" / "state", backend.to_numpy(model.weight).tobytes()[:64])
+    damage(directory / "2" / "state", torchax_backend.to_numpy(model.weight).tobytes()[:64])
     fresh = torch.nn.Linear(64, 64, bias=False).to("jax")
     with pytest.warns(UserWarning, match=r"skipping .*step 2.*model/weight"):
         assert TorchaxCheckpointer(directory).attach(fresh) == 1
-    assert np.array_equal(backend.to_numpy(fresh.weight), backend.to_numpy(model.weight))
+    assert np.array_equal(
+        torchax_backend.to_numpy(fresh.weight), torchax_backend.to_numpy(model.weight)
+    )
 
 
 @pytest.mark.parametrize("item", ["manifest", "summary"])
@@ -166,9 +174,9 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
         ckpt.save(1, state=state)
     step = StepDirectory(directory).find(1)
     context = location.reading_context()
-    store = reading.ts.KvStore.open(reading._kvstore(step), context=context).result()
+    store = read_arrays.ts.KvStore.open(read_arrays._kvstore(step), context=context).result()
     key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
-    store.delete_range(reading.ts.KvStore.KeyRange(key, key + b"\0")).result()
+    store.delete_range(read_arrays.ts.KvStore.KeyRange(key, key + b"\0")).result()
     with pytest.raises(CorruptCheckpointError, match="state/big"):
         TorchaxCheckpointer(directory, options=NEVER).load(1, abstract(state))
 
@@ -181,7 +189,7 @@ def test_every_reader_gives_up_on_a_bucket_after_minutes(
         ckpt.save(1, state=state)
     damage(directory / "1" / "state", state["host"].tobytes())
     limits: list[Any] = []
-    for opened in (reading.ts, reading.ts.KvStore):
+    for opened in (read_arrays.ts, read_arrays.ts.KvStore):
 
         def watched(*args: Any, context: Any = None, to: Any = opened.open, **rest: Any) -> Any:
             limits.append(context and context["gcs_request_retries"].to_json())
@@ -202,7 +210,7 @@ class HostMemory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive = self.peak = 0
-        put, ready = placing._put, jax.block_until_ready
+        put, ready = placement._put, jax.block_until_ready
         moving: dict[int, np.ndarray] = {}
 
         def slow_put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
@@ -215,9 +223,9 @@ class HostMemory:
                 moving.pop(id(array), None)
             return ready(arrays)
 
-        for module in (placing, reading):
+        for module in (placement, read_arrays):
             monkeypatch.setattr(module, "empty", self._empty)
-        monkeypatch.setattr(placing, "_put", slow_put)
+        monkeypatch.setattr(placement, "_put", slow_put)
         monkeypatch.setattr(jax, "block_until_ready", wait)
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -282,18 +290,18 @@ def test_any_single_flipped_bit_changes_exactly_one_block(
     host = random_bits(dtype, tuple(dims), seed)
     is_stack = is_stack and host.ndim > 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "MAX_BYTES", max_bytes)
-        taken = digests.take(host, digests.shards(host), is_stack=is_stack)
+        patch.setattr(chunking, "MAX_BYTES", max_bytes)
+        taken = block_digests.take(host, block_digests.shards(host), is_stack=is_stack)
     start = (0,) * host.ndim
-    assert digests.fit(taken, host.shape)
-    assert digests.mismatches(host, start, taken, host.shape) == []
+    assert block_digests.fit(taken, host.shape)
+    assert block_digests.mismatches(host, start, taken, host.shape) == []
     octets = bytearray(host.tobytes())
     bit = seed % (8 * len(octets))
     octets[bit // 8] ^= 1 << bit % 8
     changed = np.frombuffer(bytes(octets), host.dtype).reshape(host.shape)
     place = np.unravel_index(bit // 8 // host.itemsize, host.shape) if host.ndim else ()
     cell = tuple(int(p) // b for p, b in zip(place, taken.block, strict=True))
-    assert digests.mismatches(changed, start, taken, host.shape) == [cell]
+    assert block_digests.mismatches(changed, start, taken, host.shape) == [cell]
 
 
 # Shape, how it lies on eight devices (None: on the host), and the blocks it should be cut into
@@ -319,7 +327,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     directory: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Otherwise chunks would be read whole to compare a part of them.
-    monkeypatch.setattr(cutting, "MAX_BYTES", 4096)
+    monkeypatch.setattr(chunking, "MAX_BYTES", 4096)
     shape, spec, expected = CUTS[case]
     host = random_bits("float32", shape, 0)
     array: Any = host if spec is None else put(host, fsdp_mesh(8, "x"), spec)
@@ -327,7 +335,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
         ckpt.save(1, state={"w": array})
     step = StepDirectory(directory).find(1)
     want = Wanted(shape, "float32", {}, None)
-    chunk = reading._chunk(reading._open(step, {"state/w": want})["state/w"])
+    chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want})["state/w"])
     assert chunk == read_manifest(step).digests["state/w"].block == expected
     found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
@@ -336,7 +344,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
 def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "MAX_BYTES", 4096)
+    monkeypatch.setattr(chunking, "MAX_BYTES", 4096)
     state = {"w": {str(i): random_bits("float32", (32, 64), i) for i in range(3)}}
     with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="stacked")) as ckpt:
         ckpt.save(1, state=state)
@@ -345,14 +353,14 @@ def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
     step = StepDirectory(directory).find(1)
     (name,) = read_manifest(step).plan.stacks
     want = Wanted((3, 32, 64), "float32", {}, None)
-    chunk = reading._chunk(reading._open(step, {name: want})[name])
+    chunk = read_arrays._chunk(read_arrays._open(step, {name: want})[name])
     assert chunk == (3, 16, 16)
     assert read_manifest(step).digests[name].block == (1, 16, 16)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
 
 
 def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> None:
-    state = {"w": np.arange(cutting.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
+    state = {"w": np.arange(chunking.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1), state)
@@ -364,13 +372,13 @@ def test_what_no_reader_takes_is_not_committed(
     state = {"w": np.ones((4, 4)), "x": put(np.ones(64), fsdp_mesh(8, "x"), P("x"))}
     with TorchaxCheckpointer(directory) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(inspection, "MAX_CHUNKS", 7)
+            patch.setattr(array_checks, "MAX_CHUNKS", 7)
             ckpt.save(1, state=state)
             with pytest.raises(SaveError, match="at most 7 chunks, found 8") as caught:
                 ckpt.wait_until_finished()
             assert caught.value.key_path == "state/x"
         with monkeypatch.context() as patch:
-            patch.setattr(digests, "MAX_JSON_BYTES", 500)
+            patch.setattr(seals, "MAX_JSON_BYTES", 500)
             ckpt.save(2, state=state)
             with pytest.raises(SaveError, match="'digests'|'document'"):
                 ckpt.wait_until_finished()
@@ -399,7 +407,7 @@ def test_what_goes_wrong_while_digesting_fails_the_save_alone(
 
     with TorchaxCheckpointer(directory) as ckpt:
         with monkeypatch.context() as broken:
-            broken.setattr(digests, "take", fail)
+            broken.setattr(block_digests, "take", fail)
             ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
             with pytest.raises(SaveError, match="no digests today"):
                 ckpt.wait_until_finished()
@@ -416,7 +424,7 @@ def test_a_piece_that_cannot_be_compared_fails_the_restore(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(digests, "mismatches", fail)
+        monkeypatch.setattr(block_digests, "mismatches", fail)
         with pytest.raises(MemoryError, match="no room to compare"):
             ckpt.load(1)
 

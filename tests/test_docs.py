@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import torchax_ckpt
 from torchax_ckpt import planning, policies
 from torchax_ckpt.cli.app import app
-from torchax_ckpt.cli.outcome import FOUND
+from torchax_ckpt.cli.exit_codes import FOUND
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

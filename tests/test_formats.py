@@ -15,19 +15,24 @@ from support import before_enabling, bits, run_python
 from test_cli import run, run_json
 from test_verified import damage
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, load_torch_state_dict
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.cli import outcome
-from torchax_ckpt.cli.converting import parsed_size
-from torchax_ckpt.cli.outcome import UsageError
+from torchax_ckpt import (
+    CheckpointOptions,
+    TorchaxCheckpointer,
+    load_torch_state_dict,
+    torchax_backend,
+)
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli.convert import parsed_size
+from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
     StepNotFoundError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.formats import safetensors_files
-from torchax_ckpt.storage import digests, reading
+from torchax_ckpt.formats import safetensors_files, safetensors_io
+from torchax_ckpt.storage.arrays import read_arrays
+from torchax_ckpt.storage.medium import seals
 
 
 class Plain(torch.nn.Module):
@@ -138,7 +143,7 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
     import ml_dtypes
 
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    named = set(safetensors_files.NAMES_OF_DTYPES)
+    named = set(safetensors_io.NAMES_OF_DTYPES)
     state = {name: numbers.astype(np.dtype(name)) for name in sorted(named)}
     state |= {"empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
     with TorchaxCheckpointer(directory) as ckpt:
@@ -153,7 +158,7 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
             assert octets == array.tobytes(), name
             assert tuple(loaded[name].shape) == array.shape
             assert name in ("empty", "scalar") or str(loaded[name].dtype) == f"torch.{name}"
-    said = run("export", directory, 1, tmp_path / "y", "--at", "state/odd", code=outcome.USAGE)
+    said = run("export", directory, 1, tmp_path / "y", "--at", "state/odd", code=exit_codes.USAGE)
     assert "state/odd: safetensors has no dtype int4" in said
     assert not (tmp_path / "y").exists()
 
@@ -180,7 +185,7 @@ def test_no_more_is_in_memory_than_was_allowed(
     alive: list[int] = []
     peak = 0
 
-    class Counted(reading._Arrival):
+    class Counted(read_arrays._Arrival):
         def __init__(self, committed: Any, target: Any, piece: Any, store: Any) -> None:
             nonlocal peak
             super().__init__(committed, target, piece, store)
@@ -191,7 +196,7 @@ def test_no_more_is_in_memory_than_was_allowed(
             alive.pop()
             return super().fetch()
 
-    monkeypatch.setattr(reading, "_Arrival", Counted)
+    monkeypatch.setattr(read_arrays, "_Arrival", Counted)
     bound = 3 << 20
     out = tmp_path / "x.safetensors"
     run("export", directory, 1, out, "--at", "state", "--max-bytes", bound)
@@ -205,7 +210,7 @@ MEASURED = """
     import pathlib, re, sys, threading, time
     from torchax_ckpt.cli.main import main
     import safetensors, torch, torch.distributed.checkpoint
-    import torchax_ckpt.cli.app, torchax_ckpt.cli.converting, torchax_ckpt.formats.state_dict
+    import torchax_ckpt.cli.app, torchax_ckpt.cli.convert, torchax_ckpt.formats.state_dict
 
     def held():  # memory of this process's own; what is mapped from files is not
         found = re.search(r"RssAnon:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())
@@ -270,7 +275,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(
     out = tmp_path / "model.safetensors"
     out.write_text("mine")
     for target in (out, tmp_path):
-        said = run("export", directory, 3, target, code=outcome.UNAVAILABLE)
+        said = run("export", directory, 3, target, code=exit_codes.UNAVAILABLE)
         assert "is there already; nothing was written" in said
     assert out.read_text() == "mine"
     out.unlink()
@@ -279,7 +284,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(safetensors_files.os, "posix_fallocate", full)
-    said = run("export", directory, 3, tmp_path, code=outcome.UNAVAILABLE)
+    said = run("export", directory, 3, tmp_path, code=exit_codes.UNAVAILABLE)
     assert "No space left on device" in said
     assert list(tmp_path.iterdir()) == []
 
@@ -292,7 +297,7 @@ def test_a_damaged_step_is_not_exported(directory: Path, tmp_path: Path) -> None
     for name in ("x.safetensors", "x.pt"):
         form = name.rpartition(".")[2]
         out = tmp_path / "out" / name
-        run("export", directory, 1, out, "--at", "state", "--format", form, code=outcome.FOUND)
+        run("export", directory, 1, out, "--at", "state", "--format", form, code=exit_codes.FOUND)
         assert not out.exists()
     with pytest.raises(CorruptCheckpointError, match="state/w"):
         load_torch_state_dict(directory, at="state")
@@ -306,7 +311,7 @@ def test_a_torch_file_is_read_without_trust(
 ) -> None:
     directory, expected = trained
     out = tmp_path / "weights.pt"
-    said = run("export", directory, 3, out, "--format", "safetensors", code=outcome.USAGE)
+    said = run("export", directory, 3, out, "--format", "safetensors", code=exit_codes.USAGE)
     assert "expected a name that ends otherwise" in said
     run("export", directory, 3, out)  # the name says the format
     with before_enabling():
@@ -317,7 +322,7 @@ def test_a_torch_file_is_read_without_trust(
         fresh.layers[1].bfloat16()
         fresh.load_state_dict(loaded, strict=False)
         assert values(fresh.state_dict()) == expected
-    again = run("export", directory, 3, out, "--format", "pt", code=outcome.UNAVAILABLE)
+    again = run("export", directory, 3, out, "--format", "pt", code=exit_codes.UNAVAILABLE)
     assert "is there already" in again
     assert list(tmp_path.iterdir()) == [out]
 
@@ -333,7 +338,7 @@ def test_a_state_dict_holds_plain_tensors(
         assert values(loaded) == expected
         assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
         assert loaded["head.weight"] is loaded["embed.weight"]
-        assert not any(backend.is_device_tensor(tensor) for tensor in loaded.values())
+        assert not any(torchax_backend.is_device_tensor(tensor) for tensor in loaded.values())
 
     if is_enabled:
         check()
@@ -374,7 +379,7 @@ def test_where_the_weights_are_must_be_known(directory: Path) -> None:
         load_torch_state_dict(directory, 2)
     with pytest.raises(StepNotFoundError):
         load_torch_state_dict(directory / "1" / "state")
-    assert "--at" in run("export", directory, 1, directory / "x", code=outcome.USAGE)
+    assert "--at" in run("export", directory, 1, directory / "x", code=exit_codes.USAGE)
 
 
 def test_names_that_meet_and_dtypes_that_torch_lacks_are_refused(directory: Path) -> None:
@@ -398,7 +403,7 @@ def test_ties_that_no_release_writes_are_damage(
     manifest = json.loads(path.read_text())
     del manifest["xxh3_64"]
     manifest["document"]["model"]["ties"] = ties
-    path.write_text(json.dumps(digests.seal(manifest)))
+    path.write_text(json.dumps(seals.seal(manifest)))
     with pytest.raises(CorruptCheckpointError, match="tie"):
         load_torch_state_dict(directory)
 
@@ -406,7 +411,7 @@ def test_ties_that_no_release_writes_are_damage(
 def test_a_name_that_safetensors_reserves_is_refused(directory: Path, tmp_path: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"__metadata__": np.zeros(1)}, force=True)
-    said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=outcome.USAGE)
+    said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=exit_codes.USAGE)
     assert "no tensor of the name __metadata__" in said
 
 
@@ -434,5 +439,5 @@ def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_p
         ((3, "gs://bucket/x"), "locally only"),
         ((3, tmp_path / "x", "--format", "zip"), "zip"),
     ):
-        assert message in run("export", directory, *args, code=outcome.USAGE)
+        assert message in run("export", directory, *args, code=exit_codes.USAGE)
     assert list(tmp_path.iterdir()) == []

@@ -20,10 +20,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from strategies import fingerprint, make_leaf
 from support import P, assert_trees_identical, bits, fsdp_mesh, mlp, train_step
 
-from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
-from torchax_ckpt.state import tree
+from torchax_ckpt.state import pytree
 
 State = tuple[dict[str, jax.Array], Any]
 
@@ -160,14 +159,14 @@ def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path)
         "jax": jnp.arange(1000.0) + 1,
         "key": jax.random.fold_in(jax.random.key(0), 1),
         "sharded": jax.device_put(np.arange(64), sharding),
-        "torchax": backend.wrap(jnp.arange(10) * 2),
+        "torchax": torchax_backend.wrap(jnp.arange(10) * 2),
     }
     wanted = {k: bits(v) for k, v in state.items()}
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
         for name in ("jax", "key", "sharded"):
             state[name].delete()
-        backend.buffer(state["torchax"]).delete()
+        torchax_backend.buffer(state["torchax"]).delete()
     assert {k: bits(v) for k, v in load(directory).items()} == wanted
 
 
@@ -181,7 +180,7 @@ def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
         leaf.delete()
     else:
         array = jnp.ones((4, 2)) + 1
-        tensor = backend.wrap(array)
+        tensor = torchax_backend.wrap(array)
         leaf = {"jax": array, "torchax": tensor, "view": tensor[1:]}[kind]
         array.delete()
     with TorchaxCheckpointer(directory) as ckpt:
@@ -217,8 +216,8 @@ def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
         (jnp.ones(2), np.ones(2, np.float32)),
         (jnp.ones(2), jnp.zeros(2)),
         (jax.random.key(0, impl="rbg"), jax.random.key(1, impl="unsafe_rbg")),
-        (backend.from_numpy(np.ones(2)), backend.from_numpy(np.zeros(2))),
-        (backend.wrap(jnp.ones(2)), backend.wrap(jnp.ones(3))),
+        (torchax_backend.from_numpy(np.ones(2)), torchax_backend.from_numpy(np.zeros(2))),
+        (torchax_backend.wrap(jnp.ones(2)), torchax_backend.wrap(jnp.ones(3))),
     ],
     ids=lambda v: type(v).__name__,
 )
@@ -239,7 +238,7 @@ def test_values_that_were_changed_in_place_are_saved_anew(directory: Path, kind:
         "counter": (collections.Counter(a=1), lambda v: v.update(b=1)),
         "list": ([1], lambda v: v.append(2)),
         "numpy": (np.ones(2), lambda v: v.fill(2)),
-        "torch": (backend.from_numpy(np.ones(2)), _zero),
+        "torch": (torchax_backend.from_numpy(np.ones(2)), _zero),
         "bytes in a dict": ({"b": b"1"}, lambda v: v.update(b=b"2")),
     }
     value, change = values[kind]
@@ -253,12 +252,12 @@ def test_values_that_were_changed_in_place_are_saved_anew(directory: Path, kind:
 
 
 def _zero(tensor: torch.Tensor) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensor.zero_()
 
 
 def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(directory: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         dense = torch.eye(2)
         others = {
             "sparse": torch.eye(2).to_sparse(),
@@ -280,17 +279,23 @@ def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(director
 
 def test_an_abstract_state_of_torchax_tensors_gives_torchax_tensors(directory: Path) -> None:
     array = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(fsdp_mesh(), P("fsdp")))
-    save(directory, {"a": array, "b": backend.wrap(array), "c": np.arange(8, dtype=np.int32)})
-    gone = backend.wrap(jnp.zeros(8) + 1)
-    backend.buffer(gone).delete()
+    save(
+        directory, {"a": array, "b": torchax_backend.wrap(array), "c": np.arange(8, dtype=np.int32)}
+    )
+    gone = torchax_backend.wrap(jnp.zeros(8) + 1)
+    torchax_backend.buffer(gone).delete()
     loaded = load(
         directory,
-        {"a": backend.wrap(array + 1), "b": gone, "c": backend.wrap(jnp.zeros(8, jnp.int32))},
+        {
+            "a": torchax_backend.wrap(array + 1),
+            "b": gone,
+            "c": torchax_backend.wrap(jnp.zeros(8, jnp.int32)),
+        },
     )
     wanted = {
-        "a": backend.wrap(array),
-        "b": backend.wrap(jnp.arange(8.0)),
-        "c": backend.wrap(jnp.arange(8)),
+        "a": torchax_backend.wrap(array),
+        "b": torchax_backend.wrap(jnp.arange(8.0)),
+        "c": torchax_backend.wrap(jnp.arange(8)),
     }
     assert_trees_identical(loaded, wanted)
 
@@ -300,8 +305,8 @@ def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -
     kinds = {
         "jax": jax.device_put(value),
         "numpy": value,
-        "torch": backend.from_numpy(value),
-        "torchax": backend.wrap(jax.device_put(value)),
+        "torch": torchax_backend.from_numpy(value),
+        "torchax": torchax_backend.wrap(jax.device_put(value)),
     }
     save(directory, {f"{one} as {other}": kinds[one] for one in kinds for other in kinds})
     wanted = {f"{one} as {other}": kinds[other] for one in kinds for other in kinds}
@@ -377,14 +382,14 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
     state = {"layers": [{f"{i:03}": jnp.ones(2) for i in range(count)}] * 2}
     save(directory, state)
     looks = 0
-    key = tree._key
+    key = pytree._key
 
     def counted(node: Any) -> Any:
         nonlocal looks
         looks += 1
         return key(node)
 
-    monkeypatch.setattr(tree, "_key", counted)
+    monkeypatch.setattr(pytree, "_key", counted)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state, shardings=False)
     assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
 
@@ -497,20 +502,20 @@ def test_random_state_and_stateful_objects_are_saved_with_a_functional_state(
         np.random.seed(13)
         ckpt.save(2, state={"w": jnp.ones(2)})
         counter.count = 6
-        wanted = [random.random(), np.random.rand(), bits(backend.prng_key())]
+        wanted = [random.random(), np.random.rand(), bits(torchax_backend.prng_key())]
     for seed in (random.seed, np.random.seed, torchax.default_env().manual_seed):
         seed(99)
     fresh = Counter()
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.attach(stateful={"counter": fresh}) == 2
     assert fresh.count == 5
-    assert [random.random(), np.random.rand(), bits(backend.prng_key())] == wanted
+    assert [random.random(), np.random.rand(), bits(torchax_backend.prng_key())] == wanted
 
 
 def test_torch_random_state_is_saved_with_a_functional_state(directory: Path) -> None:
     def native_draw() -> bytes:
-        with backend.native_torch():
-            return backend.to_numpy(torch.rand(4)).tobytes()
+        with torchax_backend.native_torch():
+            return torchax_backend.to_numpy(torch.rand(4)).tobytes()
 
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach()
@@ -527,9 +532,9 @@ def test_attached_modules_are_not_captured_beside_a_functional_state(directory: 
     model = mlp()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(model, torch.optim.AdamW(model.parameters()))
-        state = {n: jnp.array(backend.buffer(p)) for n, p in model.named_parameters()}
+        state = {n: jnp.array(torchax_backend.buffer(p)) for n, p in model.named_parameters()}
         for parameter in model.parameters():
-            backend.buffer(parameter).delete()
+            torchax_backend.buffer(parameter).delete()
         ckpt.save(1, state=state)
     assert_trees_identical(load(directory), state)
     fresh = mlp()
@@ -565,7 +570,7 @@ def test_an_abstract_state_picks_components_of_attached_modules(directory: Path)
         ckpt.attach(model)
         ckpt.save(1, force=True)
     sharding = NamedSharding(fsdp_mesh(4), P())
-    shapes = {n: backend.buffer(p) for n, p in sorted(model.named_parameters())}
+    shapes = {n: torchax_backend.buffer(p) for n, p in sorted(model.named_parameters())}
     loaded = load(directory, {"model": abstract(shapes, sharding)})
     wanted = {"model": {n: jax.device_put(a, sharding) for n, a in shapes.items()}}
     assert_trees_identical(loaded, wanted)

@@ -14,8 +14,9 @@ from support import assert_trees_identical, mlp, run_python, train_step, trainin
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
-from torchax_ckpt.storage import commits, digests
-from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import seals
 
 KEEP_ALL = policies.PreserveAll()
 
@@ -191,11 +192,11 @@ def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
     killed_before_setting_aside(directory)
     record = directory / "30" / "_CHECKPOINT_METADATA"
     ahead = json.loads(record.read_text())["commit_timestamp_nsecs"] + 60 * 10**9
-    commits.set_time(directory / "30", ahead)
+    commit_record.set_time(directory / "30", ahead)
     summary = directory / "11" / "summary" / "data.json"
-    content = digests.unseal(json.loads(summary.read_text()))
+    content = seals.unseal(json.loads(summary.read_text()))
     content["abandons"] = [[s, ahead if s == 30 else t] for s, t in content["abandons"]]
-    summary.write_text(json.dumps(digests.seal(content)))
+    summary.write_text(json.dumps(seals.seal(content)))
     assert TorchaxCheckpointer(directory).all_steps() == [10, 11]
 
 
@@ -266,7 +267,7 @@ KILLED_BETWEEN = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer, policies
-    from torchax_ckpt.storage.directory import StepDirectory
+    from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
     def kill(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -30,8 +30,7 @@ from make_golden import (
 )
 from processes_program import digest
 
-from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import VERSION
 
@@ -70,7 +69,7 @@ def test_training_goes_on_from_a_golden_checkpoint(version: str, tmp_path: Path)
     optimizer, scheduler = train(module)
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         assert ckpt.attach(module, optimizer, lr_scheduler=scheduler) == STEP
-        leaf = fingerprint(np.asarray(backend.to_numpy(module.get_parameter("1.weight"))))
+        leaf = fingerprint(np.asarray(torchax_backend.to_numpy(module.get_parameter("1.weight"))))
         assert leaf[1:] in [entry[1][1:] for entry in dict(expected["dict"])["'model'"]["dict"]]
         ckpt.save(STEP + 1, force=True)
     assert TorchaxCheckpointer(tmp_path / "run").all_steps() == [STEP, STEP + 1]
@@ -93,7 +92,10 @@ def test_ties_extra_state_and_groups_come_back_from_a_golden_checkpoint(
     for name, module in modules.items():
         for fqn, parameter in module.named_parameters():
             stored = loaded["model"][name][fqn]
-            assert backend.to_numpy(parameter).tobytes() == backend.to_numpy(stored).tobytes()
+            assert (
+                torchax_backend.to_numpy(parameter).tobytes()
+                == torchax_backend.to_numpy(stored).tobytes()
+            )
 
 
 def of_processes(version: str, kind: str) -> list[dict[str, Any]]:
@@ -109,7 +111,7 @@ def of_processes(version: str, kind: str) -> list[dict[str, Any]]:
 def test_weights_that_processes_have_saved_together_are_read_by_name(version: str) -> None:
     whole = of_processes(version, "processes")[0]["whole"]
     found = load_torch_state_dict(GOLDEN / version / "processes", STEP)
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         weights = {name: digest(tensor.numpy()) for name, tensor in found.items()}
     assert weights == {name: whole[name] for name in whole if "/" not in name}
 

@@ -17,10 +17,11 @@ from etils import epath
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.history import History
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import ALONE
+from torchax_ckpt.processes.coordination import ALONE
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_history import History
 
 STATE = {"w": np.zeros(4)}
 NEVER = 10**9
@@ -56,7 +57,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert go.wait(60)
         raise OSError("let go")
 
-    monkeypatch.setattr(storage, "write_step", wait)
+    monkeypatch.setattr(write_step, "write_step", wait)
     yield go
     go.set()
 

@@ -23,8 +23,7 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from support import assert_trees_identical, mlp, run_python, train_step, training_state
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, content, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -33,11 +32,13 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
-from torchax_ckpt.storage import digests, inspection, modes
-from torchax_ckpt.storage.commits import MARK
-from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.storage.record import DRAFT_SUFFIX
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.restoring import step_reader
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.directory.commit_record import MARK
+from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import permissions, seals
+from torchax_ckpt.stored.stored_step import StoredStep
 
 DAMAGED = 2
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -76,7 +77,7 @@ class Program:
         )
 
     def state(self) -> list[Any]:
-        rng = [torch.get_rng_state(), backend.prng_key(), np.random.get_state(legacy=False)]
+        rng = [torch.get_rng_state(), torchax_backend.prng_key(), np.random.get_state(legacy=False)]
         return [
             training_state(self.model, self.optimizer),
             self.scheduler.state_dict(),
@@ -109,9 +110,9 @@ def edit(path: Path, change: Change) -> None:
     """Changes a file of JSON, and seals it again as whoever changes it on purpose would."""
     document = json.loads(path.read_text())
     if path.name == "data.json":
-        document = digests.unseal(document)
+        document = seals.unseal(document)
     change(document)
-    path.write_text(json.dumps(digests.seal(document) if path.name == "data.json" else document))
+    path.write_text(json.dumps(seals.seal(document) if path.name == "data.json" else document))
 
 
 def edit_document(run: Path, change: Change) -> None:
@@ -482,7 +483,7 @@ def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
 
 def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Path) -> None:
     file = next((run / str(DAMAGED)).rglob("d/*"))
-    os.truncate(file, 2 * inspection.host_memory_bytes())
+    os.truncate(file, 2 * host_memory.host_memory_bytes())
     refused(run, "a file that this host can hold.*which cannot be")
 
 
@@ -502,7 +503,7 @@ def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
         ckpt.wait_until_finished()
         assert ckpt.verify() == DAMAGED
         before = sorted(directory.rglob("*"))
-        monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 300_000)
+        monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 300_000)
         said = r"step 2 .*can hold, 300000 bytes, found 4\d{5} bytes.*more memory"
         for read in (ckpt.restore, ckpt.load):  # any step; a warning that one is skipped would fail
             with pytest.raises(OutOfMemoryError, match=said):
@@ -708,7 +709,7 @@ def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:
     ids=str,
 )
 def test_a_hostile_summary_hides_no_step_and_breaks_no_policy(run: Path, summary: Any) -> None:
-    sealed = digests.seal(summary) if isinstance(summary, dict) else summary
+    sealed = seals.seal(summary) if isinstance(summary, dict) else summary
     for step in (1, DAMAGED):
         (run / str(step) / "summary" / "data.json").write_text(json.dumps(sealed))
     best = policies.AnyPreservationPolicy([policies.BestN(metric="loss"), policies.LatestN(5)])
@@ -806,7 +807,7 @@ def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ocp.save(directory / "1", {"a": np.arange(3000)})
-    monkeypatch.setattr(inspection, "host_memory_bytes", lambda: 1 << 14)
+    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 1 << 14)
     with (
         TorchaxCheckpointer(directory) as ckpt,
         pytest.raises(OutOfMemoryError, match="this host can hold, 16384 bytes, found 24000"),
@@ -822,7 +823,7 @@ def test_a_state_on_a_device_may_be_larger_than_the_host(
     with TorchaxCheckpointer(tmp_path, options=options) as ckpt:
         ckpt.save(1, state=state, force=True)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(content.inspection, "host_memory_bytes", lambda: 60_000)
+        monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 60_000)
         assert ckpt.load(1, state).keys() == state.keys()
 
 
@@ -834,7 +835,7 @@ def test_without_the_look_at_array_metadata_a_hostile_shape_would_be_read(
 ) -> None:
     edit_array(run, "rng.torch", lambda m: m.update(compressor={"id": "bz2", "level": 1}))
     refused(run, "'bz2'")
-    monkeypatch.setattr(content, "require_plausible", lambda *args: None)
+    monkeypatch.setattr(step_reader, "require_plausible", lambda *args: None)
     refused(run, "cannot read its|BZ2|bz2|Error")  # by the library that unpacks it, too late
 
 
@@ -882,7 +883,7 @@ assert not seen, seen
 
 
 def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: Path) -> None:
-    names = (".torchax_ckpt_write_test", modes.PROBE)
+    names = (".torchax_ckpt_write_test", permissions.PROBE)
     directory.mkdir(exist_ok=True)
     for name in names:
         (tmp_path / f"of-the-user-{name}").write_text("precious")
@@ -913,7 +914,7 @@ def test_a_link_named_like_a_leftover_is_removed_and_not_what_it_leads_to(
 
 def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> None:
     directory.mkdir(exist_ok=True)
-    left = directory / f"{modes.PROBE}-0123{DRAFT_SUFFIX}"
+    left = directory / f"{permissions.PROBE}-0123{DRAFT_SUFFIX}"
     left.touch()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)}, force=True)

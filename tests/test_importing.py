@@ -16,7 +16,7 @@ from test_cli import run, run_json
 from test_formats import Plain, values
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict
-from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import MismatchError
 
 
@@ -134,7 +134,7 @@ def test_wide_integers_are_narrowed_only_where_they_fit(directory: Path, tmp_pat
     assert tuple(loaded["w"].shape) == (0, 3)
     for name, array in (("big", np.array([2**40])), ("wide", np.zeros(2))):
         safetensors.numpy.save_file({name: array}, path)
-        said = run("import", path, tmp_path / name, code=outcome.USAGE)
+        said = run("import", path, tmp_path / name, code=exit_codes.USAGE)
         assert f"{name}: is {array.dtype}" in said
         assert not (tmp_path / name).exists()
 
@@ -144,7 +144,7 @@ def test_a_directory_with_steps_is_left_alone(
 ) -> None:
     run("import", source[0], directory)
     before = sorted(directory.rglob("*"))
-    said = run("import", source[0], directory, code=outcome.UNAVAILABLE)
+    said = run("import", source[0], directory, code=exit_codes.UNAVAILABLE)
     assert "expected a directory without checkpoints, found step 0" in said
     assert sorted(directory.rglob("*")) == before
     assert not (directory / "lease").exists()
@@ -166,7 +166,7 @@ def test_damaged_files_are_a_finding(
     name: str, content: bytes, directory: Path, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    run("import", tmp_path / name, directory, code=outcome.FOUND)
+    run("import", tmp_path / name, directory, code=exit_codes.FOUND)
     assert not directory.exists()
 
 
@@ -176,7 +176,7 @@ def test_an_index_must_fit_its_files(directory: Path, tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     for weight_map in ({"w": "a", "v": "a"}, {"w": "a", "v": "b"}):
         index.write_text(json.dumps({"weight_map": weight_map}))
-        run("import", tmp_path, directory, code=outcome.FOUND)
+        run("import", tmp_path, directory, code=exit_codes.FOUND)
         assert not directory.exists()
 
 
@@ -185,10 +185,10 @@ def test_wrong_use_of_import_is_told(
 ) -> None:
     (tmp_path / "none").mkdir()
     for args, message, code in (
-        ((tmp_path / "nowhere",), "no such file", outcome.USAGE),
-        ((tmp_path / "none",), "model.safetensors: no such file", outcome.UNAVAILABLE),
-        ((source[0], "--tie", "a"), "ALIAS=NAME", outcome.USAGE),
-        ((source[0], "--tie", "a=gone"), "cannot be tied", outcome.USAGE),
+        ((tmp_path / "nowhere",), "no such file", exit_codes.USAGE),
+        ((tmp_path / "none",), "model.safetensors: no such file", exit_codes.UNAVAILABLE),
+        ((source[0], "--tie", "a"), "ALIAS=NAME", exit_codes.USAGE),
+        ((source[0], "--tie", "a=gone"), "cannot be tied", exit_codes.USAGE),
     ):
         first, *rest = args
         assert message in run("import", first, directory, *rest, code=code)

@@ -24,12 +24,12 @@ from support import entries, mlp, run_python
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import lease as lease_room
-from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.storage.holder import Holder, process_of
-from torchax_ckpt.storage.lease import Lease
-from torchax_ckpt.storage.record import Conflict, record_at
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory import lease
+from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
+from torchax_ckpt.storage.directory.lease import Lease
+from torchax_ckpt.storage.directory.lease_holder import Holder, process_of
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
 STATE = {"w": np.arange(3)}
 T0 = 1_800_000_000.0
@@ -231,21 +231,21 @@ def test_of_many_that_want_a_dead_ones_lease_one_gets_it(tmp_path: Path) -> None
         start = threading.Barrier(8)
         refused: list[LeaseError] = []
 
-        def take(lease: Lease, start: Any = start, refused: list[LeaseError] = refused) -> None:
+        def take(each: Lease, start: Any = start, refused: list[LeaseError] = refused) -> None:
             start.wait()
             try:
-                lease.hold()
+                each.hold()
             except LeaseError as error:
                 refused.append(error)
 
-        threads = [threading.Thread(target=take, args=(lease,)) for lease in leases]
+        threads = [threading.Thread(target=take, args=(each,)) for each in leases]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert len(refused) == 7
-        for lease in leases:
-            lease.release()
+        for each in leases:
+            each.release()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,7 +285,7 @@ def test_a_record_loses_no_exchange(tmp_path: Path) -> None:
 def test_it_is_renewed_however_rarely_the_training_saves(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_room, "RENEW_SECS", 0.02)
+    monkeypatch.setattr(lease, "RENEW_SECS", 0.02)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
         ckpt.wait_until_finished()
@@ -453,16 +453,16 @@ def test_readers_take_no_lease(directory: Path) -> None:
 def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_step = storage.write_step
+    write_really = write_step.write_step
 
     def lose(*args: Any, **kwargs: Any) -> None:
         write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
-        write_step(*args, **kwargs)
+        write_really(*args, **kwargs)
 
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     ckpt.wait_until_finished()
-    monkeypatch.setattr(storage, "write_step", lose)
+    monkeypatch.setattr(write_step, "write_step", lose)
     ckpt.save(2, state=STATE, force=True)
     with pytest.raises(SaveError, match=r"saving step 2 .* has lost its lease: it is held by host"):
         ckpt.wait_until_finished()
@@ -494,8 +494,8 @@ def test_nothing_is_committed_moved_or_removed_without_the_lease(
     steps = StepDirectory(directory)
     one, incoming = sorted(steps._visible(), key=lambda s: s.is_incoming)
     write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
-    monkeypatch.setattr(lease_room, "_POLL_SECS", 0.01)
-    monkeypatch.setattr(lease_room, "LEASE_SECS", 0.3)
+    monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
+    monkeypatch.setattr(lease, "LEASE_SECS", 0.3)
     steps.fence()
     write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
     before = names()
@@ -549,9 +549,9 @@ WRITER = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage import arrays as storage
+    from torchax_ckpt.storage.arrays import write_step
 
-    write = storage.write_step
+    write = write_step.write_step
     def slow(path, *args, before_commit, **kwargs):
         def stay():
             print("writing", flush=True)
@@ -562,7 +562,7 @@ WRITER = """
     ckpt = TorchaxCheckpointer(sys.argv[1])
     ckpt.save(1, state={"w": np.arange(3)})
     ckpt.wait_until_finished()
-    storage.write_step = slow
+    write_step.write_step = slow
     ckpt.save(2, state={"w": np.arange(3)}, force=True)
     ckpt.wait_until_finished()
 """
@@ -601,7 +601,7 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
 FORKED = """
     import os, sys, pathlib
     from torchax_ckpt.errors import LeaseError
-    from torchax_ckpt.storage.lease import Lease
+    from torchax_ckpt.storage.directory.lease import Lease
 
     directory = pathlib.Path(sys.argv[1])
     directory.mkdir()
@@ -711,10 +711,10 @@ BUCKET = """
         from etils import epath
         from torchax_ckpt import TorchaxCheckpointer
         from torchax_ckpt.errors import LeaseError, SaveError
-        from torchax_ckpt.storage import arrays as storage
-        from torchax_ckpt.storage.holder import Holder
-        from torchax_ckpt.storage.lease import Lease
-        from torchax_ckpt.storage.record import Conflict, record_at
+        from torchax_ckpt.storage.arrays import write_step
+        from torchax_ckpt.storage.directory.lease_holder import Holder
+        from torchax_ckpt.storage.directory.lease import Lease
+        from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 
         def raises(kind, call):
             try:
@@ -748,18 +748,18 @@ BUCKET = """
         # Lost while a step is being written: the commit mark is never set.
         lease = epath.Path(url) / "lease"
         other = Holder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
-        write = storage.write_step
+        write = write_step.write_step
         def lose(*args, **kwargs):
             lease.write_bytes(other.to_bytes())
             write(*args, **kwargs)
-        storage.write_step = lose
+        write_step.write_step = lose
         a.save(2, state=state, force=True)
         assert "held by host tpu-vm-7" in raises(SaveError, a.wait_until_finished)
         assert (epath.Path(url) / "2" / "state").exists()
         assert a.all_steps() == [1]
         raises(LeaseError, lambda: a.save(3, state=state, force=True))
         raises(SaveError, a.close)
-        storage.write_step = write
+        write_step.write_step = write
 
         # That one has died elsewhere: taken over when its time is over.
         b.close()

@@ -29,8 +29,7 @@ from strategies import (
 )
 from support import P, assert_trees_identical, bits, fsdp_mesh, run_python
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 
 Load = Callable[..., Any]
 
@@ -67,10 +66,10 @@ def every_kind() -> dict[str, Any]:
 
 def blank(leaf: Any) -> Any:
     """A leaf of the same kind, dtype, shape and placement, with other content."""
-    if isinstance(leaf, torch.Tensor) and backend.is_device_tensor(leaf):
-        return backend.wrap(jnp.zeros_like(backend.buffer(leaf)))
+    if isinstance(leaf, torch.Tensor) and torchax_backend.is_device_tensor(leaf):
+        return torchax_backend.wrap(jnp.zeros_like(torchax_backend.buffer(leaf)))
     if isinstance(leaf, torch.Tensor):
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             return torch.zeros_like(leaf)
     if isinstance(leaf, jax.Array):
         return jax.random.clone(leaf) if hasattr(leaf, "_impl") else jnp.zeros_like(leaf)
@@ -127,10 +126,10 @@ def test_host_leaves_keep_64_bits(directory: Path) -> None:
         "numpy 0-d": np.array(2**53 + 1),
         "numpy scalar": np.int64(2**40),
         "python": (*numbers, 2**64, -(2**700), 10**400),
-        "torch": backend.from_numpy(np.array(numbers)),
-        "torch 0-d": backend.from_numpy(np.array(2**53 + 1)),
-        "torch float64": backend.from_numpy(np.array([1 + 2**-50])),
-        "torch uint64": backend.from_numpy(np.array([2**64 - 1], np.uint64)),
+        "torch": torchax_backend.from_numpy(np.array(numbers)),
+        "torch 0-d": torchax_backend.from_numpy(np.array(2**53 + 1)),
+        "torch float64": torchax_backend.from_numpy(np.array([1 + 2**-50])),
+        "torch uint64": torchax_backend.from_numpy(np.array([2**64 - 1], np.uint64)),
     }
     save(directory, state)
     assert_trees_identical(load(directory), state)
@@ -228,12 +227,12 @@ def placed(value: np.ndarray) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "float8_e5m2"])
 def test_device_leaves_come_back_on_their_shardings(directory: Path, dtype: str) -> None:
     arrays = placed(random_bits(dtype, (8, 16), 5))
-    state = {"jax": arrays, "torchax": {n: backend.wrap(a) for n, a in arrays.items()}}
+    state = {"jax": arrays, "torchax": {n: torchax_backend.wrap(a) for n, a in arrays.items()}}
     save(directory, state)
     assert_trees_identical(load(directory, state), state)
     uncommitted = {
         "jax": dict.fromkeys(arrays, arrays["uncommitted"]),
-        "torchax": {n: backend.wrap(arrays["uncommitted"]) for n in arrays},
+        "torchax": {n: torchax_backend.wrap(arrays["uncommitted"]) for n in arrays},
     }
     assert_trees_identical(load(directory), uncommitted)
 
@@ -276,13 +275,13 @@ def test_weakly_typed_arrays_stay_weak(directory: Path, is_sharded: bool) -> Non
 
 
 def test_host_leaves_are_what_they_were_when_save_returned(directory: Path) -> None:
-    numpy, python, tensor = np.arange(1000), [1], backend.from_numpy(np.arange(1000))
-    wanted = {"n": np.arange(1000), "p": [1], "t": backend.from_numpy(np.arange(1000))}
+    numpy, python, tensor = np.arange(1000), [1], torchax_backend.from_numpy(np.arange(1000))
+    wanted = {"n": np.arange(1000), "p": [1], "t": torchax_backend.from_numpy(np.arange(1000))}
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(3, state={"n": numpy, "p": python, "t": tensor})
         numpy[:] = -1
         python.append(2)
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             tensor.fill_(-1)
     assert_trees_identical(load(directory), wanted)
 
@@ -291,7 +290,7 @@ def test_loaded_host_leaves_can_be_written_and_share_nothing(directory: Path) ->
     save(directory, {k: make_leaf(k, "float32", (3,), 0) for k in ("numpy", "torch")})
     one, other = load(directory), load(directory)
     one["numpy"][:] = 0
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         one["torch"].zero_()
     again = load(directory)
     assert_trees_identical(other, again)

@@ -18,7 +18,7 @@ from support import mlp, run_python
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
-from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage.arrays import write_step
 
 STATE = {"w": np.arange(3)}
 
@@ -27,13 +27,13 @@ STATE = {"w": np.arange(3)}
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Storage that hangs until the event is set."""
     opened = threading.Event()
-    write = storage.write_step
+    write = write_step.write_step
 
     def stuck_in_storage(*args: Any, **kwargs: Any) -> None:
         assert opened.wait(60)
         write(*args, **kwargs)
 
-    monkeypatch.setattr(storage, "write_step", stuck_in_storage)
+    monkeypatch.setattr(write_step, "write_step", stuck_in_storage)
     yield opened
     opened.set()
 
@@ -208,9 +208,10 @@ def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Pat
         import multiprocessing, os, signal, sys, threading, time
         import torchax; torchax.enable_globally()
         import numpy as np, torch
-        from torchax_ckpt import TorchaxCheckpointer, policies, preemption
+        from torchax_ckpt import TorchaxCheckpointer, policies
+        from torchax_ckpt.runtime import preemption
         from torchax_ckpt.errors import CallError
-        from torchax_ckpt.storage import arrays as storage
+        from torchax_ckpt.storage.arrays import write_step
 
         fork = multiprocessing.get_context("fork")
         STATE = {"w": np.arange(3)}
@@ -267,11 +268,11 @@ def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Pat
         assert not ckpt.reached_preemption(1)
 
         # A child that runs to the end of the program while a save is in flight.
-        write = storage.write_step
+        write = write_step.write_step
         def slow(*args, **kwargs):
             time.sleep(1.5)
             write(*args, **kwargs)
-        storage.write_step = slow
+        write_step.write_step = slow
         ckpt.save(2, state=STATE)
         pid = os.fork()
         if pid == 0:
@@ -392,8 +393,8 @@ def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -
         import torchax; torchax.enable_globally()
         import numpy as np
         from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-        from torchax_ckpt.storage import arrays as storage
-        storage.write_step = lambda *args, **kwargs: time.sleep(600)
+        from torchax_ckpt.storage.arrays import write_step
+        write_step.write_step = lambda *args, **kwargs: time.sleep(600)
         ckpt = TorchaxCheckpointer(
             sys.argv[1], options=CheckpointOptions(save_timeout_secs=0.5)
         )

@@ -41,8 +41,7 @@ from support import (
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.integrations.lightning import BareLoop, TorchaxCheckpoint, TorchaxStrategy
 
@@ -487,7 +486,7 @@ def test_automatic_optimization_is_refused_with_what_to_do_instead(directory: Pa
 
 def test_checkpoints_of_lightning_are_refused(directory: Path) -> None:
     theirs = directory.with_suffix(".ckpt")
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         state = {"state_dict": {"weight": torch.zeros(2)}, "epoch": 0, "global_step": 0}
         torch.save({**state, "pytorch-lightning_version": lightning.__version__}, theirs)
     with pytest.raises(MisconfigurationException, match="goes on from what is in"):
@@ -541,12 +540,12 @@ def test_a_module_keeps_its_parameters_ties_and_shardings() -> None:
 
     rule = fsdp_rule(fsdp_mesh(4))
     for name, parameter in module.named_parameters():
-        array = backend.buffer(parameter)
-        backend.set_buffer(parameter, jax.device_put(array, rule(name, array)))
-    sharding = backend.buffer(module.net[0].weight).sharding
+        array = torchax_backend.buffer(parameter)
+        torchax_backend.set_buffer(parameter, jax.device_put(array, rule(name, array)))
+    sharding = torchax_backend.buffer(module.net[0].weight).sharding
     assert len(sharding.device_set) == 4
     run.trainer().validate(module, run.loaders()[1], verbose=False)
-    assert backend.buffer(module.net[0].weight).sharding == sharding
+    assert torchax_backend.buffer(module.net[0].weight).sharding == sharding
 
 
 def test_it_enables_torchax_where_the_program_has_not() -> None:

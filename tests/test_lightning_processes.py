@@ -15,7 +15,7 @@ PROGRAM = """
     from jax.sharding import NamedSharding
     from torchax import interop
     from torchdata.stateful_dataloader import StatefulDataLoader
-    from torchax_ckpt import policies, torchax_backend as backend
+    from torchax_ckpt import policies, torchax_backend
     from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
 
     directory, seed, max_steps = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
@@ -78,7 +78,7 @@ PROGRAM = """
         loss=checkpoint.checkpointer.metrics(max_steps)["loss"],
         whole={
             name: digest(np.asarray(multihost_utils.process_allgather(
-                backend.buffer(parameter), tiled=True)))
+                torchax_backend.buffer(parameter), tiled=True)))
             for name, parameter in module.named_parameters()
         },
     )

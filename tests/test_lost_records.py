@@ -16,12 +16,12 @@ from test_going_back import killed_before_setting_aside
 from typer.testing import CliRunner
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.storage import commits
-from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.storage.verified import MARK
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.verified import MARK
 
 RECORD = "_CHECKPOINT_METADATA"
 ALL = policies.PreserveAll()
@@ -45,7 +45,9 @@ def fill(directory: Path, *steps: int, keep: Any = ALL, **options: Any) -> list[
 def flip(step: Path, name: str = RECORD) -> None:
     """Flips a bit: of the time in the record, or of the record's digest in the mark."""
     content = (step / name).read_bytes()
-    key = {RECORD: b'"commit_timestamp_nsecs": ', commits.MARK: b'"_CHECKPOINT_METADATA": "'}[name]
+    key = {RECORD: b'"commit_timestamp_nsecs": ', commit_record.MARK: b'"_CHECKPOINT_METADATA": "'}[
+        name
+    ]
     at = content.index(key) + len(key)
     (step / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
 
@@ -66,7 +68,7 @@ def test_a_run_does_not_begin_anew_over_its_only_step(directory: Path) -> None:
     assert (directory / "5" / "manifest").is_dir()
 
 
-@pytest.mark.parametrize("name", [RECORD, commits.MARK])
+@pytest.mark.parametrize("name", [RECORD, commit_record.MARK])
 def test_a_run_goes_on_from_the_step_before_and_sets_the_damaged_one_aside(
     directory: Path, name: str
 ) -> None:
@@ -215,11 +217,11 @@ def test_a_copy_leaves_out_a_damaged_step(directory: Path, tmp_path: Path) -> No
     fill(directory, 1, 2, 3)
     flip(directory / "2")
     done = CliRunner().invoke(app, ["copy", str(directory), str(tmp_path / "copy")])
-    assert done.exit_code == outcome.FOUND
+    assert done.exit_code == exit_codes.FOUND
     assert f"2/{RECORD}: was damaged" in done.stderr
     assert TorchaxCheckpointer(tmp_path / "copy").all_steps() == [1, 3]
     done = CliRunner().invoke(app, ["copy", str(directory / "2"), str(tmp_path / "none")])
-    assert done.exit_code == outcome.FOUND
+    assert done.exit_code == exit_codes.FOUND
     assert not (tmp_path / "none").exists()
 
 
@@ -231,7 +233,7 @@ def test_a_step_in_the_shadow_of_a_later_one_of_its_number_is_nobodys(directory:
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()
     later = epath.Path(shutil.copytree(directory / "20", directory / "incoming-20"))
-    commits.set_time(later, commits.read_time(later) + 1)
+    commit_record.set_time(later, commit_record.read_time(later) + 1)
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         ckpt.attach(mlp())
         ckpt.restore(10)

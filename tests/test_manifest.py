@@ -15,9 +15,9 @@ from strategies import trees
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import FORMAT, VERSION, Digests, Manifest, array_nodes
-from torchax_ckpt.layout.plan import Plan
-from torchax_ckpt.state.tree import Encoder, decode
-from torchax_ckpt.storage import digests
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.state.pytree import Encoder, decode
+from torchax_ckpt.storage.medium import seals
 
 EMPTY: dict[str, Any] = {
     "format": FORMAT,
@@ -217,9 +217,9 @@ def test_load_names_the_path_of_a_step_with_a_malformed_node(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(7, state=state)
     (path,) = (directory / "7" / "manifest").iterdir()
-    raw = digests.unseal(json.loads(path.read_text()))
+    raw = seals.unseal(json.loads(path.read_text()))
     raw["document"]["state"]["dict"][1][1] = node
-    path.write_text(json.dumps(digests.seal(raw)))
+    path.write_text(json.dumps(seals.seal(raw)))
     with pytest.raises(CorruptCheckpointError) as caught:
         TorchaxCheckpointer(directory).load(7, {"w": state["w"], "x": 1} if abstract else None)
     assert caught.value.step == 7

@@ -15,7 +15,7 @@ import pytest
 from support import run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.storage import arrays
+from torchax_ckpt.storage.arrays import write_step
 
 PAGE = Path(__file__).parents[1] / "README.md"
 ROWS = {
@@ -66,14 +66,14 @@ def test_enable_checkpointing(written: Any) -> None:
 def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait, save = ROWS["async_checkpointing"]
     is_writing, may_write = threading.Event(), threading.Event()
-    write = arrays.write_step
+    write = write_step.write_step
 
     def held_open(*args: Any, **kwargs: Any) -> None:
         is_writing.set()
         assert may_write.wait(30), "whoever called save waited for the write"
         write(*args, **kwargs)
 
-    monkeypatch.setattr(arrays, "write_step", held_open)
+    monkeypatch.setattr(write_step, "write_step", held_open)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(stateful={})
         names = {"ckpt": ckpt, "step": 1}
@@ -124,7 +124,7 @@ def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
         import jax, numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-        from torchax_ckpt.storage import reading
+        from torchax_ckpt.storage.arrays import read_arrays
 
         directory, row = sys.argv[4:]
         host = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
@@ -133,13 +133,13 @@ def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
             host.shape, NamedSharding(mesh, P("fsdp")), lambda index: host[index])}
         with TorchaxCheckpointer(directory) as ckpt:
             ckpt.save(1, state=state, force=True)
-        read, arrival = [], reading._Arrival
+        read, arrival = [], read_arrays._Arrival
 
         def counted(committed, target, piece, store):
             read.append(piece.nbytes)
             return arrival(committed, target, piece, store)
 
-        reading._Arrival = counted
+        read_arrays._Arrival = counted
         for options in (CheckpointOptions(), eval(row)):
             read.clear()
             with TorchaxCheckpointer(directory, options=options) as ckpt:

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from strategies import fingerprint
 from support import mlp
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MetricsError
-from torchax_ckpt.state.metrics import check_metrics, fetch
+from torchax_ckpt.saving.step_metrics import check_metrics, fetch
 
 STATE = {"w": np.ones(2)}
 BEST = policies.BestN(metric="loss", mode="min", n=1)
@@ -36,7 +35,7 @@ def _kind(value: Any) -> str:
 
 
 def torch_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         return torch.tensor(value, dtype=dtype)
 
 
@@ -63,8 +62,8 @@ def pending_scalar() -> Any:
         (jnp.int32(-7), -7),
         (jnp.bool_(True), True),
         (jnp.ones((1, 1)), 1.0),
-        (backend.wrap(jnp.float16(0.5)), 0.5),
-        (backend.wrap(jnp.ones((1,), jnp.bfloat16)), 1.0),
+        (torchax_backend.wrap(jnp.float16(0.5)), 0.5),
+        (torchax_backend.wrap(jnp.ones((1,), jnp.bfloat16)), 1.0),
         (np.float32(0.1), float(np.float32(0.1))),
         (np.float64(0.1), 0.1),
         (np.int64(2**60 + 1), 2**60 + 1),
@@ -99,14 +98,14 @@ def test_a_scalar_of_any_dtype_is_kept_to_the_bit(dtype: str, seed: int) -> None
     if scalar != scalar:
         assert math.isnan(through_check(scalar))
         return
-    for value in (scalar, backend.from_numpy(np.array(scalar))):
+    for value in (scalar, torchax_backend.from_numpy(np.array(scalar))):
         assert np.array(through_check(value), dtype).tobytes() == bits
 
 
 def test_metrics_are_read_back_by_name(directory: Path) -> None:
     metrics = {
         "loss": jnp.bfloat16(0.5),
-        "torchax": backend.wrap(jnp.float32(0.25)),
+        "torchax": torchax_backend.wrap(jnp.float32(0.25)),
         "count": np.int64(2**60 + 1),
         "infinite": math.inf,
         "history": [{"a": 1.5}, None, "é\ud800"],
@@ -164,7 +163,7 @@ def test_neither_checking_nor_saving_metrics_waits_for_the_device(
         ckpt.save(1, state={"w": jnp.ones(2)}, metrics={"loss": 1e9})  # compiles the snapshot
         ckpt.wait_until_finished()
         result = pending_scalar()
-        value = backend.wrap(result) if kind == "torchax" else result
+        value = torchax_backend.wrap(result) if kind == "torchax" else result
         ckpt.record(recorded=value)
         assert ckpt.save(2, state={"w": jnp.ones(2)}, metrics={"loss": value}, force=True)
         assert not result.is_ready()
@@ -234,7 +233,7 @@ def _looped() -> list[Any]:
         _looped(),
         jnp.ones(2),
         jnp.zeros(0),
-        backend.wrap(jnp.ones((2, 1))),
+        torchax_backend.wrap(jnp.ones((2, 1))),
         jnp.complex64(1),
         jax.random.key(0),
         np.ones(2),
@@ -257,7 +256,7 @@ def test_what_is_neither_a_number_nor_json_is_refused_by_name(value: Any) -> Non
 
 
 def test_tensors_without_plain_data_are_refused_by_name() -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensors = [torch.ones(1).to_sparse(), torch.empty((), device="meta")]
     for tensor in tensors:
         with pytest.raises(MetricsError, match="'loss'"):
@@ -267,7 +266,7 @@ def test_tensors_without_plain_data_are_refused_by_name() -> None:
 def test_a_tracer_is_refused_by_name() -> None:
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
-        for value in (x, backend.wrap(x)):
+        for value in (x, torchax_backend.wrap(x)):
             with pytest.raises(MetricsError, match="'loss' is a JAX tracer"):
                 check_metrics({"loss": value})
         return x
@@ -322,7 +321,7 @@ def test_a_device_metric_that_cannot_be_ranked_is_reported_and_the_step_saved(
 ) -> None:
     with TorchaxCheckpointer(directory, preservation_policy=BEST) as ckpt:
         loss: Any = jnp.log(jnp.float32(-1))
-        ckpt.save(3, state=STATE, metrics={"loss": backend.wrap(loss) if wraps else loss})
+        ckpt.save(3, state=STATE, metrics={"loss": torchax_backend.wrap(loss) if wraps else loss})
         with pytest.raises(MetricsError, match="'loss' at step 3") as caught:
             ckpt.wait_until_finished()
         assert caught.value.step == 3

@@ -14,8 +14,7 @@ from torch import nn
 from torchax import interop
 from torchax.train import ScannedModule
 
-from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 
 
@@ -55,7 +54,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def on_cpu(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         return torch.tensor(value, dtype=dtype)
 
 
@@ -112,7 +111,7 @@ def test_a_buffer_and_a_view_of_it_come_back_and_stay_linked(directory: Path) ->
     fresh: Any = build()
     assert_restores(directory, build(), fresh)
     fresh.all.fill_(7.0)
-    assert backend.buffer(fresh.part).tolist() == [7.0, 7.0]
+    assert torchax_backend.buffer(fresh.part).tolist() == [7.0, 7.0]
 
 
 def test_frozen_parameters_come_back_and_stay_frozen(directory: Path) -> None:
@@ -146,7 +145,7 @@ def test_cpu_buffers_inside_a_jax_model_keep_the_cpu_and_their_wide_dtypes(direc
 
     fresh: Any = build(5)
     assert_restores(directory, build(1), fresh)
-    assert int(backend.to_numpy(fresh.examples)) == 2**40
+    assert int(torchax_backend.to_numpy(fresh.examples)) == 2**40
     assert {t.device.type for t in fresh.buffers()} == {"cpu"}
 
 
@@ -206,7 +205,7 @@ def test_optimizer_and_module_keep_referring_to_the_same_parameters(directory: P
 def test_a_buffer_that_repeats_its_memory_comes_back(directory: Path) -> None:
     def build(value: float) -> nn.Module:
         model = nn.Linear(2, 2).to("jax")
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             model.register_buffer("mask", torch.full((1, 3), value).expand(4, 3))
         return model
 
@@ -551,7 +550,8 @@ def test_a_scanned_module_goes_on_as_if_never_stopped(directory: Path) -> None:
 def functional_step(module: Any, by: float = 1.0) -> None:
     """What a jitted train step leaves behind: new tensors in ``params``, the module's own stale."""
     module.params = {
-        name: backend.wrap(backend.buffer(tensor) + by) for name, tensor in module.params.items()
+        name: torchax_backend.wrap(torchax_backend.buffer(tensor) + by)
+        for name, tensor in module.params.items()
     }
 
 
@@ -601,7 +601,7 @@ def test_a_jittable_module_whose_own_tensors_were_donated_is_saved_and_restored(
     module = interop.JittableModule(mlp())
     functional_step(module)
     for tensor in module._model.parameters():
-        backend.buffer(tensor).delete()
+        torchax_backend.buffer(tensor).delete()
     want = live(module)
     save(directory, module)
     functional_step(module)

@@ -20,8 +20,7 @@ from support import (
 )
 from torch.optim import Optimizer
 
-from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MismatchError
 
 
@@ -60,7 +59,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def on_cpu(value: float) -> torch.Tensor:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         return torch.tensor(value)
 
 
@@ -320,7 +319,7 @@ def test_a_tensor_learning_rate_shared_by_two_groups_stays_shared(directory: Pat
     resume(directory, fresh, optimizer)
     first, second = (group["lr"] for group in optimizer.param_groups)
     assert first is second
-    assert backend.buffer(first) == 0.25
+    assert torchax_backend.buffer(first) == 0.25
 
 
 # --- state -------------------------------------------------------------------------------------
@@ -500,10 +499,10 @@ def test_a_later_save_names_moments_as_the_parameters_are_named_then(directory: 
 
 def assert_moments_are_where_their_parameters_are(optimizer: Optimizer) -> None:
     moments = [
-        (backend.buffer(value), backend.buffer(parameter))
+        (torchax_backend.buffer(value), torchax_backend.buffer(parameter))
         for parameter, entry in optimizer.state.items()
         for value in entry.values()
-        if backend.is_device_tensor(value) and value.shape == parameter.shape
+        if torchax_backend.is_device_tensor(value) and value.shape == parameter.shape
     ]
     assert len(moments) == 2 * len(optimizer.state) > 0
     for moment, parameter in moments:
@@ -527,7 +526,7 @@ def test_moments_of_a_fresh_optimizer_are_sharded_as_their_parameters(
         ckpt.save(1, force=True)
     resume(directory, fresh, optimizer, shardings=rule)
     assert_moments_are_where_their_parameters_are(optimizer)
-    assert len({str(backend.buffer(p).sharding) for p in fresh.parameters()}) > 1
+    assert len({str(torchax_backend.buffer(p).sharding) for p in fresh.parameters()}) > 1
 
     step(saved, seed=1)
     step(optimizer, seed=1)
@@ -544,8 +543,8 @@ def test_moments_follow_parameters_that_are_sharded_already(directory: Path) -> 
     save(directory, model, saved)
     rule = fsdp_rule(fsdp_mesh(4))
     for name, parameter in fresh.named_parameters():
-        array = backend.buffer(parameter)
-        backend.set_buffer(parameter, jax.device_put(array, rule(name, array)))
+        array = torchax_backend.buffer(parameter)
+        torchax_backend.set_buffer(parameter, jax.device_put(array, rule(name, array)))
     resume(directory, fresh, optimizer)
     assert_moments_are_where_their_parameters_are(optimizer)
     assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]

@@ -30,8 +30,7 @@ from support import (
     train_step,
 )
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import ForeignCheckpointError, MismatchError
 
 # --- a step of this package, seen through Orbax alone ------------------------------------------
@@ -130,12 +129,12 @@ def test_orbax_alone_loads_every_array_by_what_the_manifest_says(run: Run) -> No
         return np.asarray(loaded[name])
 
     for name, parameter in run.model.named_parameters():
-        live = backend.buffer(parameter)
+        live = torchax_backend.buffer(parameter)
         assert len(live.sharding.device_set) == 8
         assert find(f"model/{name}").tobytes() == np.asarray(live).tobytes()
         state = run.optimizer.state[parameter]
         for moment in ("exp_avg", "exp_avg_sq"):
-            expected = np.asarray(backend.buffer(state[moment]))
+            expected = np.asarray(torchax_backend.buffer(state[moment]))
             assert find(f"optimizer/{name}/{moment}").tobytes() == expected.tobytes()
         assert find(f"optimizer/{name}/step") == 1.0
 
@@ -287,20 +286,22 @@ def test_a_step_of_bare_orbax_is_read_as_torch_tensors(directory: Path, write: W
     rows = NamedSharding(fsdp_mesh(2), P("fsdp"))
     wanted = {
         **tree,
-        "host": backend.from_numpy(tree["host"]),
+        "host": torchax_backend.from_numpy(tree["host"]),
         "weights": {
-            "0.bias": backend.from_numpy(np.asarray(tree["weights"]["0.bias"])),
-            "0.weight": backend.wrap(jax.device_put(np.asarray(tree["weights"]["0.weight"]), rows)),
+            "0.bias": torchax_backend.from_numpy(np.asarray(tree["weights"]["0.bias"])),
+            "0.weight": torchax_backend.wrap(
+                jax.device_put(np.asarray(tree["weights"]["0.weight"]), rows)
+            ),
         },
     }
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         blank_host, blank_bias = torch.zeros(2, dtype=torch.int64), torch.zeros(3).bfloat16()
     abstract = {
         **tree,
         "host": blank_host,
         "weights": {
             "0.bias": blank_bias,
-            "0.weight": backend.wrap(jax.device_put(np.zeros((8, 2), np.float32), rows)),
+            "0.weight": torchax_backend.wrap(jax.device_put(np.zeros((8, 2), np.float32), rows)),
         },
     }
     loaded = TorchaxCheckpointer(directory).load(STEP, abstract)

@@ -18,7 +18,7 @@ from test_cli import run
 from typer.testing import CliRunner
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, policies
-from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
 
@@ -161,7 +161,7 @@ def test_a_reader_takes_no_hosts_part_for_the_whole(
         ("diff", local / "6", directory / "4"),
     ):
         result = CliRunner().invoke(app, list(map(str, command)))
-        assert result.exit_code == outcome.FOUND, result.output
+        assert result.exit_code == exit_codes.FOUND, result.output
         assert re.search(REFUSED, " ".join(result.stderr.split())), command
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "copy").exists()
@@ -174,7 +174,7 @@ FAULTS = (
     OPENED
     + """
     from torchax_ckpt import errors
-    from torchax_ckpt.storage.directory import StepDirectory
+    from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
     ckpt = opened(policies.SpecificStepsPolicy((4,)), keep=9)
     training.attach(ckpt)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from strategies import JAX_DTYPES, random_bits
 from support import P, bits, fsdp_mesh
 
-from torchax_ckpt.layout.plan import (
+from torchax_ckpt.layout.storage_plan import (
     MAX_STACK_BYTES,
     MAX_STACKED_LEAF_BYTES,
     LeafSpec,
@@ -23,7 +23,7 @@ from torchax_ckpt.layout.plan import (
     plan_leaves,
 )
 from torchax_ckpt.options import Layout
-from torchax_ckpt.snapshot import execute
+from torchax_ckpt.snapshot.stacking import execute
 
 Specs = dict[str, LeafSpec]
 LAYOUTS: list[Layout] = ["auto", "stacked", "flat"]

@@ -11,7 +11,7 @@ import synthetic
 from test_cli import run, run_json
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
-from torchax_ckpt.cli import outcome
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.telemetry.events import Event
 
 LARGE = (
@@ -136,4 +136,4 @@ def test_a_plan_from_a_real_run(directory: Path) -> None:
 )
 def test_wrong_use_is_told(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
     filled = [arg.format(tmp=tmp_path) for arg in args]
-    assert message in run("plan", *filled, code=outcome.USAGE)
+    assert message in run("plan", *filled, code=exit_codes.USAGE)

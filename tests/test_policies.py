@@ -17,7 +17,7 @@ from support import entries
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import MetricsError, PolicyError, SaveError
-from torchax_ckpt.storage.slowdown import StepTimes
+from torchax_ckpt.policies.step_times import StepTimes
 
 STATE = {"w": np.zeros(1)}
 

@@ -26,7 +26,8 @@ PRELUDE = """
     import torchax
     torchax.enable_globally()
     import jax, jax.numpy as jnp, numpy as np, torch
-    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, preemption
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+    from torchax_ckpt.runtime import preemption
 
     NEVER = policies.SpecificStepsPolicy(())
     PATIENT = CheckpointOptions(preemption_grace_secs=300)  # on a machine with much else to do
@@ -143,12 +144,12 @@ def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
 
 
 STUCK = """
-    from torchax_ckpt.storage import arrays as storage
+    from torchax_ckpt.storage.arrays import write_step
     options = CheckpointOptions(preemption_grace_secs=float(sys.argv[2]))
     ckpt = TorchaxCheckpointer(sys.argv[1], options=options)
     ckpt.save(1, state=state(1), force=True)
     ckpt.wait_until_finished()
-    storage.write_step = lambda *args, **kwargs: time.sleep(600)
+    write_step.write_step = lambda *args, **kwargs: time.sleep(600)
     ckpt.save(2, state=state(2), force=True)
     compile_for_long(2500)
 """

@@ -33,8 +33,7 @@ from test_formats import values
 from test_verified import damage
 from torch import nn
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, pretrained, warm_start
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
 from torchax_ckpt.errors import (
     AttachError,
     CorruptCheckpointError,
@@ -45,7 +44,7 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
     UnusableStateError,
 )
-from torchax_ckpt.formats import foreign, safetensors_reading, tensor_files
+from torchax_ckpt.formats import safetensors_io, tensor_files, untrusted_files
 
 
 class Gpt(nn.Module):
@@ -193,9 +192,9 @@ def test_a_model_on_the_meta_device_is_filled_on_a_mesh(form: str, origins: Any)
     warm_start(model, paths[form], exclude="lora_A", rename=RENAME, shardings=rule, init=init)
     expect_mine(model, expected)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        array = backend.buffer(tensor)
+        array = torchax_backend.buffer(tensor)
         assert array.sharding.is_equivalent_to(rule(name, array), array.ndim), name
-    assert (np.asarray(backend.buffer(model.lora_A.weight)) == 1).all()
+    assert (np.asarray(torchax_backend.buffer(model.lora_A.weight)) == 1).all()
     assert model.head.weight is model.embed.weight
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
         id(p) for p in model.parameters()
@@ -214,7 +213,7 @@ def test_live_shardings_decide(form: str, origins: Any) -> None:
     model = on_jax(Mine())
     warm_start(model, paths[form], exclude="lora_A", rename=RENAME, shardings=grid)
     expect_mine(model, expected)
-    array = backend.buffer(model.embed.weight)
+    array = torchax_backend.buffer(model.embed.weight)
     assert array.sharding.is_equivalent_to(grid("", array), 2)
 
 
@@ -256,9 +255,9 @@ def test_the_new_run_begins_at_its_own_first_step(directory: Path, tmp_path: Pat
 
 def test_random_state_stays_as_it_is(origins: Any) -> None:
     def state() -> Any:
-        key = np.asarray(jax.random.key_data(backend.prng_key()))
+        key = np.asarray(jax.random.key_data(torchax_backend.prng_key()))
         numpy_state = np.random.get_state(legacy=False)["state"]
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             return key.tobytes(), torch.get_rng_state().tolist(), str(numpy_state)
 
     models = [on_jax(Mine()) for _ in FORMS]
@@ -298,7 +297,7 @@ def test_a_named_step_of_several_models_and_of_functional_state(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(models)
         ckpt.save(1, force=True)
-    params = {n: backend.buffer(p) for n, p in models["g"].named_parameters()}
+    params = {n: torchax_backend.buffer(p) for n, p in models["g"].named_parameters()}
     with TorchaxCheckpointer(tmp_path / "functional") as ckpt:
         ckpt.save(4, state={"params": params}, force=True)
     for source, at, step in (
@@ -319,7 +318,7 @@ def test_a_damaged_newest_step_is_skipped(directory: Path) -> None:
         models = [nn.Linear(64, 64).to("jax") for _ in range(2)]
         for step, model in enumerate(models, 1):
             ckpt.save(step, state=dict(model.state_dict()), force=True)
-    weight = np.asarray(backend.buffer(models[1].weight))
+    weight = np.asarray(torchax_backend.buffer(models[1].weight))
     damage(directory / "2", weight.tobytes()[:64])
     fresh = nn.Linear(64, 64).to("jax")
     with pytest.raises(CorruptCheckpointError):
@@ -409,7 +408,7 @@ def test_every_dtype_arrives_as_it_is(dtype: str, tmp_path: Path) -> None:
     array = np.arange(-8, 8).astype(np.dtype(dtype)).reshape(8, 2)
     safetensors.numpy.save_file({"w": array}, tmp_path / "x.safetensors")
     model = nn.Module()
-    model.register_buffer("w", backend.wrap(jax.numpy.zeros((8, 2), array.dtype)))
+    model.register_buffer("w", torchax_backend.wrap(jax.numpy.zeros((8, 2), array.dtype)))
     warm_start(model, tmp_path / "x.safetensors", shardings=fsdp_rule(fsdp_mesh()))
     assert bits(model.w)[1:] == bits(array)[1:]
 
@@ -421,26 +420,26 @@ def test_nothing_is_cast_unless_that_is_asked_for(form: str, tmp_path: Path) -> 
         source = tmp_path / "x.safetensors"
         safetensors.numpy.save_file({"w": stored}, source)
     elif form == "dcp":
-        source = save_dcp({"w": backend.from_numpy(stored)}, tmp_path / "dcp")
+        source = save_dcp({"w": torchax_backend.from_numpy(stored)}, tmp_path / "dcp")
     else:
         origin = nn.Module()
-        origin.register_buffer("w", backend.wrap(jax.numpy.asarray(stored)))
+        origin.register_buffer("w", torchax_backend.wrap(jax.numpy.asarray(stored)))
         source = save_run(origin, tmp_path / "run")
     model = nn.Module()
-    model.register_buffer("w", backend.wrap(jax.numpy.zeros((8, 2), np.float32)))
+    model.register_buffer("w", torchax_backend.wrap(jax.numpy.zeros((8, 2), np.float32)))
     rule = fsdp_rule(fsdp_mesh())
     with pytest.raises(MismatchError, match=r"expected float32\[8, 2\], found bfloat16\[8, 2\]"):
         warm_start(model, source, shardings=rule)
     warm_start(model, source, shardings=rule, cast=True)
     assert bits(model.w)[1:] == bits(stored.astype(np.float32))[1:]
-    array = backend.buffer(model.w)
+    array = torchax_backend.buffer(model.w)
     assert array.sharding.is_equivalent_to(rule("w", array), 2)
 
 
 def test_wide_integers_are_narrowed_only_where_they_fit(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     model = nn.Module()
-    model.register_buffer("ids", backend.wrap(jax.numpy.zeros((3,), np.int32)))
+    model.register_buffer("ids", torchax_backend.wrap(jax.numpy.zeros((3,), np.int32)))
     safetensors.numpy.save_file({"ids": np.array([1, -(2**31), 2**31 - 1])}, path)
     warm_start(model, path)
     before = bits(model.ids)
@@ -466,7 +465,7 @@ def test_what_stays_on_the_cpu_stays_there(tmp_path: Path) -> None:
     )
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.zeros(4, device="jax")))
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         model.register_buffer("ids", torch.zeros(1, dtype=torch.int64))
     model.register_buffer("none", torch.zeros(0, 2, device="jax"))
     ids: Any = model.ids
@@ -494,7 +493,7 @@ def test_a_tied_weight_is_found_under_any_of_its_names(name: str, tmp_path: Path
     model = tied()
     warm_start(model, path)
     assert model.a.weight is model.b.weight
-    assert (np.asarray(backend.buffer(model.a.weight)) == 1).all()
+    assert (np.asarray(torchax_backend.buffer(model.a.weight)) == 1).all()
     with pytest.raises(MismatchError) as caught:
         warm_start(tied(is_tied=False), path)
     assert caught.value.missing == (
@@ -512,7 +511,7 @@ def test_two_values_for_one_tied_weight_are_a_question(tmp_path: Path) -> None:
     ):
         warm_start(model, path)
     warm_start(model, path, exclude="a")
-    assert (np.asarray(backend.buffer(model.a.weight)) == 0).all()
+    assert (np.asarray(torchax_backend.buffer(model.a.weight)) == 0).all()
 
 
 def test_one_value_does_not_go_to_two_weights(directory: Path) -> None:
@@ -554,7 +553,7 @@ def test_files_pass_through_the_host_part_by_part(
         return wait(arrays)
 
     monkeypatch.setattr(tensor_files.FileTensor, "read", counted)
-    monkeypatch.setattr(pretrained.jax, "block_until_ready", waited)
+    monkeypatch.setattr(jax, "block_until_ready", waited)
     bound = 100_000
     rule = fsdp_rule(fsdp_mesh())
     options = CheckpointOptions(max_host_bytes=bound)
@@ -645,10 +644,10 @@ def test_only_regular_files_of_some_size_are_opened(tmp_path: Path) -> None:
     index.unlink()
     index.symlink_to(pipe)
     with pytest.raises(CorruptCheckpointError, match="found a folder or special file"):
-        safetensors_reading.open_safetensors(tmp_path)
+        safetensors_io.open_safetensors(tmp_path)
     index.unlink()
     with open(index, "wb") as sparse:
-        sparse.truncate(foreign.MAX_METADATA_BYTES + 1)
+        sparse.truncate(untrusted_files.MAX_METADATA_BYTES + 1)
     with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
         warm_start(model, tmp_path)
 

@@ -13,8 +13,7 @@ import pytest
 from processes_program import digest
 from support import run_processes
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 
 TRAIN = """
     import sys
@@ -64,7 +63,7 @@ RESUMED = (
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from processes_program import INDEX
     from torchax_ckpt import errors
-    from torchax_ckpt.storage import digests, locating
+    from torchax_ckpt.storage.arrays import block_digests, locate_chunk
 
     def told(call, *args, **kwargs):
         before = training.whole(), training.own()
@@ -80,14 +79,14 @@ RESUMED = (
     ckpt.wait_until_finished()
 
     # A disk is full, on process 1.
-    take = digests.take
+    take = block_digests.take
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
-    digests.take = full if INDEX == 1 else take
+    block_digests.take = full if INDEX == 1 else take
     training.step()
     assert ckpt.save(9, force=True)
     failure = told(ckpt.wait_until_finished)
-    digests.take = take
+    block_digests.take = take
     assert ckpt.save(9, force=True)               # tried again, on both
     ckpt.wait_until_finished()
     # User code cannot say what to save, on process 1: the other does not wait for it in vain.
@@ -126,7 +125,7 @@ RESUMED = (
     with ckpt._processes.round("damaging"):
         if INDEX == 0:
             state = epath.Path(directory) / "10" / "state"
-            place = locating.place_of_chunk(state, "model.0.weight", [3, 0])
+            place = locate_chunk.place_of_chunk(state, "model.0.weight", [3, 0])
             path, first = re.fullmatch("(.*), bytes ([0-9]+) to [0-9]+", place).groups()
             assert "ocdbt.process_1" in path
             raw = bytearray(pathlib.Path(path).read_bytes())
@@ -164,10 +163,10 @@ RESUMED = (
     slices.close()
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    from torchax_ckpt.storage import reading
+    from torchax_ckpt.storage.arrays import read_arrays
     read = []
-    arrival = reading._Arrival
-    reading._Arrival = lambda committed, target, piece, store: (
+    arrival = read_arrays._Arrival
+    read_arrays._Arrival = lambda committed, target, piece, store: (
         read.append(piece.nbytes), arrival(committed, target, piece, store))[1]
     for single in (False, True):
         read.clear()
@@ -343,7 +342,7 @@ def test_other_numbers_of_processes_restore_it(
     ):
         loaded = ckpt.load(12)
     for name, value in loaded["model"].items():
-        assert digest(np.asarray(backend.buffer(value))) == reports[0][2]["whole"][name]
+        assert digest(np.asarray(torchax_backend.buffer(value))) == reports[0][2]["whole"][name]
     assert loaded["dataloader"]["position"] == 12
 
 

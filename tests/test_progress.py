@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from support import mlp
 
-from torchax_ckpt import TorchaxCheckpointer, progress
-from torchax_ckpt.cli.converting import export
-from torchax_ckpt.cli.tidying import copy
-from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.cli.convert import export
+from torchax_ckpt.cli.prune import copy
+from torchax_ckpt.runtime import progress
+from torchax_ckpt.storage.arrays import write_step
 
 
 class Terminal(io.StringIO):
@@ -165,13 +166,13 @@ def test_restores_and_verifying_show_a_bar(
 
 def test_waiting_at_the_end_says_what_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    write = storage.write_step
+    write = write_step.write_step
 
     def slow(*args: object, **kwargs: object) -> None:
         time.sleep(0.3)
         write(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(storage, "write_step", slow)
+    monkeypatch.setattr(write_step, "write_step", slow)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(7, state={"w": np.arange(3)})
     assert "finishing the save of step 7: " in terminal.getvalue()
@@ -184,12 +185,12 @@ SLOW = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage import arrays
-    write = arrays.write_step
+    from torchax_ckpt.storage.arrays import write_step
+    write = write_step.write_step
     def slow(*args, **kwargs):
         time.sleep(1.5)
         write(*args, **kwargs)
-    arrays.write_step = slow
+    write_step.write_step = slow
     ckpt = TorchaxCheckpointer(sys.argv[1])
     ckpt.save(7, state={"w": np.arange(3)})
 """  # and it ends without close

@@ -15,8 +15,7 @@ import torchax
 from support import assert_trees_identical, bits, mlp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import RandomState, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import RandomState, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
 
 KEYS = {
@@ -34,14 +33,14 @@ def _raw_key_afterwards() -> Iterator[None]:
 
 def seed_all(seed: int, key: str = "raw") -> None:
     torch.manual_seed(seed)
-    backend.set_prng_key(KEYS[key](seed))
+    torchax_backend.set_prng_key(KEYS[key](seed))
     np.random.seed(seed)
     random.seed(seed)
 
 
 def draws() -> list[Any]:
     """Draws from every source; an odd number of normals leaves half a pair in the generators."""
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         native = torch.randn(3).tolist()
     return [
         native,
@@ -70,11 +69,11 @@ def test_draws_after_restoring_are_the_draws_after_saving(
     seed_all(1, saved)
     draws()
     save(directory)
-    key, want = backend.prng_key(), [draws() for _ in range(3)]
+    key, want = torchax_backend.prng_key(), [draws() for _ in range(3)]
     seed_all(2, live)
     draws()
     resume(directory)
-    assert_trees_identical(backend.prng_key(), key)
+    assert_trees_identical(torchax_backend.prng_key(), key)
     assert [draws() for _ in range(3)] == want
 
 
@@ -154,12 +153,12 @@ def test_every_save_holds_the_kind_of_key_there_was_then(directory: Path) -> Non
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
         for step, kind in enumerate(KEYS):
-            backend.set_prng_key(KEYS[kind](step))
-            wants.append(backend.prng_key())
+            torchax_backend.set_prng_key(KEYS[kind](step))
+            wants.append(torchax_backend.prng_key())
             ckpt.save(step, force=True)
         for step, key in enumerate(wants):
             ckpt.restore(step)
-            assert_trees_identical(backend.prng_key(), key)
+            assert_trees_identical(torchax_backend.prng_key(), key)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -21,8 +21,8 @@ from etils import epath
 from test_cli import run, run_json
 
 from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt.cli import outcome
-from torchax_ckpt.storage import rules
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.policies import described
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, read_events
 from torchax_ckpt.telemetry.timeline import bytes_over_time, runs_of
@@ -161,16 +161,16 @@ def test_a_real_run_is_reported(directory: Path) -> None:
     assert "durable saves 4" in text
     assert "BestN(loss, min, 1)" in text
     listed = {step["step"]: step["kept_by"] for step in run_json("ls", directory)["steps"]}
-    assert listed == {2: ["BestN(loss, min, 1)"], 4: ["LatestN(1)", rules.NEWEST]}
+    assert listed == {2: ["BestN(loss, min, 1)"], 4: ["LatestN(1)", described.NEWEST]}
     assert re.search(r"2 .* BestN\(loss, min, 1\) +loss=0.1", run("ls", directory))
 
 
 def test_what_is_no_report_is_not_overwritten(three_runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "notes.html"
     out.write_text("notes")
-    assert "is no report" in run("report", three_runs, out, code=outcome.UNAVAILABLE)
+    assert "is no report" in run("report", three_runs, out, code=exit_codes.UNAVAILABLE)
     assert out.read_text() == "notes"
-    assert "expected the name" in run("report", three_runs, tmp_path, code=outcome.USAGE)
+    assert "expected the name" in run("report", three_runs, tmp_path, code=exit_codes.USAGE)
     out.unlink()
     run("report", three_runs, out)
     run("report", three_runs, out)  # this one is
@@ -278,7 +278,7 @@ def test_whatever_a_directory_holds_is_text(hostile: Path) -> None:
     assert "\u202e" not in out.read_text()
     # Rules that make no sense are named, and keep nothing.
     (step,) = run_json("ls", hostile)["steps"]
-    assert rules.NEWEST in step["kept_by"]
+    assert described.NEWEST in step["kept_by"]
     assert "\x1b" not in run("ls", hostile)
 
 

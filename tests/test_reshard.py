@@ -20,10 +20,9 @@ from support import (
     train_step,
 )
 
-from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UninitializedLeafError
-from torchax_ckpt.storage import replicas
+from torchax_ckpt.storage.arrays import replica_broadcast
 
 
 class Net(torch.nn.Module):
@@ -56,7 +55,9 @@ def on_jax(rule: Any = None) -> tuple[Net, torch.optim.Optimizer]:
         torch.__future__.set_swap_module_params_on_conversion(False)
     if rule is not None:
         for name, tensor in net.state_dict(keep_vars=True).items():
-            backend.set_buffer(tensor, jax.device_put(backend.buffer(tensor), rule(name, tensor)))
+            torchax_backend.set_buffer(
+                tensor, jax.device_put(torchax_backend.buffer(tensor), rule(name, tensor))
+            )
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
@@ -126,17 +127,17 @@ def test_any_layout_restores_onto_any_other(
 ) -> None:
     directory, expected = saved[source]
     net, optimizer = on_jax(LAYOUTS[target])
-    before = {n: backend.buffer(t).sharding for n, t in net.state_dict().items()}
+    before = {n: torchax_backend.buffer(t).sharding for n, t in net.state_dict().items()}
     assert TorchaxCheckpointer(directory).attach(net, optimizer) == 2
     assert content(net, optimizer) == expected
     for name, tensor in net.state_dict().items():
-        array = backend.buffer(tensor)
+        array = torchax_backend.buffer(tensor)
         assert array.committed == (LAYOUTS[target] is not None)
         assert array.sharding == before[name]
     for name, parameter in net.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            moment = backend.buffer(optimizer.state[parameter][key])
-            assert moment.sharding == backend.buffer(parameter).sharding, f"{name} {key}"
+            moment = torchax_backend.buffer(optimizer.state[parameter][key])
+            assert moment.sharding == torchax_backend.buffer(parameter).sharding, f"{name} {key}"
     train_step(net, optimizer, 3)  # and training goes on there
 
 
@@ -148,7 +149,7 @@ def test_shardings_move_a_live_model_and_what_is_restored_into_it(
         net, optimizer = on_jax()
         assert TorchaxCheckpointer(directory).attach(net, optimizer, shardings=rule) == start
         for name, tensor in net.state_dict().items():
-            assert backend.buffer(tensor).sharding == rule(name, tensor)
+            assert torchax_backend.buffer(tensor).sharding == rule(name, tensor)
 
 
 def meta_net() -> tuple[Net, torch.optim.Optimizer]:
@@ -184,8 +185,8 @@ def test_a_meta_module_is_filled_sharded_with_ties_and_references_kept(
     for name, parameter in parameters.items():
         assert isinstance(parameter, torch.nn.Parameter)
         assert parameter.requires_grad
-        assert backend.buffer(parameter).sharding == rule(name, parameter)
-        assert backend.buffer(optimizer.state[parameter]["exp_avg"]).sharding == rule(
+        assert torchax_backend.buffer(parameter).sharding == rule(name, parameter)
+        assert torchax_backend.buffer(optimizer.state[parameter]["exp_avg"]).sharding == rule(
             name, parameter
         )
     train_step(net, optimizer, 3)
@@ -211,7 +212,7 @@ def test_a_sharded_fill_never_holds_a_full_copy_on_one_device(
     with before_enabling(), torch.device("meta"):
         fresh = torch.nn.Linear(64, 64, bias=False)
     TorchaxCheckpointer(directory).attach(fresh, shardings=rule)
-    shards = backend.buffer(fresh.weight).addressable_shards
+    shards = torchax_backend.buffer(fresh.weight).addressable_shards
     assert {s.data.shape for s in shards} == {(8, 64)}
     assert len({s.device for s in shards}) == 8
     # Nothing of the weight's size went through a transfer of this library's.
@@ -244,7 +245,7 @@ def test_a_meta_tensor_that_nobody_fills_is_named(directory: Path) -> None:
     decline = lambda name, abstract: None if name == "mask" else zeros(name, abstract)  # noqa: E731
     with pytest.raises(UninitializedLeafError, match="1 tensors .* model/mask"):
         TorchaxCheckpointer(directory).attach(net, optimizer, init=decline)
-    assert all(p.is_meta and not backend.is_device_tensor(p) for p in net.parameters())
+    assert all(p.is_meta and not torchax_backend.is_device_tensor(p) for p in net.parameters())
 
 
 def test_init_is_never_cast(directory: Path) -> None:
@@ -263,11 +264,15 @@ def test_torchax_sharders_and_meshes_are_accepted(directory: Path) -> None:
     sharder = mesh_util.SingleAxisSharder("fsdp", 8)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(net, shardings=sharder, init=zeros)
-        assert backend.buffer(net.weight).sharding == NamedSharding(fsdp_mesh(), P("fsdp", None))
+        assert torchax_backend.buffer(net.weight).sharding == NamedSharding(
+            fsdp_mesh(), P("fsdp", None)
+        )
         ckpt.save(1, force=True)
     other = torch.nn.Linear(16, 24).to("jax")
     TorchaxCheckpointer(directory).attach(other, shardings=mesh_util.Mesh.fsdp_mesh())
-    assert backend.buffer(other.weight).sharding == NamedSharding(fsdp_mesh(), P("fsdp", None))
+    assert torchax_backend.buffer(other.weight).sharding == NamedSharding(
+        fsdp_mesh(), P("fsdp", None)
+    )
     torch.relu(other.weight)  # on Auto axes: torchax's operations work
 
 
@@ -276,7 +281,7 @@ def test_a_partition_spec_uses_the_ambient_mesh(directory: Path) -> None:
     mesh = grid(2, 4)
     with jax.set_mesh(mesh):
         TorchaxCheckpointer(directory).attach(net, shardings=lambda n, a: P(*["y"][: len(a.shape)]))
-    assert backend.buffer(net.weight).sharding == NamedSharding(mesh, P("y"))
+    assert torchax_backend.buffer(net.weight).sharding == NamedSharding(mesh, P("y"))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +301,7 @@ def test_a_sharding_that_does_not_fit_is_refused_by_name(
     with pytest.raises(MismatchError, match=message):
         TorchaxCheckpointer(directory).attach(net, shardings=rule)
     assert content(net, torch.optim.SGD(net.parameters())) == before
-    assert not backend.buffer(net.first.weight).committed
+    assert not torchax_backend.buffer(net.first.weight).committed
 
 
 def test_functional_state_restores_onto_other_layouts(directory: Path) -> None:
@@ -326,11 +331,13 @@ def test_what_one_replica_has_read_comes_to_all_wherever_their_axis_is(
     }
     final = NamedSharding(mesh, P("fsdp"))
     spread = {
-        name: replicas.Spread(final, *replicas._ways(final), value.shape, value.dtype.name)
+        name: replica_broadcast.Spread(
+            final, *replica_broadcast._ways(final), value.shape, value.dtype.name
+        )
         for name, value in values.items()
     }
     leaves = {name: jax.device_put(value, spread[name].source) for name, value in values.items()}
-    replicas.broadcast(leaves, spread)
+    replica_broadcast.broadcast(leaves, spread)
     for name, value in values.items():
         assert leaves[name].sharding == final
         assert len(leaves[name].addressable_shards) == 8

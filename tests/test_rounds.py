@@ -27,12 +27,13 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout.manifest import Digests
-from torchax_ckpt.restoring import load_state
-from torchax_ckpt.state import own
+from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.restoring.load import load_state
+from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
-from torchax_ckpt.storage import arrays, digests
-from torchax_ckpt.storage.commits import CommittedStep
-from torchax_ckpt.storage.processes import ALONE, Processes
+from torchax_ckpt.storage.arrays import block_digests, orbax_barriers, write_step
+from torchax_ckpt.storage.directory import step_files
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
 
 class Service:
@@ -402,7 +403,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
     def act(member: Processes) -> Any:
         mine = taken(member.index)
         with member.round("saving"):
-            return digests.gathered(mine, {name: stored[name] for name in mine}, member)
+            return block_digests.gathered(mine, {name: stored[name] for name in mine}, member)
 
     found = Group()(act)[0]
     assert {name: np.frombuffer(known.values, "<u8").tolist() for name, known in found.items()} == {
@@ -416,7 +417,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
         if member.index == 2:
             del mine["model/b"]
         with member.round("saving"):
-            return digests.gathered(mine, {name: stored[name] for name in mine}, member)
+            return block_digests.gathered(mine, {name: stored[name] for name in mine}, member)
 
     told = Group()(differ)
     assert {type(error) for error in told} == {ProcessError}
@@ -431,10 +432,10 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
             "rng": Captured(Form(node, ("rng/torch",)), [np.full(2, seed, np.uint8)]),
         }
 
-    shared, _, _ = own.split(captured(0))
+    shared, _, _ = per_process_state.split(captured(0))
     assert shared == ["model/w"]
-    sent = [own.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
-    document, leaves = own.joined(sent)
+    sent = [per_process_state.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
+    document, leaves = per_process_state.joined(sent)
     assert {name: leaf.tolist() for name, leaf in leaves.items()} == {
         "rng/torch": [4, 4],
         "processes/1/rng/torch": [5, 5],
@@ -442,16 +443,16 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
     others = dict(document["processes"]["dict"])
     assert others["2"] is None  # as process 0
     place = [SimpleNamespace(index=i, count=3) for i in range(3)]
-    nodes = [own.document_of(document, p, "step 1")["rng"]["dict"] for p in place]
+    nodes = [per_process_state.document_of(document, p, "step 1")["rng"]["dict"] for p in place]
     assert [dict(node)["state"]["array"] for node in nodes] == [
         "rng/torch",
         "processes/1/rng/torch",
         "rng/torch",
     ]
     # If they are all alike, nothing is said of processes, and any number of them may restore it.
-    assert own.joined(sent[::2])[0].keys() == {"rng"}
+    assert per_process_state.joined(sent[::2])[0].keys() == {"rng"}
     with pytest.warns(UserWarning, match="restored by 2.*those of processes 2 to 2 are left out"):
-        own.document_of(document, SimpleNamespace(index=0, count=2), "step 1")
+        per_process_state.document_of(document, SimpleNamespace(index=0, count=2), "step 1")
 
 
 def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
@@ -477,8 +478,8 @@ def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
         together["loading"].wait(5)
         return load(*args)
 
-    monkeypatch.setattr(arrays, "one_at_a_time", OfThisProcess())
-    monkeypatch.setattr(arrays.ocp, "load", load_together)
+    monkeypatch.setattr(orbax_barriers, "one_at_a_time", OfThisProcess())
+    monkeypatch.setattr(write_step.ocp, "load", load_together)
 
     def act(index: int, kind: str, delay_secs: float) -> Any:
         here.index = index
@@ -488,8 +489,8 @@ def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
         with processes.round(kind):
             if kind == "loading":
                 options = CheckpointOptions()
-                return load_state(committed, arrays.read_manifest, None, options, processes)
-            with arrays.one_order(processes):
+                return load_state(committed, step_files.read_manifest, None, options, processes)
+            with orbax_barriers.one_order(processes):
                 together["saving"].wait(5)
             return None
 

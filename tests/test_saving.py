@@ -21,8 +21,7 @@ import torch
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support import assert_trees_identical, entries, mlp, run_python, train_step
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import (
     ClosedError,
     DirectoryError,
@@ -30,7 +29,7 @@ from torchax_ckpt.errors import (
     SaveTimeoutError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.storage.arrays import write_step
 
 
 class Gate:
@@ -49,8 +48,8 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(storage.write_step)
-    monkeypatch.setattr(storage, "write_step", gate)
+    gate = Gate(write_step.write_step)
+    monkeypatch.setattr(write_step, "write_step", gate)
     yield gate
     gate.opened.set()
 
@@ -62,9 +61,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    write = storage.write_step
-    monkeypatch.setattr(storage, "write_step", fail)
-    return lambda: monkeypatch.setattr(storage, "write_step", write)
+    write = write_step.write_step
+    monkeypatch.setattr(write_step, "write_step", fail)
+    return lambda: monkeypatch.setattr(write_step, "write_step", write)
 
 
 STATE = {"w": np.arange(3)}
@@ -111,14 +110,14 @@ def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -
     train_step(model, optimizer, 0)
     host = np.arange(4)
     device = jnp.arange(4.0)
-    weight = np.array(backend.buffer(model.get_parameter("0.weight")))
+    weight = np.array(torchax_backend.buffer(model.get_parameter("0.weight")))
     options = CheckpointOptions(snapshot="copy")
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.attach(model, optimizer, stateful={"s": Counter()})
         ckpt.save(1, force=True)
         train_step(model, optimizer, 1)  # steps the CPU counters in place
         for parameter in model.parameters():
-            backend.buffer(parameter).delete()
+            torchax_backend.buffer(parameter).delete()
         gate.opened.set()
         ckpt.wait_until_finished()
         gate.opened.clear()
@@ -329,10 +328,10 @@ def test_a_tracer_left_in_optimizer_state_is_refused_by_name(directory: Path) ->
         ckpt.save(1, force=True)
 
         def leak(x: jax.Array) -> jax.Array:
-            backend.set_buffer(moment, x)
+            torchax_backend.set_buffer(moment, x)
             return x
 
-        jax.jit(leak)(backend.buffer(moment))
+        jax.jit(leak)(torchax_backend.buffer(moment))
         with pytest.raises(
             UnsupportedLeafError, match=r"optimizer/0\.weight/exp_avg: is a JAX trac"
         ):
@@ -464,12 +463,12 @@ UNCLOSED = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage import arrays as storage
-    write = storage.write_step
+    from torchax_ckpt.storage.arrays import write_step
+    write = write_step.write_step
     def slow(*args, **kwargs):
         time.sleep(1)
         write(*args, **kwargs)
-    storage.write_step = slow
+    write_step.write_step = slow
     ckpt = TorchaxCheckpointer(sys.argv[1])
     ckpt.save(1, state={"w": np.arange(3)})
     if sys.argv[2] == "raise":

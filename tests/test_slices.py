@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multislice
 from support import Running, run_processes
 
-from torchax_ckpt.exchange import routes
+from torchax_ckpt.restoring.shard_exchange import routes
 
 RUN = """
     import os, signal, sys
@@ -224,7 +224,7 @@ PLACES = """
     from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 
     torchax.enable_globally()
-    logging.getLogger("torchax_ckpt.slices").setLevel(logging.INFO)
+    logging.getLogger("torchax_ckpt.restoring.restore.local_tier").setLevel(logging.INFO)
     directory, ramdisks, places = sys.argv[4], pathlib.Path(sys.argv[5]), json.loads(sys.argv[6])
     # A host is one place of replica and fsdp, and has all of tp.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "fsdp", "tp"))

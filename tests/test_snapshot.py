@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding
 from support import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.device_memory import DeviceMemory
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Layout, SnapshotMode
-from torchax_ckpt.sharding import shards_of
-from torchax_ckpt.snapshot import Planner, Snapshot, Snapshotter
-from torchax_ckpt.storage import arrays as storage
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
+from torchax_ckpt.snapshot.sharding import shards_of
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
+from torchax_ckpt.snapshot.stacking import Planner
+from torchax_ckpt.storage.arrays import write_step
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
@@ -66,7 +67,7 @@ def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing falls behind the training, now before and now after it has looked at the leaves."""
-    write, stored = storage.write_step, Snapshot.stored
+    write, stored = write_step.write_step, Snapshot.stored
     looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
 
     def late_write(*args: Any, **kwargs: Any) -> None:
@@ -77,7 +78,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(next(looks))
         return stored(*args)
 
-    monkeypatch.setattr(storage, "write_step", late_write)
+    monkeypatch.setattr(write_step, "write_step", late_write)
     monkeypatch.setattr(Snapshot, "stored", late_look)
 
 
@@ -159,13 +160,13 @@ def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits until it is let go, so that whatever it reads by reference may be gone."""
     go = threading.Event()
-    write = storage.write_step
+    write = write_step.write_step
 
     def wait(*args: Any, **kwargs: Any) -> None:
         assert go.wait(60)
         write(*args, **kwargs)
 
-    monkeypatch.setattr(storage, "write_step", wait)
+    monkeypatch.setattr(write_step, "write_step", wait)
     yield go
     go.set()
 
@@ -295,14 +296,14 @@ def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    write = storage.write_step
+    write = write_step.write_step
 
     def late_write(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.3)
         order.append("transferring")
         write(*args, **kwargs)
 
-    monkeypatch.setattr(storage, "write_step", late_write)
+    monkeypatch.setattr(write_step, "write_step", late_write)
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer")) as ckpt:
         ckpt.save(1, state=start())
         order.append("returned")
@@ -313,7 +314,7 @@ def test_a_failed_transfer_does_not_hang(directory: Path, monkeypatch: pytest.Mo
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(storage, "write_step", fail)
+    monkeypatch.setattr(write_step, "write_step", fail)
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
     assert ckpt.save(1, state=start())
     with pytest.raises(SaveError):

@@ -29,12 +29,17 @@ from support import (
     training_state,
 )
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout import plan as planning
+from torchax_ckpt.layout.storage_plan import (
+    MAX_STACK_BYTES,
+    MAX_STACKED_LEAF_BYTES,
+    LeafSpec,
+    Plan,
+    plan_leaves,
+)
 from torchax_ckpt.options import SnapshotMode
-from torchax_ckpt.snapshot import Planner, execute
+from torchax_ckpt.snapshot.stacking import Planner, execute
 
 LAYOUTS = ("auto", "stacked", "flat")
 
@@ -65,7 +70,9 @@ def deep(depth: int = 4, rule: Any = None) -> tuple[Deep, torch.optim.Optimizer]
     model = Deep(depth).to("jax")
     if rule is not None:
         for name, tensor in model.state_dict(keep_vars=True).items():
-            backend.set_buffer(tensor, jax.device_put(backend.buffer(tensor), rule(name, tensor)))
+            torchax_backend.set_buffer(
+                tensor, jax.device_put(torchax_backend.buffer(tensor), rule(name, tensor))
+            )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -98,7 +105,7 @@ def test_every_layout_restores_into_a_program_of_any_other(
         assert_trees_identical(training_state(model, optimizer), expected, shardings=same_mesh)
         for name, tensor in model.state_dict().items():
             if target is not None:
-                assert backend.buffer(tensor).sharding == target(name, tensor)
+                assert torchax_backend.buffer(tensor).sharding == target(name, tensor)
 
 
 def test_layers_are_stored_as_one_array_under_their_pattern(directory: Path) -> None:
@@ -169,7 +176,7 @@ def test_with_orbax_alone_a_stack_is_an_array_with_a_leading_axis(directory: Pat
     stack = loaded["model"]["layers.*.mlp.weight"]
     for i in range(4):
         weight = model.get_parameter(f"layers.{i}.mlp.weight")
-        assert bits(stack[i]) == bits(backend.buffer(weight))
+        assert bits(stack[i]) == bits(torchax_backend.buffer(weight))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -193,16 +200,16 @@ def test_layers_added_to_the_model_keep_what_they_have(
         assert bits(tensor) == bits(model.state_dict()[name])
 
 
-def spec(nbytes: int, placement: Any = 1, shape: tuple[int, ...] = (2,)) -> planning.LeafSpec:
-    return planning.LeafSpec(shape, "float32", nbytes, placement, on_host=False)
+def spec(nbytes: int, placement: Any = 1, shape: tuple[int, ...] = (2,)) -> LeafSpec:
+    return LeafSpec(shape, "float32", nbytes, placement, on_host=False)
 
 
-def plan(specs: dict[str, planning.LeafSpec], layout: Any = "auto") -> planning.Plan:
-    return planning.plan_leaves(list(specs), list(specs.values()), layout)
+def plan(specs: dict[str, LeafSpec], layout: Any = "auto") -> Plan:
+    return plan_leaves(list(specs), list(specs.values()), layout)
 
 
 def test_large_leaves_stay_on_their_own_unless_told() -> None:
-    big = planning.MAX_STACKED_LEAF_BYTES + 1
+    big = MAX_STACKED_LEAF_BYTES + 1
     specs = {f"model/layers.{i}.w": spec(big) for i in range(3)}
     assert plan(specs).stacks == {}
     assert list(plan(specs, "stacked").stacks) == ["model/layers.*.w"]
@@ -225,7 +232,7 @@ def test_only_equals_share_a_stack_and_its_size_is_bounded() -> None:
         "model/layers.*.w": ("model/layers.0.w", "model/layers.1.w"),
         "model/layers.*.w*2": ("model/layers.2.w", "model/layers.3.w"),
     }
-    half = planning.MAX_STACK_BYTES // 2
+    half = MAX_STACK_BYTES // 2
     many = {f"m/{i}.w": spec(half) for i in range(5)}
     assert [len(members) for members in plan(many, "stacked").stacks.values()] == [2, 2]
 
@@ -267,7 +274,9 @@ class Leaf:
         if sharding is None or self.kind not in DEVICE_KINDS:
             return leaf
         if self.kind == "torchax":
-            return backend.wrap(jax.device_put(backend.buffer(leaf), self.fit(sharding)))
+            return torchax_backend.wrap(
+                jax.device_put(torchax_backend.buffer(leaf), self.fit(sharding))
+            )
         return jax.device_put(leaf, self.fit(sharding))
 
     def fit(self, sharding: Any) -> Any:

@@ -18,8 +18,7 @@ from support import assert_trees_identical, copied, fsdp_mesh, fsdp_rule, mlp, t
 from torch.optim import lr_scheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, MismatchError, UnsupportedLeafError
 
 
@@ -100,7 +99,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("on_device", [True, False], ids=["torchax", "cpu"])
 def test_a_schedule_of_a_tensor_learning_rate_goes_on(directory: Path, on_device: bool) -> None:
     def build(lr: float) -> tuple[Any, Any, Any]:
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             rate = torch.tensor(lr)
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), rate.to("jax") if on_device else rate)
@@ -280,14 +279,14 @@ def test_torchs_own_loader_is_refused_with_the_name_of_the_one_that_works(direct
 def test_a_refused_restore_draws_no_random_numbers(directory: Path) -> None:
     save(directory, mlp(), dataloader=shuffled())
     fresh, loader = mlp(width=3), shuffled()
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         before = torch.get_rng_state()
-    key = backend.prng_key()
+    key = torchax_backend.prng_key()
     with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError):
         ckpt.attach(fresh, dataloader=loader)
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         assert_trees_identical(torch.get_rng_state(), before)
-    assert_trees_identical(backend.prng_key(), key)
+    assert_trees_identical(torchax_backend.prng_key(), key)
 
 
 # --- users' own objects ------------------------------------------------------------------------
@@ -319,7 +318,7 @@ class InPlaceBox(Box):
 
 
 def test_an_objects_state_comes_back_as_it_was(directory: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         count = torch.tensor(2**40)
     state = {
         "seen": 3,
@@ -339,7 +338,7 @@ def test_an_objects_state_comes_back_as_it_was(directory: Path) -> None:
 
 
 def test_restored_arrays_and_tensors_may_be_changed_in_place(directory: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensor = torch.zeros(3)
     state = {"array": np.zeros(3), "a": np.array(1.0), "b": np.array(2.0), "tensor": tensor}
     box = Box(None)
@@ -347,7 +346,7 @@ def test_restored_arrays_and_tensors_may_be_changed_in_place(directory: Path) ->
     resume(directory, stateful={"it": box})
     box.state["array"][1] = 5.0
     box.state["a"][()] = 6.0
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         box.state["tensor"][1] = 7.0
         assert box.state["tensor"].tolist() == [0.0, 7.0, 0.0]
     assert box.state["array"].tolist() == [0.0, 5.0, 0.0]
@@ -358,7 +357,7 @@ def test_an_objects_device_tensors_go_to_where_its_live_ones_are(directory: Path
     def averages(num_devices: int, value: float) -> dict[str, Any]:
         array = jnp.full((8, 3), value)
         where = fsdp_rule(fsdp_mesh(num_devices))("", array)
-        return {"sharded": backend.wrap(jax.device_put(array, where)), "plain": array}
+        return {"sharded": torchax_backend.wrap(jax.device_put(array, where)), "plain": array}
 
     box = Box(averages(4, 0.0))
     save(directory, stateful={"average": Box(averages(8, 5.0))})
@@ -464,7 +463,7 @@ def everything(seed: int) -> tuple[Picky, torch.optim.SGD, Any, Box]:
 
 
 def state_of(model: Picky, optimizer: Any, scheduler: Any, *boxes: Box) -> Any:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         generator = torch.get_rng_state()
     return copied(
         [
@@ -473,7 +472,7 @@ def state_of(model: Picky, optimizer: Any, scheduler: Any, *boxes: Box) -> Any:
             scheduler.state_dict(),
             [box.state for box in boxes],
             [
-                backend.prng_key(),
+                torchax_backend.prng_key(),
                 generator,
                 random.getstate(),
                 np.random.get_state(legacy=False)["state"]["key"],

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support import mlp, train_step
 
-from torchax_ckpt import TorchaxCheckpointer, policies, preemption
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, MetricsError, StepTypeError
+from torchax_ckpt.runtime import preemption
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -81,9 +81,9 @@ def test_recorded_metrics_belong_to_their_step(directory: Path) -> None:
             ckpt.record(loss=losses[step])
             if step == 2:
                 ckpt.record(note="halfway", loss=0.5)
-    assert ckpt.metrics(1) == {"loss": float(backend.buffer(losses[1]))}
+    assert ckpt.metrics(1) == {"loss": float(torchax_backend.buffer(losses[1]))}
     assert ckpt.metrics(2) == {"loss": 0.5, "note": "halfway"}
-    assert ckpt.metrics(3) == {"loss": float(backend.buffer(losses[3]))}
+    assert ckpt.metrics(3) == {"loss": float(torchax_backend.buffer(losses[3]))}
 
 
 def test_metrics_of_a_step_that_is_not_saved_are_dropped(directory: Path) -> None:

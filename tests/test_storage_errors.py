@@ -14,8 +14,9 @@ import torch
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import medium
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory.committed_step import MANIFEST
+from torchax_ckpt.storage.medium import seals, storage_errors
 
 STATE = {"w": np.arange(3)}
 TENSORSTORE_FULL = (
@@ -47,8 +48,8 @@ def wrapped(error: Exception) -> Exception:
     ids=str,
 )
 def test_what_may_pass_is_told_from_damage(error: Exception) -> None:
-    assert medium.is_unavailable(error)
-    assert medium.is_unavailable(wrapped(error))
+    assert storage_errors.is_unavailable(error)
+    assert storage_errors.is_unavailable(wrapped(error))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,8 @@ def test_what_may_pass_is_told_from_damage(error: Exception) -> None:
     ids=str,
 )
 def test_damage_is_told_from_what_may_pass(error: Exception) -> None:
-    assert not medium.is_unavailable(error)
-    assert not medium.is_unavailable(wrapped(error))
+    assert not storage_errors.is_unavailable(error)
+    assert not storage_errors.is_unavailable(wrapped(error))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,9 @@ def test_damage_is_told_from_what_may_pass(error: Exception) -> None:
     ids=str,
 )
 def test_errors_of_a_disk_say_what_to_do(error: Exception, todo: str) -> None:
-    assert todo in medium.advice(error)
-    assert todo in medium.advice(wrapped(error))
-    assert medium.kind(error) == medium.kind(wrapped(error))
+    assert todo in storage_errors.advice(error)
+    assert todo in storage_errors.advice(wrapped(error))
+    assert storage_errors.kind(error) == storage_errors.kind(wrapped(error))
 
 
 Fail = Callable[["Exception | None"], None]
@@ -97,7 +98,7 @@ Fail = Callable[["Exception | None"], None]
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     """Has every write fail with this error, or none."""
-    write = storage.write_step
+    write = write_step.write_step
     error: Exception | None = None
 
     def write_or_fail(*args: Any, **kwargs: Any) -> None:
@@ -109,7 +110,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
         nonlocal error
         error = new
 
-    monkeypatch.setattr(storage, "write_step", write_or_fail)
+    monkeypatch.setattr(write_step, "write_step", write_or_fail)
     return set_error
 
 
@@ -190,14 +191,14 @@ def test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read(
         for step in (1, 2):
             ckpt.save(step, force=True)
     error = OSError(errno.EIO, "Input/output error") if is_passing else ValueError("DATA_LOSS: x")
-    read = storage.digests.read_sealed
+    read = seals.read_sealed
 
     def read_or_fail(folder: Any) -> Any:
-        if (folder.parent.name, folder.name) == ("2", storage.MANIFEST):
+        if (folder.parent.name, folder.name) == ("2", MANIFEST):
             raise wrapped(error)
         return read(folder)
 
-    monkeypatch.setattr(storage.digests, "read_sealed", read_or_fail)
+    monkeypatch.setattr(seals, "read_sealed", read_or_fail)
     reader = TorchaxCheckpointer(directory)
     if is_passing:
         expected = r"step 2 .*cannot be read now.*kernel's log.*Other steps there: 1\.$"

@@ -15,8 +15,7 @@ from support import assert_trees_identical, bits, copied, mlp, train_step, train
 from torch import nn
 from torch.optim import lr_scheduler
 
-from torchax_ckpt import RestoreReport, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import RestoreReport, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError
 
 
@@ -45,7 +44,7 @@ def restore_what_fits(directory: Path, *attached: Any, **more: Any) -> RestoreRe
 
 
 def on_jax(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensor = torch.tensor(values, dtype=dtype)
     return tensor.to("jax")
 
@@ -55,7 +54,7 @@ def parameters(**tensors: torch.Tensor) -> nn.Module:
 
 
 def values(model: Any) -> dict[str, list[float]]:
-    return {n: backend.buffer(t).tolist() for n, t in model.state_dict().items()}
+    return {n: torchax_backend.buffer(t).tolist() for n, t in model.state_dict().items()}
 
 
 # --- strict ------------------------------------------------------------------------------------
@@ -105,13 +104,13 @@ def test_a_refused_checkpoint_changes_no_byte_of_anything(
     fresh, optimizer, more = attach_all(build())
 
     def everything() -> Any:
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             generator = torch.get_rng_state()
         return copied(
             [
                 training_state(fresh, optimizer),
                 more["lr_scheduler"].state_dict(),
-                [backend.prng_key(), generator, random.getstate()],
+                [torchax_backend.prng_key(), generator, random.getstate()],
                 np.random.get_state(legacy=False)["state"]["key"],
             ]
         )
@@ -141,7 +140,7 @@ def test_a_value_that_would_have_to_be_broadcast_is_refused(directory: Path) -> 
 def test_a_buffer_goes_to_where_the_live_one_is(directory: Path, saved_on_cpu: bool) -> None:
     def build(on_cpu: bool, value: float) -> nn.Module:
         model = parameters(w=on_jax(1.0))
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             buffer = torch.tensor([value])
         model.register_buffer("b", buffer if on_cpu else buffer.to("jax"))
         return model

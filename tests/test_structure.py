@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import collections
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,139 +13,139 @@ import pytest
 import torchax_ckpt
 
 PACKAGE = Path(torchax_ckpt.__file__).parent
-MAX_LINES = 400
+TOP, TORCH, JAX, ORBAX = "torchax", "torch", "jax", "orbax"
 
-# From the ground up: a room may import those below it, and its neighbours in the same folder.
-FLOORS = [
-    "errors",
-    "failures",
-    "steps",
-    "progress",
-    "options",
-    "planning",
-    "layout",
-    "torchax_backend",
-    "bits",
-    "sharding",
-    "state",
-    "device_memory",
-    "snapshot",
-    "preemption",
-    "lifetime",
-    "storage",
-    "stored",
-    "comparing",
-    "copying",
-    "formats",
-    "parts",
-    "content",
-    "history",
-    "in_flight",
-    "telemetry",
-    "writing",
-    "saving",
-    "deciding",
-    "restoring",
-    "exchange",
-    "slices",
-    "tiers",
-    "pretrained",
-    "policies",
-    "checkpointer",
-    "cli",
-    "integrations",
-    "__init__",
-]
-
-# Room -> libraries it must not know. What is not listed may be known.
-FORBIDDEN = {
-    "errors": {"torch", "torchax", "jax", "orbax", "numpy"},
-    "failures": {"torch", "torchax", "jax", "orbax", "numpy"},
-    "steps": {"torch", "torchax", "jax", "orbax", "numpy"},
-    "progress": {"torch", "torchax", "jax", "orbax", "numpy", "rich"},
-    "options": {"torch", "torchax", "jax", "orbax"},
-    "planning": {"torchax", "jax", "orbax"},  # torch's names alone, for the type checker
-    "layout": {"torch", "torchax", "jax", "orbax"},
-    "torchax_backend": {"orbax"},
-    "bits": {"torch", "torchax", "orbax"},
-    "sharding": {"torch", "torchax", "orbax"},
-    "state": {"torchax", "orbax"},
-    "device_memory": {"torch", "torchax", "orbax"},
-    "snapshot": {"torch", "torchax", "orbax"},
-    "preemption": {"torch", "torchax", "orbax"},
-    "lifetime": {"torch", "torchax", "orbax"},
-    "storage": {"torch", "torchax"},
-    "stored": {"torch", "torchax", "jax", "orbax"},
-    "comparing": {"torch", "torchax", "jax", "orbax"},
-    "copying": {"torch", "torchax", "jax", "orbax"},
-    "formats": {"torchax", "jax", "orbax"},
-    "content": {"torch", "torchax", "jax", "orbax"},
-    "history": {"torch", "torchax", "jax", "orbax"},
-    "in_flight": {"torch", "torchax", "jax", "orbax"},
-    "telemetry": {"torch", "torchax", "orbax"},
-    "writing": {"torch", "torchax", "orbax"},
-    "saving": {"torch", "torchax", "orbax"},
-    "deciding": {"torch", "torchax", "jax", "orbax"},
-    "restoring": {"torch", "torchax", "orbax"},
-    "parts": {"torch", "torchax", "orbax"},
-    "exchange": {"torch", "torchax", "orbax"},
-    "slices": {"torch", "torchax", "orbax"},
-    "tiers": {"torch", "torchax", "jax", "orbax"},
-    "pretrained": {"torch", "torchax", "orbax"},
-    "policies": {"torch", "torchax", "orbax"},
-    "checkpointer": {"torch", "torchax", "orbax"},
-    "cli": {"torch", "torchax", "jax", "orbax"},
-    "integrations": {"orbax"},
-    "__init__": {"torch", "torchax", "jax", "orbax"},
+# From the ground up: a room may import those above it in this table, and its own files; beside it
+# the libraries that it may know of torchax, torch, JAX and Orbax.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "options": set(),
+    "planning": {TORCH},  # its names alone, for the type checker
+    "layout": set(),
+    "runtime": {JAX},
+    "torchax_backend": {TOP, TORCH, JAX},
+    "snapshot": {JAX},
+    "state": {TORCH, JAX},
+    "processes": {JAX, ORBAX},
+    "policies": {ORBAX},
+    "storage/medium": set(),
+    "storage/directory": {JAX},
+    "storage/arrays": {JAX, ORBAX},
+    "stored": set(),
+    "formats": {TORCH},
+    "telemetry": {JAX},
+    "restoring": {JAX},
+    "saving": {TORCH, JAX},
+    "checkpointer": set(),
+    "cli": set(),
+    "integrations": {TOP, TORCH, JAX},
 }
+MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 400
+MAX_LINES_OF = {"checkpointer.py": 680, "module.py": 410}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+MODULES = {module_of(path): path for path in FILES}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names of everything the file imports, also inside functions."""
+def room_of(module: str) -> str:
+    """The room of a module of this package; "" for the package's own ``__init__``."""
+    parts = module.split(".")[1:]
+    return max(("/".join(parts[:n]) for n in range(3) if "/".join(parts[:n]) in ROOMS), default="")
+
+
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
+    """What a file imports, also inside functions; modules of this package by their full names."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_package = node.module in MODULES and full not in MODULES
+                found.append(node.module if is_package else full)
+    return tuple(found)
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(path) for path in modules()} == set(FLOORS)
-    assert set(FORBIDDEN) == set(FLOORS)
+def ours(path: Path) -> Iterator[str]:
+    return (name for name in imports(path) if name.split(".")[0] == "torchax_ckpt")
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_file_is_in_a_room() -> None:
+    found = {room_of(module) for module in MODULES} - {""}
+    assert found == set(ROOMS)
+
+
+@each_file
 def test_imports_point_down(path: Path) -> None:
-    room = room_of(path)
-    for name in imports(path):
-        library, *rest = name.split(".")
-        assert library not in FORBIDDEN[room], f"{room} must not know {library}"
-        # The package's own __init__ names what it loads lazily; the lazy names are strings.
-        if library == "torchax_ckpt" and room != "__init__":
-            other = rest[0] if rest[0] in FLOORS else "checkpointer"  # a public name, of any room
-            assert FLOORS.index(other) <= FLOORS.index(room), f"{room} imports {other}, above it"
+    room = room_of(module_of(path))
+    if not room:
+        return  # names what it loads lazily
+    order = list(ROOMS)
+    for name in ours(path):
+        other = room_of(name) or "checkpointer"  # a public name, of any room
+        assert order.index(other) <= order.index(room), f"{room} imports {name}, above it"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_is_read_in_one_sitting_and_says_what_it_owns(path: Path) -> None:
+def test_no_files_import_each_other() -> None:
+    graph = {module: set(ours(path)) - {module} for module, path in MODULES.items()}
+    done: dict[str, bool] = {}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for other in graph.get(module, ()):
+                visit(other, (*path, module))
+            done[module] = True
+
+    for module in graph.keys() - {"torchax_ckpt"}:
+        visit(module, ())
+
+
+@each_file
+def test_a_room_knows_only_its_own_libraries(path: Path) -> None:
+    found = {name.split(".")[0] for name in imports(path)} & {TOP, TORCH, JAX, ORBAX}
+    assert found <= ROOMS.get(room_of(module_of(path)), set())
+
+
+@each_file
+def test_a_file_is_read_in_one_sitting_and_says_what_it_is(path: Path) -> None:
     source = path.read_text()
-    limit = 680 if path.name == "checkpointer.py" else MAX_LINES  # mostly the public docstrings
-    assert source.count("\n") <= limit
+    assert source.count("\n") <= MAX_LINES_OF.get(path.name, MAX_LINES)
     assert ast.get_docstring(ast.parse(source)), "no module docstring"
 
 
+def test_no_folder_is_crowded() -> None:
+    counts = collections.Counter(p.parent for p in FILES if p.name != "__init__.py")
+    assert counts.pop(PACKAGE) <= MAX_FILES_AT_THE_TOP
+    assert max(counts.values()) <= MAX_FILES
+
+
+def test_no_two_files_have_one_name() -> None:
+    counts = collections.Counter(p.name for p in FILES if p.name != "__init__.py")
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@each_file
+def test_modules_of_this_package_keep_their_names(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchax_ckpt"):
+            assert not any(alias.asname for alias in node.names)
+
+
 def test_private_torchax_is_met_in_one_file() -> None:
-    for path in modules():
+    for path in FILES:
         if path.name != "torchax_backend.py":
             assert "._elem" not in path.read_text(), path
             assert "_jax_array" not in path.read_text(), path
@@ -154,14 +156,15 @@ def test_private_torchax_is_met_in_one_file() -> None:
 )
 def test_integrations_use_what_users_use(path: Path) -> None:
     """The public names, and nothing of the rooms behind them."""
-    for name in imports(path):
-        library, *rest = name.split(".")
-        if library == "torchax_ckpt" and rest[0] != "integrations":
-            assert rest[0] in torchax_ckpt.__all__, f"{path}: {name}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchax_ckpt"):
+            for alias in node.names:
+                _, *rest = f"{node.module}.{alias.name}".split(".")
+                assert rest[0] in ("integrations", *torchax_ckpt.__all__), f"{path}: {rest}"
 
 
 def test_nothing_is_pickled_or_evaluated() -> None:
-    for path in modules():
+    for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

@@ -15,7 +15,8 @@ from support import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.storage import commits, syncing
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.medium import fsync
 
 State = tuple[int, int, int]
 
@@ -58,7 +59,7 @@ def test_everything_of_a_step_is_synced_before_it_has_its_name_and_then_the_name
         assert run.stat().st_ino in {inode for inode, *_ in syncs.after}
     found = [run / "1", *(run / "1").rglob("*")]
     names = {path.name for path in found}
-    assert {"_CHECKPOINT_METADATA", "data.json", "manifest.ocdbt", commits.MARK} <= names
+    assert {"_CHECKPOINT_METADATA", "data.json", "manifest.ocdbt", commit_record.MARK} <= names
     left = {path for path in found if state_of(path.lstat()) not in syncs.before}
     # These TensorStore has synced as it wrote them; see below.
     assert left == {path for path in found if path.parent.name == "d"}
@@ -89,9 +90,9 @@ def test_a_time_that_hosts_agree_on_is_synced_as_well(directory: Path, syncs: Sy
     path = directory / "writing-1"
     path.mkdir(parents=True)
     (path / "_CHECKPOINT_METADATA").write_text("{}")
-    (path / commits.MARK).write_text("done")
-    commits.set_time(epath.Path(path), 5)
-    for name in ("_CHECKPOINT_METADATA", commits.MARK):
+    (path / commit_record.MARK).write_text("done")
+    commit_record.set_time(epath.Path(path), 5)
+    for name in ("_CHECKPOINT_METADATA", commit_record.MARK):
         assert state_of((path / name).lstat()) in syncs.before
 
 
@@ -136,6 +137,6 @@ def test_a_file_that_cannot_be_synced_is_no_folder(
 
     monkeypatch.setattr(os, "fsync", refuse)
     (tmp_path / "file").touch()
-    syncing.sync(tmp_path)
+    fsync.sync(tmp_path)
     with pytest.raises(OSError, match="Invalid argument"):
-        syncing.sync(tmp_path / "file")
+        fsync.sync(tmp_path / "file")

@@ -23,11 +23,10 @@ from support import mlp, run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import inspection
-from torchax_ckpt.storage.rules import described
-from torchax_ckpt.telemetry import journal as journal_room
-from torchax_ckpt.telemetry import recorder as recorder_room
+from torchax_ckpt.policies.described import described
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.telemetry import journal, recorder
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, Journal, read_events
 from torchax_ckpt.telemetry.stats import Quantiles
@@ -46,13 +45,13 @@ def names(events: list[Event]) -> list[tuple[str, int | None]]:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    write = storage.write_step
+    write = write_step.write_step
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "write_step", fail)
-    return lambda: monkeypatch.setattr(storage, "write_step", write)
+    monkeypatch.setattr(write_step, "write_step", fail)
+    return lambda: monkeypatch.setattr(write_step, "write_step", write)
 
 
 # --- what is told and written ---
@@ -131,7 +130,7 @@ def test_who_only_reads_writes_nothing_and_is_told(directory: Path) -> None:
 def test_where_the_training_is_is_told_now_and_then(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_room, "_REACHED_SECS", 0.05)
+    monkeypatch.setattr(recorder, "_REACHED_SECS", 0.05)
     never = policies.SpecificStepsPolicy([1])
     reached = threading.Event()
 
@@ -214,7 +213,7 @@ def test_a_slow_look_at_a_step_holds_up_no_save(
         assert opened.wait(60)
         return 7
 
-    monkeypatch.setattr(inspection, "stored_bytes", slow)
+    monkeypatch.setattr(containment, "stored_bytes", slow)
     with TorchaxCheckpointer(directory) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state=STATE, force=True)
@@ -348,9 +347,9 @@ def test_telemetry_that_breaks_costs_neither_training_nor_saves(
     elif broken == "hostname":
         monkeypatch.setattr("platform.node", fail)
     elif broken == "event":
-        monkeypatch.setattr(recorder_room, "bounded", fail)
+        monkeypatch.setattr(recorder, "bounded", fail)
     else:
-        monkeypatch.setattr(recorder_room.Tally, "take", fail)
+        monkeypatch.setattr(recorder.Tally, "take", fail)
     with TorchaxCheckpointer(directory) as ckpt:
         for step in (1, 2):
             assert ckpt.save(step, state=STATE, force=True)
@@ -365,7 +364,7 @@ def test_telemetry_that_breaks_costs_neither_training_nor_saves(
 def test_a_hook_that_hangs_holds_up_neither_saves_nor_close_for_long(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorder_room, "_CLOSING_SECS", 0.2)
+    monkeypatch.setattr(recorder, "_CLOSING_SECS", 0.2)
     opened = threading.Event()
     with TorchaxCheckpointer(directory, on_event=lambda event: opened.wait(60)) as ckpt:  # type: ignore[arg-type]
         for step in (1, 2, 3):
@@ -413,7 +412,7 @@ def test_a_medium_that_refuses_events_harms_nothing(
 def test_a_medium_that_stands_still_holds_up_close_for_seconds_only(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_room, "_CLOSING_SECS", 0.2)
+    monkeypatch.setattr(recorder, "_CLOSING_SECS", 0.2)
     opened = threading.Event()
     monkeypatch.setattr(Journal, "append", lambda self, lines: opened.wait(60))
     with TorchaxCheckpointer(directory) as ckpt:
@@ -425,7 +424,7 @@ def test_a_medium_that_stands_still_holds_up_close_for_seconds_only(
 def test_lines_are_written_once_the_medium_takes_them_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_room, "_RETRY_SECS", 0.01)
+    monkeypatch.setattr(recorder, "_RETRY_SECS", 0.01)
     append, calls = Journal.append, []
 
     def twice(self: Journal, lines: Any) -> None:
@@ -472,13 +471,13 @@ def test_files_are_closed_to_everybodys_writing(directory: Path) -> None:
 
 
 def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_room, "MAX_FILES", 3)
-    monkeypatch.setattr(journal_room, "MAX_FILE_BYTES", 200)
-    journal = Journal(epath.Path(tmp_path), "0" * 8)
+    monkeypatch.setattr(journal, "MAX_FILES", 3)
+    monkeypatch.setattr(journal, "MAX_FILE_BYTES", 200)
+    record = Journal(epath.Path(tmp_path), "0" * 8)
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "notes").write_text("somebody's")
     for step in range(50):
-        journal.append([Event("saving", 1000.0 + step, step).to_line()])
+        record.append([Event("saving", 1000.0 + step, step).to_line()])
     files = sorted((tmp_path / FOLDER).iterdir())
     assert len(files) == 4
     assert files[-1].name == "notes"
@@ -494,10 +493,10 @@ KILLED = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage import arrays
+    from torchax_ckpt.storage.arrays import write_step
     from torchax_ckpt.telemetry.journal import Journal
 
-    write, append, written = arrays.write_step, Journal.append, threading.Event()
+    write, append, written = write_step.write_step, Journal.append, threading.Event()
     def append_and_say(self, lines):
         append(self, lines)
         if any(b'"saving","step":2' in line for line in lines):
@@ -508,7 +507,7 @@ KILLED = """
             assert written.wait(60)
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, *args, **kwargs)
-    arrays.write_step = die
+    write_step.write_step = die
     ckpt = TorchaxCheckpointer(sys.argv[1])
     for step in (1, 2):
         ckpt.save(step, state={"w": np.arange(3)}, force=True)
@@ -660,11 +659,11 @@ def test_of_too_much_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         (folder / f"{index:019d}-{'0' * 8}.jsonl").write_bytes(content)
     (every,) = recorded(tmp_path)
     assert [event.step for event in every] == list(range(10))
-    monkeypatch.setattr(journal_room, "_MAX_ALL_LINES", 3)
+    monkeypatch.setattr(journal, "_MAX_ALL_LINES", 3)
     (some,) = recorded(tmp_path)
     assert [event.step for event in some] == [7, 8, 9]
-    monkeypatch.setattr(journal_room, "_MAX_ALL_LINES", 100)
-    monkeypatch.setattr(journal_room, "_MAX_ALL_BYTES", 3 * len(lines[0]))
+    monkeypatch.setattr(journal, "_MAX_ALL_LINES", 100)
+    monkeypatch.setattr(journal, "_MAX_ALL_BYTES", 3 * len(lines[0]))
     (some,) = recorded(tmp_path)
     assert [event.step for event in some] == [6, 7, 8, 9]
 

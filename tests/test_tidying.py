@@ -14,9 +14,10 @@ from support import assert_trees_identical, entries
 from test_cli import run, run_json
 from test_verified import damage
 
-from torchax_ckpt import TorchaxCheckpointer, copying, policies
-from torchax_ckpt.cli import outcome
-from torchax_ckpt.storage.verified import MARK
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.stored import copy
 
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.7, 5: 0.6}
 
@@ -98,7 +99,7 @@ def test_a_directory_that_is_being_written_to_is_not_pruned(directory: Path) -> 
         ckpt.wait_until_finished()
         before = sorted(directory.rglob("*"))
         said = run(
-            "prune", directory, "--policy", "LatestN(1)", "--delete", code=outcome.UNAVAILABLE
+            "prune", directory, "--policy", "LatestN(1)", "--delete", code=exit_codes.UNAVAILABLE
         )
         assert "writes to" in said
         assert sorted(directory.rglob("*")) == before
@@ -131,7 +132,7 @@ def test_a_directory_that_is_being_written_to_is_not_pruned(directory: Path) -> 
     ],
 )
 def test_what_to_keep_must_be_said(rules: tuple[Any, ...], directory: Path) -> None:
-    run("prune", directory, *rules, "--delete", code=outcome.USAGE)
+    run("prune", directory, *rules, "--delete", code=exit_codes.USAGE)
     assert steps_in(directory) == list(LOSSES)
 
 
@@ -160,20 +161,20 @@ def test_every_step_of_a_directory_is_copied(saved: Path, tmp_path: Path) -> Non
     with TorchaxCheckpointer(target) as ckpt:
         assert ckpt.attach() == 5
         ckpt.save(6, state=state(6), force=True)
-    assert run_json("diff", saved / "1", saved / "2", code=outcome.FOUND)["leaves"]
+    assert run_json("diff", saved / "1", saved / "2", code=exit_codes.FOUND)["leaves"]
 
 
 def test_a_damaged_step_is_not_copied(directory: Path, tmp_path: Path) -> None:
     damage(directory / "3", state(3)["w"].tobytes()[:64])
     target = tmp_path / "copy"
-    run("copy", directory / "3", target, code=outcome.FOUND)
+    run("copy", directory / "3", target, code=exit_codes.FOUND)
     assert list(target.iterdir()) == []
 
 
 def test_a_copy_that_is_damaged_on_the_way_never_counts(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_file = copying._copy_file
+    copy_file = copy._copy_file
     needle = state(3)["w"].tobytes()[:64]
 
     def damaging(source: Any, target: Any, on_bytes: Any) -> None:
@@ -182,9 +183,9 @@ def test_a_copy_that_is_damaged_on_the_way_never_counts(
         if needle in content:
             target.write_bytes(content.replace(needle, needle[::-1]))
 
-    monkeypatch.setattr(copying, "_copy_file", damaging)
+    monkeypatch.setattr(copy, "_copy_file", damaging)
     target = tmp_path / "copy"
-    run("copy", directory / "3", target, code=outcome.FOUND)
+    run("copy", directory / "3", target, code=exit_codes.FOUND)
     assert list(target.iterdir()) == []
     assert run_json("verify", directory, 3, "--read-only")["steps"][0]["ok"]
 
@@ -199,9 +200,9 @@ def test_a_full_disk_leaves_nothing_behind(
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copying.os, "fsync", full)
+    monkeypatch.setattr(copy.os, "fsync", full)
     target = tmp_path / "copy"
-    said = run("copy", directory / "3", target, code=outcome.UNAVAILABLE)
+    said = run("copy", directory / "3", target, code=exit_codes.UNAVAILABLE)
     assert "No space left on device" in said
     assert list(target.iterdir()) == []
 
@@ -210,7 +211,7 @@ def test_nothing_is_overwritten(directory: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     run("copy", directory / "2", target)
     before = {p: p.stat().st_mtime_ns for p in target.rglob("*")}
-    said = run("copy", directory, target, code=outcome.UNAVAILABLE)
+    said = run("copy", directory, target, code=exit_codes.UNAVAILABLE)
     assert "has step 2 already; nothing was copied" in said
     assert {p: p.stat().st_mtime_ns for p in target.rglob("*")} == before
 
@@ -218,6 +219,6 @@ def test_nothing_is_overwritten(directory: Path, tmp_path: Path) -> None:
 def test_links_are_not_followed(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (directory / "3" / "link").symlink_to(tmp_path / "secret")
-    run("copy", directory / "3", tmp_path / "copy", code=outcome.FOUND)
+    run("copy", directory / "3", tmp_path / "copy", code=exit_codes.FOUND)
     assert not (tmp_path / "copy").exists()
-    run("copy", tmp_path / "nowhere", tmp_path / "copy", code=outcome.USAGE)
+    run("copy", tmp_path / "nowhere", tmp_path / "copy", code=exit_codes.USAGE)

@@ -23,7 +23,7 @@ import torch
 from support import assert_trees_identical, mlp, run_python, train_step, training_state
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.cli.looking import steps_of
+from torchax_ckpt.cli.show import steps_of
 from torchax_ckpt.errors import (
     DirectoryError,
     LeaseError,
@@ -32,9 +32,9 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     TierError,
 )
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import identity
-from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
 from torchax_ckpt.telemetry.events import Event
 
 ALWAYS = policies.FixedIntervalPolicy(1)
@@ -185,7 +185,7 @@ def test_without_a_local_tier_there_is_none(directory: Path) -> None:
             ckpt.all_steps("local")
         with pytest.raises(TierError, match="found 'ramdisk'"):
             ckpt.load(1, tier="ramdisk")  # type: ignore[arg-type]
-    assert not (directory / identity.NAME).exists()
+    assert not (directory / run_identity.NAME).exists()
 
 
 def test_a_step_is_found_verified_and_deleted_in_either_tier(
@@ -213,7 +213,7 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though a restore has verified one; the durable tier spares that."""
-    write, most = storage.write_step, 0
+    write, most = write_step.write_step, 0
 
     def counted(path: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal most
@@ -221,7 +221,7 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
         if str(path).startswith(str(ramdisk)):
             most = max(most, len(entries(ramdisk)))
 
-    monkeypatch.setattr(storage, "write_step", counted)
+    monkeypatch.setattr(write_step, "write_step", counted)
     model = mlp()
     for start in (0, 4, 8):
         with TorchaxCheckpointer(
@@ -343,20 +343,20 @@ def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
 def test_a_full_local_tier_costs_its_own_saves_only(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = storage.write_step
+    write = write_step.write_step
 
     def full(path: Any, *args: Any, **kwargs: Any) -> None:
         if str(path).startswith(str(ramdisk)):
             raise OSError(28, "No space left on device")
         write(path, *args, **kwargs)
 
-    monkeypatch.setattr(storage, "write_step", full)
+    monkeypatch.setattr(write_step, "write_step", full)
     with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:  # closes without raising
         assert ckpt.save(1, state=state(1))
         with pytest.raises(SaveError, match=rf"step 1 to {ramdisk} failed: .* No space left"):
             ckpt.wait_until_finished()
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [])
-        monkeypatch.setattr(storage, "write_step", write)
+        monkeypatch.setattr(write_step, "write_step", write)
         save(ckpt, 2)
         assert ckpt.all_steps("local") == [2]
 
@@ -365,7 +365,7 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, let_go = threading.Event(), threading.Event()
-    begin = storage.ocp.save_checkpointables_async
+    begin = write_step.ocp.save_checkpointables_async
 
     class Slow:
         """A save that Orbax has begun, and that ends late."""
@@ -385,7 +385,7 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
         response = begin(path, *args, **kwargs)
         return Slow(response) if str(path).startswith(str(directory)) else response
 
-    monkeypatch.setattr(storage.ocp, "save_checkpointables_async", slow)
+    monkeypatch.setattr(write_step.ocp, "save_checkpointables_async", slow)
     try:
         with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
             assert ckpt.save(1, state=state(1))
@@ -506,7 +506,7 @@ def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
     """Whoever has abandoned them may be lost with the host before that."""
     with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
         save(ckpt, 2, 4)
-    write = storage.write_step
+    write = write_step.write_step
 
     def lost(path: Any, *args: Any, **kwargs: Any) -> None:
         if str(path).startswith(str(directory)):
@@ -516,7 +516,7 @@ def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
     with two_tiers(directory, ramdisk, durable=Chosen(3)) as ckpt:
         assert ckpt.attach(stateful={}, resume=False) == 0
         save(ckpt, 1)
-        monkeypatch.setattr(storage, "write_step", lost)
+        monkeypatch.setattr(write_step, "write_step", lost)
         assert ckpt.save(3, state=state(3))
         with pytest.raises(SaveError, match="the host is going"):
             ckpt.wait_until_finished()
@@ -633,7 +633,7 @@ def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
     replace, count = os.replace, itertools.count(1)
 
     def killed(draft: Any, path: Any) -> None:
-        if Path(path).name == identity.NAME and next(count) == call:
+        if Path(path).name == run_identity.NAME and next(count) == call:
             raise KeyboardInterrupt
         replace(draft, path)
 

@@ -17,9 +17,8 @@ from test_dcp import Evil
 from test_formats import values
 from test_importing import live, plain
 
-from torchax_ckpt import TorchaxCheckpointer, warm_start
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.cli import outcome
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend, warm_start
+from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -43,7 +42,7 @@ class Special(torch.Tensor):
 
 
 def save(value: Any, path: Path, **how: Any) -> Path:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         torch.save(value, path, **how)
     return path
 
@@ -79,7 +78,7 @@ def test_attach_goes_on_from_what_torch_has_saved(
 
 
 def test_views_come_as_they_are_seen(tmp_path: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
         tensors = {
             "whole": whole,
@@ -110,7 +109,7 @@ _DTYPES = (
 @pytest.mark.parametrize("dtype", _DTYPES.split())
 def test_every_dtype_is_read(dtype: str, tmp_path: Path) -> None:
     content = np.random.default_rng(0).integers(2, size=(16 * 6,), dtype=np.uint8)
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         size = getattr(torch, dtype).itemsize
         tensor = torch.from_numpy(content[: 6 * size].copy()).view(getattr(torch, dtype))
     (found,) = open_torch_file(save({"w": tensor}, tmp_path / "w.pt")).tensors.values()
@@ -119,18 +118,18 @@ def test_every_dtype_is_read(dtype: str, tmp_path: Path) -> None:
 
 
 def test_the_form_is_told_by_the_name_or_the_content(directory: Path, tmp_path: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensors = {"w": torch.ones(3)}
     unnamed = save(tensors, tmp_path / "checkpoint-7")
     assert run_json("import", unnamed, directory)["num_tensors"] == 1
     old = save(tensors, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    said = run("import", old, tmp_path / "b", code=outcome.USAGE)
+    said = run("import", old, tmp_path / "b", code=exit_codes.USAGE)
     assert "old.pth: is no archive, as torch.save has written since torch 1.6" in said
     assert not (tmp_path / "b").exists()
 
 
 def test_what_is_no_weight_is_left_out_and_no_tensor_is(tmp_path: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         named = torch.ones(2)
         named.note = "an attribute of its own"  # type: ignore[attr-defined]
         history = collections.defaultdict(list, loss=[1.0])
@@ -150,14 +149,14 @@ def test_what_is_no_weight_is_left_out_and_no_tensor_is(tmp_path: Path) -> None:
 
 
 def test_wrong_use_is_told(directory: Path, tmp_path: Path) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         path = save({"model": {"w": torch.ones(3)}, "epoch": 2}, tmp_path / "w.pt")
         numbers = save([1, 2], tmp_path / "numbers.pt")
         nested = save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path / "nested.pt")
         sparse = save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
-    said = run("import", path, directory, "--at", "ema", code=outcome.USAGE)
+    said = run("import", path, directory, "--at", "ema", code=exit_codes.USAGE)
     assert "expected tensors at 'ema', found 'model', 'epoch'" in said
-    run("import", path, directory, "--at", "epoch", code=outcome.USAGE)
+    run("import", path, directory, "--at", "epoch", code=exit_codes.USAGE)
     with pytest.raises(MismatchError, match="expected tensors in a dict of torch.save's"):
         open_torch_file(numbers)
     with pytest.raises(UnsupportedLeafError, match=r"two tensors would be called 'a\.b'"):
@@ -168,7 +167,7 @@ def test_wrong_use_is_told(directory: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         path = save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "w.pt")
     assert open_torch_file(path).tensors.keys() == {"w"}
     with zipfile.ZipFile(tmp_path / "all.pt", "w") as archive:
@@ -255,7 +254,7 @@ def test_a_tensor_beyond_its_storage_is_damage(described: dict[str, Any], tmp_pa
 
 def test_files_are_damaged_at_every_byte(tmp_path: Path) -> None:
     """Whatever is changed, a tensor comes out or an error of ours does."""
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         path = save({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "w.pt")
     content = path.read_bytes()
     random = np.random.default_rng(0)

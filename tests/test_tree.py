@@ -19,12 +19,12 @@ from hypothesis import example, given
 from strategies import KEY_IMPLS, fingerprint, make_leaf, random_bits, trees
 from support import bits
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.state.component import revive
 from torchax_ckpt.state.leaf import describe
-from torchax_ckpt.state.tree import Encoder, decode
+from torchax_ckpt.state.pytree import Encoder, decode
 
 
 def through_json(tree: Any) -> Any:
@@ -125,7 +125,7 @@ def test_the_shape_of_a_tensor_comes_back_as_a_tuple() -> None:
 def test_device_arrays_are_taken_by_reference() -> None:
     array = jnp.ones(3)
     encoder = Encoder()
-    encoder.encode({"jax": array, "torchax": backend.wrap(array)}, ("state",))
+    encoder.encode({"jax": array, "torchax": torchax_backend.wrap(array)}, ("state",))
     assert encoder.leaves["state/jax"] is array
     assert encoder.leaves["state/torchax"] is array
 
@@ -133,19 +133,19 @@ def test_device_arrays_are_taken_by_reference() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "uint16"])
 def test_what_can_change_on_the_host_is_copied(dtype: str) -> None:
     array = random_bits(dtype, (4,), 1)
-    tensor = backend.from_numpy(array)
+    tensor = torchax_backend.from_numpy(array)
     encoder = Encoder()
     encoder.encode({"numpy": array, "torch": tensor}, ("state",))
     before = bits(array)
     array[:] = np.zeros((), array.dtype)
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensor.zero_()
     assert bits(encoder.leaves["state/numpy"]) == before
     assert bits(encoder.leaves["state/torch"]) == before
 
 
 def test_tensors_with_unusual_strides_keep_their_values() -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
         complex_base = torch.tensor([1 + 2j, 3 - 4j])
         tensors = {
@@ -172,9 +172,9 @@ def test_numpy_arrays_with_unusual_strides_keep_their_values() -> None:
 
 
 def test_a_view_of_a_torchax_tensor_is_stored_with_its_own_value() -> None:
-    view = backend.wrap(jnp.arange(6.0).reshape(3, 2))[1:]
+    view = torchax_backend.wrap(jnp.arange(6.0).reshape(3, 2))[1:]
     found = through_json(view)
-    assert bits(found) == bits(backend.wrap(jnp.arange(2.0, 6.0).reshape(2, 2)))
+    assert bits(found) == bits(torchax_backend.wrap(jnp.arange(2.0, 6.0).reshape(2, 2)))
 
 
 @pytest.mark.parametrize("impl", sorted(KEY_IMPLS))
@@ -268,7 +268,7 @@ def test_a_jax_array_of_a_dtype_that_storage_lacks_is_refused_by_name() -> None:
 @pytest.mark.filterwarnings("ignore:.*CSR.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*ComplexHalf.*:UserWarning")
 def test_tensors_that_are_not_plain_are_refused_by_name_and_reason() -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         tensors = {
             "layout torch.sparse_coo": torch.eye(2).to_sparse(),
             "layout torch.sparse_csr": torch.eye(2).to_sparse_csr(),
@@ -287,7 +287,7 @@ def test_a_tracer_is_refused_by_name() -> None:
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
         refused(x, "tracer")
-        refused(backend.wrap(x), "tracer")
+        refused(torchax_backend.wrap(x), "tracer")
         return x
 
     step(jnp.ones(2))

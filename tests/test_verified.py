@@ -14,18 +14,15 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from support import mlp
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, content, policies, stored
-from torchax_ckpt.errors import (
-    CorruptCheckpointError,
-    DirectoryError,
-    SaveError,
-    StepNotFoundError,
-)
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage import inspection, locating, modes
-from torchax_ckpt.storage.inspection import STATE
-from torchax_ckpt.storage.verified import MARK
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
+from torchax_ckpt.restoring import step_reader
+from torchax_ckpt.storage.arrays import array_checks, locate_chunk, write_step
+from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.medium import permissions
+from torchax_ckpt.stored import stored_step
+from torchax_ckpt.stored.stored_step import StoredStep
 
 LATEST = policies.LatestN(1)
 
@@ -58,13 +55,13 @@ PLACE = re.compile(r"(\S+), bytes (\d+) to (\d+)")
 def place_of(ckpt: TorchaxCheckpointer, leaf: str) -> tuple[Path, int, int]:
     """The file that holds a leaf's chunk in step 1, where it begins in it, and where it ends."""
     committed = ckpt._directory.find(1)
-    key = inspection.stored_key(StoredStep(committed).leaves[leaf].stack or leaf)
+    key = array_checks.stored_key(StoredStep(committed).leaves[leaf].stack or leaf)
     store = {"driver": "ocdbt", "base": f"file://{committed.path / STATE}/", "path": f"{key}/"}
     array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
     chunk = [0] * array.rank
     if array.rank == 3:  # a stack, and the leaf its second row
         chunk[0] = 1 // int((array.chunk_layout.read_chunk.shape or ())[0] or 1)
-    found = PLACE.fullmatch(locating.place_of_chunk(committed.path / STATE, key, chunk) or "")
+    found = PLACE.fullmatch(locate_chunk.place_of_chunk(committed.path / STATE, key, chunk) or "")
     assert found is not None
     return Path(found[1]), int(found[2]), int(found[3])
 
@@ -147,7 +144,7 @@ def test_a_step_that_cannot_be_marked_is_verified_and_stops_no_pruning(
         raise PermissionError(13, "Permission denied")
 
     fill(directory, 1)
-    monkeypatch.setattr(modes, "make_file", refuse)
+    monkeypatch.setattr(permissions, "make_file", refuse)
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert ckpt.verify(1) == 1
         for step in (2, 3):
@@ -160,14 +157,14 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
-    read = stored.parse_manifest
+    read = stored_step.parse_manifest
 
     def delete_first(committed: Any) -> Any:
         shutil.rmtree(directory / str(committed.step))
         return read(committed)
 
-    monkeypatch.setattr(stored, "parse_manifest", delete_first)
-    monkeypatch.setattr(content, "parse_manifest", delete_first)
+    monkeypatch.setattr(stored_step, "parse_manifest", delete_first)
+    monkeypatch.setattr(step_reader, "parse_manifest", delete_first)
     ckpt = TorchaxCheckpointer(directory)
     with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
         ckpt.verify(2)
@@ -217,14 +214,14 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
 def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = storage.write_step
+    write = write_step.write_step
     fill(directory, 1)
 
     def damaging(path: Any, *args: Any, **kwargs: Any) -> None:
         write(path, *args, **kwargs)
         damage(Path(path), state(2)["w"].tobytes()[:64])
 
-    monkeypatch.setattr(storage, "write_step", damaging)
+    monkeypatch.setattr(write_step, "write_step", damaging)
     ckpt = TorchaxCheckpointer(
         directory, options=CheckpointOptions(read_back=True), preservation_policy=LATEST
     )
@@ -232,7 +229,7 @@ def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
         ckpt.wait_until_finished()
     assert ckpt.all_steps() == [1]
-    monkeypatch.setattr(storage, "write_step", write)
+    monkeypatch.setattr(write_step, "write_step", write)
     assert ckpt.save(2, state=state(2), force=True)
     ckpt.close()
     assert ckpt.all_steps() == [2]

@@ -14,10 +14,10 @@ from test_rounds import Group
 
 from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
-from torchax_ckpt.failures import Failures
-from torchax_ckpt.storage.apart import Apart
-from torchax_ckpt.storage.processes import Processes
-from torchax_ckpt.writing import Writer
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.per_host import Apart
+from torchax_ckpt.runtime.failure_log import Failures
+from torchax_ckpt.saving.writer import Writer
 
 
 def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], set[int], set[int]]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
-    from torchax_ckpt.pretrained import warm_start
-    from torchax_ckpt.restoring import RestoreReport
+    from torchax_ckpt.restoring.restore import RestoreReport
+    from torchax_ckpt.restoring.warm_start import warm_start
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
     from torchax_ckpt.telemetry.stats import Stats
@@ -37,21 +37,20 @@ __all__ = [
 _LAZY = {
     "Event": "torchax_ckpt.telemetry.events",
     "RandomState": "torchax_ckpt.state.random_state",
-    "RestoreReport": "torchax_ckpt.restoring",
+    "RestoreReport": "torchax_ckpt.restoring.restore",
     "Stats": "torchax_ckpt.telemetry.stats",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
-    "planning": "torchax_ckpt.planning",
-    "policies": "torchax_ckpt.policies",
-    "warm_start": "torchax_ckpt.pretrained",
+    "warm_start": "torchax_ckpt.restoring.warm_start",
 }
+_MODULES = {"planning": "torchax_ckpt.planning", "policies": "torchax_ckpt.policies"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in {**_LAZY, **_MODULES}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    module = importlib.import_module({**_LAZY, **_MODULES}[name])
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -11,38 +11,29 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt import progress, torchax_backend
-from torchax_ckpt.errors import (
-    AttachError,
-    CheckpointError,
-    ClosedError,
-    PolicyError,
-    StepError,
-)
+from torchax_ckpt import policies, torchax_backend
+from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError, PolicyError, StepError
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.lifetime import Calls, guarded
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.preemption import Preemption
-from torchax_ckpt.restoring import (
-    RestoreReport,
-    load_state,
-    newest_readable,
-    reading,
-    restore_attached,
-)
-from torchax_ckpt.snapshot import Snapshotter
-from torchax_ckpt.state import metrics as metrics_room
-from torchax_ckpt.state import own
-from torchax_ckpt.state.attached import Attached
-from torchax_ckpt.steps import as_step
-from torchax_ckpt.storage import policies
-from torchax_ckpt.storage.directory import CommittedStep
-from torchax_ckpt.storage.processes import Processes
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.policies import preservation
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.restoring.fallback import newest_readable, reading
+from torchax_ckpt.restoring.load import load_state
+from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
+from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.call_guard import Calls, guarded
+from torchax_ckpt.runtime.preemption import Preemption
+from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.saving import step_metrics
+from torchax_ckpt.saving.tiers import Tier, Tiers
+from torchax_ckpt.saving.writer import Capture
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.stats import Stats
-from torchax_ckpt.tiers import Tier, Tiers
-from torchax_ckpt.writing import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +94,7 @@ class TorchaxCheckpointer:
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
-        self._keep_policy = preservation_policy or policies.default_preservation_policy()
+        self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         self._tiers = Tiers(
             directory,
@@ -418,7 +409,7 @@ class TorchaxCheckpointer:
         Raises:
           MetricsError: neither a number nor JSON.
         """
-        self._recorded.update(metrics_room.check_metrics(metrics))
+        self._recorded.update(step_metrics.check_metrics(metrics))
 
     def should_save(self, step: int) -> bool:
         """Whether ``save(step)`` would begin a save: at a preemption, or as a policy says."""
@@ -493,7 +484,7 @@ class TorchaxCheckpointer:
                 "give the state: save(step, state=...)",
                 step=step,
             )
-        pending = {**self._recorded, **metrics_room.check_metrics(metrics or {})}
+        pending = {**self._recorded, **step_metrics.check_metrics(metrics or {})}
         self._recorded = {}
         if force or is_preempted:
             self._saver.wait()  # the step may be on its way, and may fail there
@@ -502,14 +493,14 @@ class TorchaxCheckpointer:
             if not (force or is_preempted):  # otherwise it is there already
                 self._telemetry.skipped(step)
             return False
-        ranked = [rule.metric for rule in policies.best_rules(self._keep_policy)]
-        metrics_room.require_ranking(pending, ranked, step)
+        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
+        step_metrics.require_ranking(pending, ranked, step)
         began = time.perf_counter()
-        pending = metrics_room.hold(pending)
+        pending = step_metrics.hold(pending)
         self._tiers.prepare(step, due)
         if raises:
             self.check_for_errors()
-        fetch_metrics = functools.partial(metrics_room.fetch_ranked, pending, ranked, step)
+        fetch_metrics = functools.partial(step_metrics.fetch_ranked, pending, ranked, step)
         try:
             capture = self._capture(step, state, fetch_metrics, began)
         except BaseException as error:
@@ -537,7 +528,7 @@ class TorchaxCheckpointer:
         arrays = [array for part in captured.values() for array in part.arrays]
         mine = None
         if self._processes.count > 1:
-            names, arrays, mine = own.split(captured)
+            names, arrays, mine = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
         snapshot = self._snapshotter.take(names, arrays)
         return Capture(step, snapshot, document, mine, fetch_metrics, began)
@@ -573,7 +564,7 @@ class TorchaxCheckpointer:
         Raises:
           PolicyError: there is no best-N rule.
         """
-        rule = next(policies.best_rules(self._keep_policy), None)
+        rule = next(preservation.best_rules(self._keep_policy), None)
         if rule is None:
             raise PolicyError(
                 "best_step needs to know what is best: give preservation_policy="

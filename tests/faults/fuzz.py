@@ -57,15 +57,20 @@ from fuzz_files import Fed, FileReaders, Form, replaced
 from hypothesis import strategies as st
 from support import bits, mlp
 
-from torchax_ckpt import TorchaxCheckpointer, content, policies, restoring
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.layout.manifest import KINDS, STORABLE_DTYPES, Manifest
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.state.attached import Attached
-from torchax_ckpt.storage import commits, digests, inspection
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
-from torchax_ckpt.storage.processes import ALONE
+from torchax_ckpt.processes.coordination import ALONE
+from torchax_ckpt.restoring import restore, step_reader
+from torchax_ckpt.snapshot.sharding import put
+from torchax_ckpt.state import component, functional, node_checks, random_state
+from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.storage.arrays import array_checks
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import seals
 
 MAX_SECS = 5.0
 MAX_BYTES = 1 << 30
@@ -196,7 +201,7 @@ def damaged(source: random.Random, raw: bytes, form: Form) -> bytes:
         else:
             document = damaged_document(source, document)
         if seal is not None and isinstance(document, dict):
-            document = digests.seal(document)
+            document = seals.seal(document)
         return form.dump(json.dumps(document), raw)
     except RecursionError:  # deeper than Python writes
         return damaged_bytes(source, raw)
@@ -222,7 +227,7 @@ class Box:
     """A stateful object that takes any state."""
 
     def __init__(self) -> None:
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             count = torch.tensor(2**40)
         self.state: Any = {
             "seen": 3,
@@ -282,7 +287,7 @@ class Live:
 
     def digest(self) -> str:
         """All that is live, to the bit."""
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             rng = torch.get_rng_state()
         parts = [
             {n: bits(t) for n, t in self.model.state_dict(keep_vars=True).items() if _is_tensor(t)},
@@ -291,7 +296,7 @@ class Live:
             [self.optimizer.state.get(p) for p in self.model.parameters()],
             {k: v for k, v in vars(self.scheduler).items() if k != "optimizer"},
             self.box.state,
-            [rng, backend.prng_key(), np.random.get_state(legacy=False)],
+            [rng, torchax_backend.prng_key(), np.random.get_state(legacy=False)],
         ]
         plain = [_plain(part) for part in parts]
         return hashlib.sha256(repr((plain, random.getstate())).encode()).hexdigest()
@@ -333,13 +338,13 @@ class Corpus:
         self.manifest = (self.step / "manifest" / "data.json").read_bytes()
         self.summary = (self.step / "summary" / "data.json").read_bytes()
         self.record = (self.step / "_CHECKPOINT_METADATA").read_bytes()
-        self.mark = commits.sealing(epath.Path(self.step), "").strip().encode()
+        self.mark = commit_record.sealing(epath.Path(self.step), "").strip().encode()
         self.committed = CommittedStep(2, epath.Path(self.step), 1)
         self.files = FileReaders(self.committed, folder / "files")
-        manifest = content.read_manifest(self.committed)
+        manifest = step_reader.read_manifest(self.committed)
         self.array_metadata = _array_metadata(self.step)
-        reads = self.live.attached.prepare(manifest.document, restoring.Findings()).reads
-        read = content.read_leaves(self.committed, manifest, reads, CheckpointOptions())
+        reads = self.live.attached.prepare(manifest.document, component.Findings()).reads
+        read = step_reader.read_leaves(self.committed, manifest, reads, CheckpointOptions())
         self.values = {name: np.asarray(value) for name, value in read.items()}
 
 
@@ -380,7 +385,7 @@ class Readers:
     @staticmethod
     def _checked(document: Any) -> Manifest:
         manifest = Manifest.from_json(document, path="manifest")
-        content.checks.check_document(manifest.document)
+        node_checks.check_document(manifest.document)
         return manifest
 
     def _manifest(self, raw: bytes) -> Manifest:
@@ -404,13 +409,13 @@ class Readers:
             if array is None or (array.shape, array.dtype) != (zeros.shape, zeros.dtype):
                 array = zeros
             arrays[name] = array.copy()
-        return restoring.put(arrays, {name: read.placement for name, read in reads.items()})
+        return put(arrays, {name: read.placement for name, read in reads.items()})
 
     def restore(self, raw: bytes) -> None:
         """A manifest, up to live objects; array data comes from memory."""
         manifest = self._manifest(raw)
-        findings = restoring.Findings()
-        with restoring.random_state.left_alone(on_success=False):
+        findings = component.Findings()
+        with random_state.left_alone(on_success=False):
             restoration = self.corpus.live.attached.prepare(manifest.document, findings)
             if len(raw) % 2 and findings:  # the other half as restore(strict=False)
                 raise findings.error(2, "run/2")
@@ -426,8 +431,8 @@ class Readers:
         }
         for abstract in (None, {"model": model}):
             nodes = [[n, d] for n, d in manifest.document.items() if not abstract or n in abstract]
-            findings = restoring.Findings()
-            request = restoring.functional.Request({"dict": nodes}, abstract, (), findings)
+            findings = component.Findings()
+            request = functional.Request({"dict": nodes}, abstract, (), findings)
             if findings:
                 raise findings.error(2, "run/2")
             request.build(self._values(request.reads, manifest))
@@ -435,7 +440,7 @@ class Readers:
     def array_metadata(self, raw: bytes) -> None:
         """One array's metadata. What passes is of the shape and dtype asked for."""
         shape, dtype = (16, 8), "float32"
-        if problem := inspection._problem(raw, shape, dtype):
+        if problem := array_checks._problem(raw, shape, dtype):
             raise CorruptCheckpointError(" ".join(problem))
         metadata = json.loads(raw)
         assert (tuple(metadata["shape"]), np.dtype(metadata["dtype"])) == (shape, dtype)
@@ -447,7 +452,7 @@ class Readers:
 
     def mark(self, raw: bytes) -> None:
         """The digests in a commit mark, up to the list of steps."""
-        with replaced(self.corpus.step / commits.MARK, b"committed\n" + raw):
+        with replaced(self.corpus.step / commit_record.MARK, b"committed\n" + raw):
             self._list()
 
     def summary(self, raw: bytes) -> None:
@@ -466,8 +471,8 @@ class Readers:
         """A manifest, up to live objects, from disk."""
         with replaced(self.corpus.step / "manifest" / "data.json", raw):
             options = CheckpointOptions()
-            source = content.StoredLeaves(self.corpus.committed, options)
-            restoring.restore_attached(source, self.corpus.live.attached, True, options, ALONE)
+            source = step_reader.StoredLeaves(self.corpus.committed, options)
+            restore.restore_attached(source, self.corpus.live.attached, True, options, ALONE)
 
 
 # --- the loop ------------------------------------------------------------------------------------

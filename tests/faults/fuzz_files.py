@@ -21,14 +21,15 @@ import safetensors.numpy
 import torch
 from etils import epath
 
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.formats.dcp_writing import save_dcp
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.formats.dcp import save_dcp
 from torchax_ckpt.formats.opening import open_files
 from torchax_ckpt.formats.tensor_files import TensorFiles
-from torchax_ckpt.storage import identity, inspection
-from torchax_ckpt.storage.holder import Holder
-from torchax_ckpt.storage.lease import LEASE_SECS, Lease
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.storage.arrays import array_checks
+from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
+from torchax_ckpt.storage.directory.lease_holder import Holder
+from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry import journal, timeline
 from torchax_ckpt.telemetry.events import Event
 
@@ -151,7 +152,7 @@ class FileReaders:
         index = json.dumps(
             {"metadata": {}, "weight_map": dict.fromkeys(tensors, "one.safetensors")}
         )
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             weights = {name: torch.from_numpy(array) for name, array in tensors.items()}
             saved = io.BytesIO()
             torch.save({"model": {**weights, "tied": weights["b"]}, "epoch": 3}, saved)
@@ -194,10 +195,10 @@ class FileReaders:
         """The name of a run, as of either tier, up to a new one."""
         durable, local = (epath.Path(self._folder / name) for name in ("durable", "local"))
         for directory in (durable, local):
-            (directory / identity.NAME).write_bytes(raw)
-        assert not identity.is_before(local, durable)  # the word "local" is in both or in none
-        identity.write(local, [identity.new()], is_local=True)
-        identity.require_local(local, [1])
+            (directory / run_identity.NAME).write_bytes(raw)
+        assert not run_identity.is_before(local, durable)  # the word "local" is in both or in none
+        run_identity.write(local, [run_identity.new()], is_local=True)
+        run_identity.require_local(local, [1])
 
     def events(self, raw: bytes) -> None:
         """A record of events, up to what a report draws."""
@@ -213,7 +214,7 @@ class FileReaders:
     def names_of_orbax(self, raw: bytes) -> None:
         """Orbax's list of a step's arrays, of which only the names are looked at."""
         with replaced(Path(self._step.path, "state", "_METADATA"), raw):
-            inspection.require_names_within(self._step.path, self._step.step)
+            array_checks.require_names_within(self._step.path, self._step.step)
 
     def shardings(self, raw: bytes) -> None:
         """What Orbax notes of shardings, up to words for people."""

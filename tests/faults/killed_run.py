@@ -27,10 +27,9 @@ import numpy as np
 import torch
 import torchax
 
-from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
 Lineage = tuple[tuple[int, int], ...]
 Key = tuple[int, Lineage]
@@ -78,15 +77,15 @@ class Training:
     def buffers(self) -> list[Any]:
         parameters = list(self.model.parameters())
         moments = [self.optimizer.state[p].get("momentum_buffer") for p in parameters]
-        return [backend.buffer(t) for t in [*parameters, *moments] if t is not None]
+        return [torchax_backend.buffer(t) for t in [*parameters, *moments] if t is not None]
 
     def set_buffers(self, buffers: list[Any]) -> None:
         parameters = list(self.model.parameters())
         for parameter, buffer in zip(parameters, buffers, strict=False):
-            backend.set_buffer(parameter, buffer)
+            torchax_backend.set_buffer(parameter, buffer)
         self.optimizer.state.clear()  # before the first step there is none
         for parameter, buffer in zip(parameters, buffers[len(parameters) :], strict=False):
-            self.optimizer.state[parameter]["momentum_buffer"] = backend.wrap(buffer)
+            self.optimizer.state[parameter]["momentum_buffer"] = torchax_backend.wrap(buffer)
 
     def digest(self) -> str:
         content = b"".join(np.asarray(buffer).tobytes() for buffer in self.buffers())
@@ -178,7 +177,7 @@ def run(
     for owner, function, name in [
         (StepDirectory, "claim", "claiming"),
         (StepDirectory, "recover", "recovering"),
-        (storage, "write_step", "writing"),
+        (write_step, "write_step", "writing"),
         (StepDirectory, "commit", "committing"),
         (StepDirectory, "set_aside", "setting aside"),
         (StepDirectory, "settle", "settling"),
@@ -242,13 +241,13 @@ def run(
 
 def weaken(how: str, directory: Path) -> None:
     """Has the program write worse than it does."""
-    write_step = storage.write_step
+    write = write_step.write_step
 
     def copy(path: Any, *args: Any, **kwargs: Any) -> None:
         # Written elsewhere and copied into place, file by file, as a script would.
         elsewhere = directory.parent / "elsewhere"
         shutil.rmtree(elsewhere, ignore_errors=True)
-        write_step(type(path)(elsewhere), *args, **kwargs)
+        write(type(path)(elsewhere), *args, **kwargs)
         final = directory / Path(path).name.split("-")[1]
         shutil.rmtree(final, ignore_errors=True)
         for source in sorted(p for p in elsewhere.rglob("*") if p.is_file()):
@@ -265,7 +264,7 @@ def weaken(how: str, directory: Path) -> None:
             if child.name.isdigit():
                 shutil.rmtree(child)
         time.sleep(0.05)
-        write_step(*args, **kwargs)
+        write(*args, **kwargs)
 
     previous: dict[str, Any] = {}
 
@@ -274,9 +273,9 @@ def weaken(how: str, directory: Path) -> None:
         name = min(arrays)
         stale = {name: previous.get(name, arrays[name])}
         previous.update(arrays)
-        write_step(path, {**arrays, **stale}, *args, **kwargs)
+        write(path, {**arrays, **stale}, *args, **kwargs)
 
-    storage.write_step = {"copy": copy, "delete-first": delete_first, "mixed": mixed}[how]
+    write_step.write_step = {"copy": copy, "delete-first": delete_first, "mixed": mixed}[how]
     if how == "copy":
         StepDirectory.commit = committed  # type: ignore[method-assign]
 

@@ -20,7 +20,8 @@ PROGRAM = """
     from typer.testing import CliRunner
     from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
     from torchax_ckpt.cli.app import app
-    from torchax_ckpt.storage import commits, inspection
+    from torchax_ckpt.storage.arrays import array_checks
+    from torchax_ckpt.storage.directory import commit_record
 
     run, target, page, local = sys.argv[1:]
 
@@ -59,14 +60,14 @@ PROGRAM = """
         assert not command("diff", run + "/2", place)["leaves"]
     assert command("prune", run, "--policy", "LatestN(1)", "--delete")["kept"] == [2]
 
-    look = inspection.require_stored
+    look = array_checks.require_stored
 
     def look_while_it_is_deleted(path, *rest):
-        (path / commits.MARK).unlink()
+        (path / commit_record.MARK).unlink()
         (path / "state").rmtree()  # the rest of it is still there
         return look(path, *rest)
 
-    inspection.require_stored = look_while_it_is_deleted
+    array_checks.require_stored = look_while_it_is_deleted
     assert "step 1 was deleted meanwhile" in command("verify", target, 1, code=2)
 """
 

@@ -11,8 +11,8 @@ from fuzz import Corpus, Readers, fuzz
 from fuzz_files import Fed
 
 from torchax_ckpt.layout.manifest import Manifest
-from torchax_ckpt.layout.plan import Plan
-from torchax_ckpt.storage.holder import Holder
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.storage.directory.lease_holder import Holder
 
 
 @pytest.fixture(scope="module")

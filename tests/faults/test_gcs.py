@@ -33,10 +33,15 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support import P, assert_trees_identical, bits, fsdp_mesh
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import (
+    CheckpointOptions,
+    LocalTier,
+    TorchaxCheckpointer,
+    policies,
+    torchax_backend,
+)
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
-from torchax_ckpt.storage import location
+from torchax_ckpt.storage.medium import location
 
 ROOT = Path(__file__).parent.parent.parent
 _numbers = itertools.count(1)
@@ -124,7 +129,7 @@ def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
     with TorchaxCheckpointer(bucket_run) as ckpt:
         rule = lambda name, _: NamedSharding(mesh, P("fsdp") if name == "weight" else P())  # noqa: E731
         assert ckpt.attach(second, shardings=rule) == 3
-        assert len(backend.buffer(second.weight).sharding.device_set) == 4
+        assert len(torchax_backend.buffer(second.weight).sharding.device_set) == 4
         for a, b in zip(first.parameters(), second.parameters(), strict=True):
             assert bits(a) == bits(b)
         assert ckpt.metrics(3) == {"loss": 3}

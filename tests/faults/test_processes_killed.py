@@ -16,7 +16,7 @@ PROGRAM = """
     import os, signal, sys, time
     from processes_program import INDEX, Training, report
     from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors
-    from torchax_ckpt.storage import digests
+    from torchax_ckpt.storage.arrays import block_digests
 
     directory, victim, fatal, timeout_secs = sys.argv[4], *map(int, sys.argv[5:8])
     training = Training()
@@ -24,7 +24,7 @@ PROGRAM = """
     ckpt = TorchaxCheckpointer(directory, options=options)
     start = training.attach(ckpt)
     report(start=start, whole=training.whole(), own=training.own())
-    take = digests.take
+    take = block_digests.take
 
     def killed(*args, **kwargs):
         report(killed=INDEX)
@@ -37,7 +37,7 @@ PROGRAM = """
     for step in range(start + 1, fatal + 1):
         training.step()
         if step == fatal and INDEX == victim:
-            digests.take = killed                # while arrays are being written
+            block_digests.take = killed                # while arrays are being written
         if step < fatal:
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()

@@ -17,8 +17,8 @@ PROGRAM = """
     import os, pathlib, signal, sys, time
     from processes_program import INDEX, Training, report
     from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
-    from torchax_ckpt.storage.directory import StepDirectory
-    from torchax_ckpt.stored import StoredStep
+    from torchax_ckpt.storage.directory.run_directory import StepDirectory
+    from torchax_ckpt.stored.stored_step import StoredStep
 
     directory, ramdisks, tier, fatal = sys.argv[4], *map(str, sys.argv[5:7]), int(sys.argv[7])
     places = [pathlib.Path(ramdisks, str(index)) for index in range(2)]

@@ -32,14 +32,14 @@ PROGRAM = """
     import jax.numpy as jnp
     from torchax_ckpt import TorchaxCheckpointer, policies
     from torchax_ckpt.errors import CheckpointError
-    from torchax_ckpt.storage import holder, lease
+    from torchax_ckpt.storage.directory import lease_holder, lease
 
     logging.basicConfig()
     logging.getLogger("torchax_ckpt").setLevel(logging.INFO)
     url, name, number, lease_secs = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     if lease_secs:
         # On a host of its own: nobody can look whether this process lives.
-        holder.this_kernel = lease.this_kernel = lambda: name
+        lease_holder.this_kernel = lease.this_kernel = lambda: name
         lease.LEASE_SECS, lease.RENEW_SECS, lease._POLL_SECS = lease_secs, lease_secs / 4, 0.1
 
     def say(**said):

@@ -37,12 +37,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt import torchax_backend as backend
-from torchax_ckpt.cli import looking
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.cli import show
 from torchax_ckpt.errors import CheckpointError
-from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.stored import StoredStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
 
 # Everything attached; functional state, in place of modules and optimizers.
 ATTACHED, FUNCTIONAL = STEPS = (7, 8)
@@ -79,8 +78,11 @@ def fingerprint(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, [fingerprint(child) for child in value])
     if isinstance(value, torch.Tensor):
-        is_on_device = backend.is_device_tensor(value)
-        return ("torch", fingerprint(backend.buffer(value) if is_on_device else value.numpy()))
+        is_on_device = torchax_backend.is_device_tensor(value)
+        return (
+            "torch",
+            fingerprint(torchax_backend.buffer(value) if is_on_device else value.numpy()),
+        )
     if isinstance(value, jax.Array):
         host = np.asarray(value)
         return ("jax", str(value.sharding), str(host.dtype), host.shape, host.tobytes())
@@ -122,15 +124,19 @@ class Live:
         mesh = Mesh(np.array(jax.devices()), ("fsdp",))
         rows = NamedSharding(mesh, PartitionSpec("fsdp"))
         for parameter in self.module.parameters():
-            backend.set_buffer(parameter, jax.device_put(backend.buffer(parameter), rows))
+            torchax_backend.set_buffer(
+                parameter, jax.device_put(torchax_backend.buffer(parameter), rows)
+            )
             parameter.grad = torch.ones_like(parameter)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 / (seed + 1))
         self.optimizer.step()
         for parameter in self.module.parameters():  # as they come back, whatever torch makes them
             for moment in filter(
-                backend.is_device_tensor, self.optimizer.state[parameter].values()
+                torchax_backend.is_device_tensor, self.optimizer.state[parameter].values()
             ):
-                backend.set_buffer(moment, jax.device_put(backend.buffer(moment), rows))
+                torchax_backend.set_buffer(
+                    moment, jax.device_put(torchax_backend.buffer(moment), rows)
+                )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
         self.loader = StatefulDataLoader(list(range(40)), 4, shuffle=True)
         batches = iter(self.loader)
@@ -150,7 +156,7 @@ class Live:
     def fingerprint(self) -> Any:
         """All of it, and the random state of the process."""
         scheduler = {k: v for k, v in vars(self.scheduler).items() if k != "optimizer"}
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             torch_random = torch.get_rng_state()
         return fingerprint(
             {
@@ -169,7 +175,7 @@ class Live:
                     random.getstate(),
                     np.random.get_state(legacy=False),
                     torch_random,
-                    backend.prng_key(),
+                    torchax_backend.prng_key(),
                 ],
             }
         )
@@ -178,7 +184,7 @@ class Live:
 def by_torchax_ckpt(directory: Path) -> Any:
     """Everything that this library gives of the steps; raises where it says that one is damaged."""
     run = StepDirectory(directory, read_only=True)
-    found: dict[str, Any] = {"shown": looking.steps_of(run)}
+    found: dict[str, Any] = {"shown": show.steps_of(run)}
     for step in STEPS:
         ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
         live = Live(seed=3)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchax_ckpt.cli.outcome import EPILOG, ends_well
+from torchax_ckpt.cli.exit_codes import EPILOG, ends_well
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -72,9 +72,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 @ends_well
 def list_steps(directory: Directory, json: Json = False) -> int:
     """Lists the steps: age, size on storage, metrics, and whether they were read back whole."""
-    from torchax_ckpt.cli import looking
+    from torchax_ckpt.cli import show
 
-    return looking.list_steps(directory, as_json=json)
+    return show.list_steps(directory, as_json=json)
 
 
 @app.command("show", epilog=EPILOG)
@@ -86,9 +86,9 @@ def show(
     json: Json = False,
 ) -> int:
     """Shows what a step holds: every leaf with shape, dtype, sharding, stack and size."""
-    from torchax_ckpt.cli import looking
+    from torchax_ckpt.cli import show
 
-    return looking.show(directory, step, filter, as_json=json)
+    return show.show(directory, step, filter, as_json=json)
 
 
 @app.command("verify", epilog=EPILOG)
@@ -107,9 +107,9 @@ def verify(
 
     A step that is as it was saved is marked as verified: no keep rule deletes the newest of them.
     """
-    from torchax_ckpt.cli import looking
+    from torchax_ckpt.cli import show
 
-    return looking.verify(
+    return show.verify(
         directory, step, verify_all=all, read_only=read_only, max_bytes=max_bytes, as_json=json
     )
 
@@ -129,9 +129,9 @@ def diff(
     the others how many elements differ and by how much. Two NaNs are equal; where they, or 0.0 and
     -0.0, have other bits, that is said too.
     """
-    from torchax_ckpt.cli import comparing
+    from torchax_ckpt.cli import diff
 
-    return comparing.diff(a, b, filter, max_bytes=max_bytes, as_json=json)
+    return diff.diff(a, b, filter, max_bytes=max_bytes, as_json=json)
 
 
 @app.command("report", epilog=EPILOG)
@@ -148,9 +148,9 @@ def report(
     From the events that programs record in the directory, after the run or while it trains. The
     page holds no script and needs nothing from elsewhere.
     """
-    from torchax_ckpt.cli import reporting
+    from torchax_ckpt.cli.report import command
 
-    return reporting.report(directory, out, as_json=json)
+    return command.report(directory, out, as_json=json)
 
 
 _SIZE, _CLUSTER, _TIMES, _LOCAL = "The state", "The cluster", "The bucket", "Ramdisks (two tiers)"
@@ -234,9 +234,9 @@ def plan(
     Nothing is read or run: it is arithmetic, and a simulation of some 10,000 failures for each
     policy. Times are 90, 90s, 5min, 12h or 365d.
     """
-    from torchax_ckpt.cli import planned
+    from torchax_ckpt.cli import plan
 
-    asked = planned.Asked(
+    asked = plan.Asked(
         params=params,
         size=size,
         optimizer=optimizer,
@@ -259,7 +259,7 @@ def plan(
         local_durable=local_durable,
         local_restore=local_restore,
     )
-    return planned.plan(asked, as_json=json)
+    return plan.plan(asked, as_json=json)
 
 
 class Format(enum.StrEnum):
@@ -304,9 +304,9 @@ def export(
     whatever the model's size: of pt and dcp, what exceeds it takes the room of the export on the
     disk once more meanwhile. Dtypes stay.
     """
-    from torchax_ckpt.cli import converting
+    from torchax_ckpt.cli import convert
 
-    return converting.export(
+    return convert.export(
         directory,
         step,
         out,
@@ -345,9 +345,9 @@ def import_(
 
     Optimizers and whatever else is attached start anew. Takes the directory's lease meanwhile.
     """
-    from torchax_ckpt.cli import converting
+    from torchax_ckpt.cli import convert
 
-    return converting.import_(source, directory, tie or [], at, as_json=json)
+    return convert.import_(source, directory, tie or [], at, as_json=json)
 
 
 @app.command("prune", epilog=EPILOG)
@@ -372,9 +372,9 @@ def prune(
     The newest step and the newest verified one are always kept. Takes the directory's lease: a
     training that runs prunes by itself, and is not disturbed.
     """
-    from torchax_ckpt.cli import tidying
+    from torchax_ckpt.cli import prune
 
-    return tidying.prune(directory, policy or [], delete=delete, as_json=json)
+    return prune.prune(directory, policy or [], delete=delete, as_json=json)
 
 
 @app.command("copy", epilog=EPILOG)
@@ -391,6 +391,6 @@ def copy(
 
     Takes the lease of the directory it copies to.
     """
-    from torchax_ckpt.cli import tidying
+    from torchax_ckpt.cli import prune
 
-    return tidying.copy(source, target, max_bytes=max_bytes, as_json=json)
+    return prune.copy(source, target, max_bytes=max_bytes, as_json=json)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 
-from torchax_ckpt.cli.outcome import INTERRUPTED, USAGE
+from torchax_ckpt.cli.exit_codes import INTERRUPTED, USAGE
 
 _EXTRA = ("rich", "safetensors", "typer")
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from torchax_ckpt.storage.commits import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
 # Where nobody watches, nothing is cut to the width of a terminal.
 _UNBOUNDED = 1_000_000

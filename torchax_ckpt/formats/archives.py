@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.formats.records import (
+from torchax_ckpt.formats.pickle_records import (
     Persistent,
     Record,
     dtype_of,

@@ -15,11 +15,12 @@ from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
-from torchax_ckpt.layout.plan import Plan
+from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.snapshot import Planner, execute
-from torchax_ckpt.storage import arrays as storage
-from torchax_ckpt.storage.directory import CommittedStep, StepDirectory
+from torchax_ckpt.snapshot.stacking import Planner, execute
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
 # What .to("jax") makes of 64-bit integers, unless JAX is told to keep them.
 _NARROW = {"int64": "int32", "uint64": "uint32"}
@@ -88,7 +89,7 @@ def _write(
         _require_empty(run)  # now that nobody else writes to it
         run.recover()
         path = run.path_for(step)
-        storage.write_step(
+        write_step.write_step(
             path,
             stored,
             lambda taken: Manifest(document, plan, installed_versions(), taken).to_json(),

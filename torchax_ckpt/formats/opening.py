@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchax_ckpt.errors import SelectionError
-from torchax_ckpt.formats.dcp_reading import is_dcp, open_dcp
-from torchax_ckpt.formats.safetensors_reading import is_safetensors, open_safetensors
+from torchax_ckpt.formats.dcp import is_dcp, open_dcp
+from torchax_ckpt.formats.safetensors_io import is_safetensors, open_safetensors
 from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.formats.torch_reading import is_torch_file, open_torch_file
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.state import checks
-from torchax_ckpt.state.stored_optimizer import StoredOptimizer
-from torchax_ckpt.state.tree import decode
-from torchax_ckpt.stored import StoredLeaf, StoredStep
+from torchax_ckpt.state import node_checks
+from torchax_ckpt.state.pytree import decode
+from torchax_ckpt.state.stored_entries import StoredOptimizer
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 OPTIMIZER = "optimizer"
 
@@ -62,7 +62,7 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
             step=stored.committed.step,
             path=stored.committed.path,
         )
-    nodes = checks.fields(node, OPTIMIZER) if node.get("group") is True else {"": node}
+    nodes = node_checks.fields(node, OPTIMIZER) if node.get("group") is True else {"": node}
     leaves = [stored.leaves[child["array"]] for n in nodes.values() for child in array_nodes(n)]
     return Optimizers(nodes, tuple(leaves))
 
@@ -78,7 +78,9 @@ def _state_dict(
 
     return {
         "state": {
-            key_of[name]: {k: made(v) for k, v in checks.keyed(state, f"{where}/{name}").items()}
+            key_of[name]: {
+                k: made(v) for k, v in node_checks.keyed(state, f"{where}/{name}").items()
+            }
             for name, state in optimizer.state.items()
             if name in key_of
         },

@@ -14,8 +14,8 @@ import numpy as np
 
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage.reading import STREAMED_BYTES
-from torchax_ckpt.stored import StoredLeaf
+from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
+from torchax_ckpt.stored.stored_step import StoredLeaf
 
 _ALIGNMENT = 64
 

@@ -19,8 +19,8 @@ import torch.utils._mode_utils
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLeafError
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage.directory import StepDirectory
-from torchax_ckpt.stored import StoredLeaf, StoredStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 
 def load_torch_state_dict(

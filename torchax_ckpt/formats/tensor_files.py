@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError
-from torchax_ckpt.storage.placing import Index, empty
+from torchax_ckpt.storage.arrays.placement import Index, empty
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torchax_ckpt.formats.archives import (
     open_archive,
     tensor_in,
 )
-from torchax_ckpt.formats.foreign import reading_file
-from torchax_ckpt.formats.records import Pairs, Record
+from torchax_ckpt.formats.pickle_records import Pairs, Record
 from torchax_ckpt.formats.tensor_files import FileTensor, TensorFiles
+from torchax_ckpt.formats.untrusted_files import reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 

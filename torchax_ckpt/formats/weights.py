@@ -8,7 +8,7 @@ from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.stored import StoredLeaf, StoredStep
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 MODEL = "model"
 

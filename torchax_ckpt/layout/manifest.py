@@ -22,7 +22,7 @@ from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.plan import Plan
+from torchax_ckpt.layout.storage_plan import Plan
 
 FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. Readers refuse what is newer than they are, and read what is older.

@@ -14,7 +14,7 @@ import dataclasses
 import math
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import checks
+from torchax_ckpt.planning import arguments
 
 _MTBF_HINT = "give the mean time between failures of the whole run in seconds"
 
@@ -30,7 +30,7 @@ def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float
     Raises:
       PlanError: a time is negative, or P is less than b.
     """
-    checks.save_times(blocking_secs, durable_secs, slowdown)
+    arguments.save_times(blocking_secs, durable_secs, slowdown)
     return blocking_secs + (durable_secs - blocking_secs) * slowdown / (1 + slowdown)
 
 
@@ -63,8 +63,8 @@ def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
     Raises:
       PlanError: a time makes no sense.
     """
-    checks.at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
-    checks.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
+    arguments.at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
+    arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
     if blocking_secs >= 2 * mtbf_secs:  # where the series ends to hold
         return mtbf_secs
     ratio = blocking_secs / (2 * mtbf_secs)
@@ -156,12 +156,12 @@ def expected_goodput(
     cost_secs = save_cost_secs(
         blocking_secs=blocking_secs, durable_secs=durable_secs, slowdown=slowdown
     )
-    checks.positive("interval_secs", interval_secs, "give the seconds from snapshot to snapshot")
-    checks.at_least(
+    arguments.positive("interval_secs", interval_secs, "give the seconds from snapshot to snapshot")
+    arguments.at_least(
         "interval_secs", interval_secs, durable_secs, "a save begins when the last one is durable"
     )
-    checks.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
-    checks.at_least("restart_secs", restart_secs, 0, "give the seconds from failure to training")
+    arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
+    arguments.at_least("restart_secs", restart_secs, 0, "give the seconds from failure to training")
     kept_per_uptime_secs = (
         (interval_secs - cost_secs)
         * math.exp(-(interval_secs + durable_secs - cost_secs) / mtbf_secs)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal, Protocol
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import checks
+from torchax_ckpt.planning import arguments
 from torchax_ckpt.planning.intervals import save_cost_secs, young_interval_secs
 
 FailureKind = Literal["process", "slice", "cluster"]
@@ -41,20 +41,20 @@ class Cluster:
     restart_can_fail: bool = False
 
     def __post_init__(self) -> None:
-        checks.count("num_chips", self.num_chips, "give the chips of all slices together")
-        checks.count("chips_per_host", self.chips_per_host, "4 on most TPUs")
-        checks.count("num_slices", self.num_slices, "a run without multislice has one")
+        arguments.count("num_chips", self.num_chips, "give the chips of all slices together")
+        arguments.count("chips_per_host", self.chips_per_host, "4 on most TPUs")
+        arguments.count("num_slices", self.num_slices, "a run without multislice has one")
         if self.num_chips % (self.chips_per_host * self.num_slices):
             raise PlanError(
                 f"num_chips: expected a multiple of {self.num_slices} slices x "
                 f"{self.chips_per_host} chips per host, found {self.num_chips}; slices are equal "
                 "and hosts whole"
             )
-        checks.positive("host_mtbf_secs", self.host_mtbf_secs, "a year is 31_536_000 s")
-        checks.at_least("restart_secs", self.restart_secs, 0, "give the seconds without reading")
+        arguments.positive("host_mtbf_secs", self.host_mtbf_secs, "a year is 31_536_000 s")
+        arguments.at_least("restart_secs", self.restart_secs, 0, "give the seconds without reading")
         for name in ("process_fraction", "cluster_fraction"):
-            checks.fraction(name, getattr(self, name), "give its share of all failures")
-        checks.fraction(
+            arguments.fraction(name, getattr(self, name), "give its share of all failures")
+        arguments.fraction(
             "process_fraction + cluster_fraction",
             self.process_fraction + self.cluster_fraction,
             "they are shares of the same failures",
@@ -104,8 +104,8 @@ class Tier:
     slowdown: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.save_times(self.blocking_secs, self.durable_secs, self.slowdown)
-        checks.at_least("restore_secs", self.restore_secs, 0, "give the seconds a restore takes")
+        arguments.save_times(self.blocking_secs, self.durable_secs, self.slowdown)
+        arguments.at_least("restore_secs", self.restore_secs, 0, "give the seconds a restore takes")
 
     @property
     def cost_secs(self) -> float:
@@ -136,7 +136,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.step_secs is not None:
-            checks.positive("step_secs", self.step_secs, "give the seconds of one step")
+            arguments.positive("step_secs", self.step_secs, "give the seconds of one step")
 
 
 class Policy(Protocol):
@@ -165,9 +165,9 @@ class FixedInterval:
                 f"{self.num_steps!r} and secs={self.secs!r}; give one of them"
             )
         if self.num_steps is not None:
-            checks.count("num_steps", self.num_steps, "give the steps between two saves")
+            arguments.count("num_steps", self.num_steps, "give the steps between two saves")
         else:
-            checks.positive("secs", self.secs or 0, "give the seconds between two saves")
+            arguments.positive("secs", self.secs or 0, "give the seconds between two saves")
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
         """The steps and what a save costs, or the seconds."""
@@ -193,7 +193,7 @@ class Continuous:
     minimum_interval_secs: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.at_least(
+        arguments.at_least(
             "minimum_interval_secs", self.minimum_interval_secs, 0, "0 saves without a pause"
         )
 

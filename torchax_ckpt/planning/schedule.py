@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import checks
+from torchax_ckpt.planning import arguments
 from torchax_ckpt.planning.runs import Policy, Run, Tier, TwoTier
 
 _ROUNDING = 1e-9  # relative; far above the error of a sum of floats, far below any time that counts
@@ -140,7 +140,7 @@ def _training_secs(
     training_secs = max(interval_secs, tier.durable_secs) - tier.cost_secs
     if run.step_secs is not None:  # saves begin between steps
         training_secs = math.ceil(training_secs / run.step_secs - _ROUNDING) * run.step_secs
-    checks.positive(
+    arguments.positive(
         f"interval of {type(policy).__name__}",
         training_secs,
         "no time to train is left between two saves: give an interval, or step_secs",

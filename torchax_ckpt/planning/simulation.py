@@ -15,7 +15,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import checks
+from torchax_ckpt.planning import arguments
 from torchax_ckpt.planning.runs import Cluster, FailureKind, Policy, Run, TwoTier
 from torchax_ckpt.planning.schedule import Schedule
 
@@ -78,7 +78,7 @@ def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> l
     Raises:
       PlanError: the duration is not positive.
     """
-    checks.positive("duration_secs", duration_secs, "give the seconds to simulate")
+    arguments.positive("duration_secs", duration_secs, "give the seconds to simulate")
     random = np.random.default_rng(seed)
     # A Poisson process, seen over a fixed time: how many there are, and then when.
     num_failures = random.poisson(duration_secs / cluster.mtbf_secs)
@@ -121,7 +121,7 @@ def simulate(
                 "does not say how long the run went on after its last failure: give it"
             )
         duration_secs = _NUM_FAILURES * run.cluster.mtbf_secs
-    checks.positive("duration_secs", duration_secs, "give the seconds to simulate")
+    arguments.positive("duration_secs", duration_secs, "give the seconds to simulate")
     if failures is None:
         failures = draw_failures(run.cluster, duration_secs=duration_secs, seed=seed)
     clock = _Clock(run, schedule, has_local=isinstance(policy, TwoTier))
@@ -261,7 +261,7 @@ def compare(
 def _checked(failures: Iterable[Failure]) -> Iterable[Failure]:
     before = 0.0
     for failure in failures:
-        checks.at_least("at_secs", failure.at_secs, before, "sort the trace by time, from 0 on")
+        arguments.at_least("at_secs", failure.at_secs, before, "sort the trace by time, from 0 on")
         if failure.kind not in _KINDS:
             raise PlanError(
                 f"kind: expected one of {', '.join(_KINDS)}, found {failure.kind!r}; name what "

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import checks
+from torchax_ckpt.planning import arguments
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +75,13 @@ def state_bytes(
     Raises:
       PlanError: a number makes no sense, or the optimizer is unknown.
     """
-    checks.count("num_params", num_params, "give the number of parameters, 70_000_000_000 for one")
-    checks.positive("param_bytes", param_bytes, "4 is float32, 2 is bfloat16")
+    arguments.count(
+        "num_params", num_params, "give the number of parameters, 70_000_000_000 for one"
+    )
+    arguments.positive("param_bytes", param_bytes, "4 is float32, 2 is bfloat16")
     if moment_bytes is None:
         moment_bytes = param_bytes
-    checks.at_least("moment_bytes", moment_bytes, 0, "4 is float32, 2 is bfloat16")
+    arguments.at_least("moment_bytes", moment_bytes, 0, "4 is float32, 2 is bfloat16")
     return StateBytes(
         parameters_bytes=math.ceil(num_params * param_bytes),
         optimizer_bytes=math.ceil(num_params * _num_moments(optimizer) * moment_bytes),
@@ -140,10 +142,10 @@ def ramdisk_bytes_per_host(
     Raises:
       PlanError: a number makes no sense.
     """
-    checks.count("total_bytes", total_bytes, "give the bytes of one checkpoint, an int")
-    checks.count("hosts_per_slice", hosts_per_slice, "each slice has at least one host")
-    checks.count("num_copies", num_copies, "those that stay, and the one being written: 2")
-    checks.at_least("headroom", headroom, 0, "0.15 means 15 % on top")
+    arguments.count("total_bytes", total_bytes, "give the bytes of one checkpoint, an int")
+    arguments.count("hosts_per_slice", hosts_per_slice, "each slice has at least one host")
+    arguments.count("num_copies", num_copies, "those that stay, and the one being written: 2")
+    arguments.at_least("headroom", headroom, 0, "0.15 means 15 % on top")
     exact = total_bytes * num_copies * (1 + headroom) / hosts_per_slice
     return math.ceil(round(exact, 3))  # 1.15 has no exact binary form: no byte for its error
 
@@ -156,7 +158,7 @@ def _num_moments(optimizer: str | float) -> float:
                 "another one give the number of values it keeps per parameter"
             )
         return MOMENTS[optimizer]
-    checks.at_least("optimizer", optimizer, 0, "give its name, or its values per parameter")
+    arguments.at_least("optimizer", optimizer, 0, "give its name, or its values per parameter")
     return optimizer
 
 

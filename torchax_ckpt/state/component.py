@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core.primitives import convert_element_type_p
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import (
     CheckpointError,
     MismatchError,
@@ -20,10 +20,68 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.sharding import Local, Placement, placement_of
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
-from torchax_ckpt.state.tree import Encoder, decode
+from torchax_ckpt.state.pytree import Encoder, decode
+
+_MAX_LISTED = 20
+
+
+@dataclasses.dataclass
+class Findings:
+    """Differences between a checkpoint and what is attached, by leaf name.
+
+    Attributes:
+      missing: attached, but not in the checkpoint.
+      unexpected: in the checkpoint, but not attached.
+      mismatched: on both sides but different: name -> "expected ..., found ...".
+    """
+
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def mismatch(self, name: str, expected: object, found: object) -> None:
+        """Records that the attached program has ``expected`` and the checkpoint ``found``."""
+        self.mismatched[name] = f"expected {expected}, found {found}"
+
+    def error(self, step: int | None, path: str) -> MismatchError:
+        """All differences in one error, each with its name; without a step, of files."""
+        source = path if step is None else f"The checkpoint at step {step} in {path}"
+        lines = [f"{source} does not fit what is attached; nothing was changed."]
+        lines += _section("missing from the checkpoint", self.missing)
+        lines += _section("in the checkpoint, but not attached", self.unexpected)
+        lines += _section(
+            "different (expected: attached, found: in the checkpoint)",
+            [f"{name}: {text}" for name, text in self.mismatched.items()],
+        )
+        lines.append(
+            "Attach the program that wrote it; or restore(strict=False) to take what matches, or "
+            "leave out or rename what differs (exclude=, rename=); or use another directory. For "
+            "load, give an abstract_state that fits."
+        )
+        return MismatchError(
+            "\n".join(lines),
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=self.mismatched,
+            step=step,
+            path=path,
+        )
+
+
+def _section(title: str, entries: Iterable[str]) -> list[str]:
+    entries = list(entries)
+    if not entries:
+        return []
+    listed = [f"    {entry}" for entry in entries[:_MAX_LISTED]]
+    if len(entries) > _MAX_LISTED:
+        listed.append(f"    ... and {len(entries) - _MAX_LISTED} more")
+    return [f"  {title}:", *listed]
+
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +263,7 @@ class Restoration:
         self.apply_writes(self.writes, values)
 
     @staticmethod
-    @backend.native_torch()
+    @torchax_backend.native_torch()
     def apply_writes(writes: Iterable[Write], values: Values) -> None:
         """Makes changes that cannot fail."""
         for write in writes:
@@ -307,9 +365,9 @@ def revive(node: Mapping[str, Any], value: Any) -> Any:
     """The leaf as it was: a torchax or CPU tensor, a JAX or numpy array, a scalar, a random key."""
     match node["kind"]:
         case "torchax":
-            return backend.wrap(value)
+            return torchax_backend.wrap(value)
         case "torch":
-            return backend.from_numpy(value)
+            return torchax_backend.from_numpy(value)
         case "key":
             return jax.random.wrap_key_data(value, impl=node["impl"])
         case "numpy_scalar":

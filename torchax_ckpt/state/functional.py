@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import torch
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.sharding import Local, Placement, placement_of
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.component import (
     Captured,
+    Findings,
     Form,
     Read,
     Values,
@@ -22,9 +23,8 @@ from torchax_ckpt.state.component import (
     require_alive,
     revive,
 )
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
-from torchax_ckpt.state.tree import Encoder, Finder, decode, key_part, leaf_paths
+from torchax_ckpt.state.pytree import Encoder, Finder, decode, key_part, leaf_paths
 
 KEY_PATH = ("state",)
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -57,7 +57,7 @@ class FunctionalState:
         marks = [_signature_of(leaf) for leaf in leaves]
         signature = None if None in marks else (treedef, marks)
         if signature is not None and signature == self._signature:
-            with backend.native_torch():
+            with torchax_backend.native_torch():
                 arrays = [freeze(leaves[i], KEY_PATH[0]) for i in self._order]
             captured = Captured(self._form, arrays)
         else:
@@ -196,7 +196,7 @@ def _placement(abstract: Any, spec: Spec) -> Placement:
         return Local.HOST
     if isinstance(abstract, jax.ShapeDtypeStruct):
         return abstract.sharding or Local.DEFAULT_DEVICE
-    array = backend.buffer(abstract) if spec.kind == "torchax" else abstract
+    array = torchax_backend.buffer(abstract) if spec.kind == "torchax" else abstract
     if spec.kind == "key" and not isinstance(array, jax.core.Tracer) and not array.is_deleted():
         array = jax.random.key_data(array)
     return placement_of(array)

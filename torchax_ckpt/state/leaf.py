@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 
@@ -31,15 +31,15 @@ def freeze(value: Any, name: str) -> Array:
     Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
     """
     if isinstance(value, torch.Tensor):
-        if backend.is_device_tensor(value):
-            return backend.buffer(value)
+        if torchax_backend.is_device_tensor(value):
+            return torchax_backend.buffer(value)
         if value.is_meta:
             raise UnsupportedLeafError(
                 f"{name}: is on the meta device and holds no data; attach the module, so that a "
                 "checkpoint or `init` fills it",
                 key_path=name,
             )
-        return backend.to_numpy(value)
+        return torchax_backend.to_numpy(value)
     if isinstance(value, jax.Array):
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         return jax.random.key_data(value) if is_key else value
@@ -48,13 +48,13 @@ def freeze(value: Any, name: str) -> Array:
 
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
     """``freeze`` for many tensors; 0-d CPU tensors of one dtype are copied together."""
-    with backend.native_torch():
-        on_device = [backend.is_device_tensor(tensor) for tensor in tensors]
-        counters = backend.scalars_to_numpy(
+    with torchax_backend.native_torch():
+        on_device = [torchax_backend.is_device_tensor(tensor) for tensor in tensors]
+        counters = torchax_backend.scalars_to_numpy(
             [t for t, is_on in zip(tensors, on_device, strict=True) if not is_on and t.ndim == 0]
         )
         return [
-            backend.buffer(tensor)
+            torchax_backend.buffer(tensor)
             if is_on
             else counters[key]
             if (key := id(tensor)) in counters
@@ -135,11 +135,11 @@ def describe(value: Any, name: str) -> Spec:
             raise refuse(f"has dtype {dtype}, which storage cannot hold")
 
     if isinstance(value, torch.Tensor):
-        if why := backend.why_unsupported(value):
+        if why := torchax_backend.why_unsupported(value):
             raise refuse(why)
-        if backend.is_device_tensor(value):
+        if torchax_backend.is_device_tensor(value):
             try:
-                array = backend.buffer(value)
+                array = torchax_backend.buffer(value)
             except RuntimeError as error:  # a view of a tensor that is gone
                 raise refuse(
                     f"its buffer was donated to a jitted step and is gone: {error}"
@@ -149,7 +149,9 @@ def describe(value: Any, name: str) -> Spec:
             require_storable(array.dtype)
             return Spec("torchax", dtype_name(array.dtype), tuple(array.shape))
         # why_unsupported has looked at the dtype
-        return Spec("torch", dtype_name(backend.numpy_dtype(value.dtype)), tuple(value.shape))
+        return Spec(
+            "torch", dtype_name(torchax_backend.numpy_dtype(value.dtype)), tuple(value.shape)
+        )
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         if isinstance(value, jax.core.Tracer):
             raise refuse(_TRACER)

@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, UninitializedLeafError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.sharding import Local, Placement, move, placement_of, put
-from torchax_ckpt.state import checks
+from torchax_ckpt.snapshot.sharding import Local, Placement, move, placement_of, put
+from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
+    Findings,
     Form,
     Restoration,
     Values,
@@ -33,10 +34,15 @@ from torchax_ckpt.state.component import (
     require_alive,
     restore_by_call,
 )
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
-from torchax_ckpt.state.slots import Slot, extra_state_modules, registered, same_objects, slots
-from torchax_ckpt.state.stored_module import EXTRA_STATE, StoredModule, extra_state_key
+from torchax_ckpt.state.module_tensors import (
+    Slot,
+    extra_state_modules,
+    registered,
+    same_objects,
+    slots,
+)
+from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
 """From a tensor's name and abstract value to its sharding; None leaves it where it is."""
@@ -78,10 +84,10 @@ class ModuleComponent:
         self._refresh()
 
     def _check(self) -> None:
-        root, _ = backend.unwrap_jittable(self.module)
+        root, _ = torchax_backend.unwrap_jittable(self.module)
         live = slots(self.module)
         for slot in live.values():
-            if why := backend.why_unsupported(slot.tensor):
+            if why := torchax_backend.why_unsupported(slot.tensor):
                 name = self.name(slot.fqn)
                 raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
         parameters = [s.tensor for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
@@ -155,7 +161,7 @@ class ModuleComponent:
 
     def _require_one_value(self, slot: Slot) -> None:
         # Only a JittableModule may hold more than its own tensor and one that replaced it.
-        if len({id(backend.buffer(t)) for t in slot.tensors[:-1]}) > 1:
+        if len({id(torchax_backend.buffer(t)) for t in slot.tensors[:-1]}) > 1:
             name = self.name(slot.fqn)
             raise UnsupportedLeafError(
                 f"{name}: is tied to {', '.join(slot.aliases)}, but the JittableModule's params "
@@ -212,7 +218,7 @@ class ModuleComponent:
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
-        with backend.native_torch():
+        with torchax_backend.native_torch():
             for slot in slots(self.module).values():
                 every_name = [n for n in (slot.fqn, *slot.aliases) if self._is_in(selection, n)]
                 if not (slot.persistent and every_name):
@@ -271,7 +277,7 @@ class ModuleComponent:
                 findings.missing.append(where)
                 continue
             child = stored.extra_state[path]
-            checks.check(child, where)
+            node_checks.check(child, where)
             if path not in modules:
                 findings.unexpected.append(where)
                 continue
@@ -302,7 +308,7 @@ class ModuleComponent:
         if self._rule is None:
             return
         for slot in slots(self.module).values():
-            if slot.fqn not in supplied and backend.is_device_tensor(slot.tensor):
+            if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
                 restoration.writes.append(Write(self._resharder(slot)))
 
     def _resharder(self, slot: Slot) -> Callable[[Values], None]:
@@ -311,14 +317,16 @@ class ModuleComponent:
         def write(_: Values) -> None:
             if isinstance(placement, Sharding):
                 for tensor in slot.tensors:
-                    backend.set_buffer(tensor, move(backend.buffer(tensor), placement))
+                    torchax_backend.set_buffer(
+                        tensor, move(torchax_backend.buffer(tensor), placement)
+                    )
 
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
         """Has ``init`` fill the meta tensors that the checkpoint does not supply."""
         for slot in slots(self.module).values():
-            if not slot.tensor.is_meta or backend.is_device_tensor(slot.tensor):
+            if not slot.tensor.is_meta or torchax_backend.is_device_tensor(slot.tensor):
                 continue
             if slot.fqn in supplied:
                 continue
@@ -339,9 +347,11 @@ class ModuleComponent:
         if value is None:
             return None
         if isinstance(value, torch.Tensor):
-            on_device = backend.is_device_tensor(value)
-            with backend.native_torch():
-                value = backend.buffer(value) if on_device else backend.to_numpy(value)
+            on_device = torchax_backend.is_device_tensor(value)
+            with torchax_backend.native_torch():
+                value = (
+                    torchax_backend.buffer(value) if on_device else torchax_backend.to_numpy(value)
+                )
         elif not isinstance(value, jax.Array):
             value = np.asarray(value)
         if not isinstance(value, jax.Array):
@@ -374,8 +384,8 @@ class ModuleComponent:
         )
         if ruled is not None:
             return ruled
-        if backend.is_device_tensor(slot.tensor):
-            return placement_of(backend.buffer(slot.tensor))
+        if torchax_backend.is_device_tensor(slot.tensor):
+            return placement_of(torchax_backend.buffer(slot.tensor))
         return Local.DEFAULT_DEVICE
 
 
@@ -392,4 +402,4 @@ def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
-    return not backend.is_device_tensor(tensor) and not tensor.is_meta
+    return not torchax_backend.is_device_tensor(tensor) and not tensor.is_meta

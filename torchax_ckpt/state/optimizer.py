@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.sharding import Local, Placement, placement_of, replicated_like
-from torchax_ckpt.state import checks
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
+from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
+    Findings,
     Form,
     Restoration,
     Values,
@@ -30,10 +31,9 @@ from torchax_ckpt.state.component import (
     require_alive,
     revive,
 )
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze_all
-from torchax_ckpt.state.stored_optimizer import BY_POSITION, StoredGroup, StoredOptimizer
-from torchax_ckpt.state.tree import Encoder, decode
+from torchax_ckpt.state.pytree import Encoder, decode
+from torchax_ckpt.state.stored_entries import BY_POSITION, StoredGroup, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
 """Gives id of a live parameter -> its key paths below ``model``, as they are now.
@@ -94,7 +94,7 @@ class OptimizerComponent:
             )
         g, i = strangers[0]
         hint = "Attach the module that owns them, or leave them out of the optimizer."
-        if not backend.is_device_tensor(self.optimizer.param_groups[g]["params"][i]):
+        if not torchax_backend.is_device_tensor(self.optimizer.param_groups[g]["params"][i]):
             hint = (
                 "They are not torchax tensors: the optimizer was built before model.to('jax'), "
                 "which replaced the model's parameters, so stepping it trains nothing. Build it "
@@ -192,7 +192,7 @@ class OptimizerComponent:
 
     # --- restoring ---
 
-    @backend.native_torch()
+    @torchax_backend.native_torch()
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Compares class, parameters, hyperparameters and, where it exists, state.
 
@@ -205,7 +205,7 @@ class OptimizerComponent:
             findings.missing.append(where)
             findings.unexpected += [n["array"] for n in array_nodes(node)]
             return restoration
-        (stored_class,) = checks.texts([node["class"]], where)
+        (stored_class,) = node_checks.texts([node["class"]], where)
         if stored_class != (kind := type(self.optimizer).__qualname__):
             findings.mismatch(where, kind, stored_class)
             return restoration
@@ -299,7 +299,9 @@ class OptimizerComponent:
         made); then it has none again.
         """
         live = self.optimizer.state.get(parameter) or {}
-        stored = {} if node is None else checks.keyed(node, f"{names.join(self.key_path)}/{name}")
+        stored = (
+            {} if node is None else node_checks.keyed(node, f"{names.join(self.key_path)}/{name}")
+        )
         for key, child in stored.items():
             where = f"{names.join(self.key_path)}/{name}/{names.escape(str(key))}"
             if not _compatible(child, live.get(key), where, findings):
@@ -319,7 +321,7 @@ class OptimizerComponent:
 
         def release() -> None:
             for value in live.values():
-                backend.release(value)
+                torchax_backend.release(value)
 
         needs = tuple(leaf["array"] for child in stored.values() for leaf in array_nodes(child))
         restoration.writes.append(Write(write, needs=needs, release=release))
@@ -332,8 +334,8 @@ class OptimizerComponent:
             return Local.HOST
         if spec.shape == parameter_shape:
             return home
-        if isinstance(live, torch.Tensor) and backend.is_device_tensor(live):
-            return placement_of(backend.buffer(live))
+        if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
+            return placement_of(torchax_backend.buffer(live))
         return replicated_like(home)
 
 
@@ -364,10 +366,10 @@ def _rebuild(node: Node, live: Any, values: Values) -> Any:
         if child is node and isinstance(live, torch.Tensor):
             spec, here = Spec.of_node(child), describe(live, child["array"])
             if spec == here and spec.kind == "torchax":
-                backend.set_buffer(live, value)
+                torchax_backend.set_buffer(live, value)
                 return live
             if spec == here and spec.kind == "torch":
-                backend.copy_into(live, value)
+                torchax_backend.copy_into(live, value)
                 return live
         return revive(child, value)
 

@@ -11,23 +11,23 @@ import jax
 import numpy as np
 import torch
 
-from torchax_ckpt import torchax_backend as backend
+from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.sharding import Local, placement_of
-from torchax_ckpt.state import checks
+from torchax_ckpt.snapshot.sharding import Local, placement_of
+from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
+    Findings,
     Restoration,
     Values,
     Write,
     encoded,
     revive,
 )
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
-from torchax_ckpt.state.tree import decode
+from torchax_ckpt.state.pytree import decode
 
 _STATES = frozenset({"torchax", "torch", "numpy", "python"})
 
@@ -39,7 +39,7 @@ class RandomStateComponent:
 
     def capture(self) -> Captured:
         """All four; the key stays on its device, so nothing waits for it."""
-        if isinstance(backend.prng_key(), jax.core.Tracer):
+        if isinstance(torchax_backend.prng_key(), jax.core.Tracer):
             raise UnsupportedLeafError(
                 "rng/torchax: torchax's random key is a JAX tracer: a random operation (dropout, "
                 "say) ran inside a jitted function and left its traced key behind. Draw a key "
@@ -55,9 +55,11 @@ class RandomStateComponent:
         What is to be written is first tried on generators that nobody uses.
         """
         restoration = Restoration()
-        stored = checks.fields(node, "rng")
+        stored = node_checks.fields(node, "rng")
         if stored.keys() != _STATES:
-            raise checks.corrupt("rng", f"the states {sorted(_STATES)}", f"{sorted(stored)!r:.80}")
+            raise node_checks.corrupt(
+                "rng", f"the states {sorted(_STATES)}", f"{sorted(stored)!r:.80}"
+            )
         for child in array_nodes(node):
             on_device = Spec.of_node(child).on_device
             placement = _key_placement() if on_device else Local.HOST
@@ -97,10 +99,10 @@ class RandomState:
 
 
 def _get() -> dict[str, Any]:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         torch_state = torch.get_rng_state()
     return {
-        "torchax": backend.prng_key(),
+        "torchax": torchax_backend.prng_key(),
         "torch": torch_state,
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
@@ -118,7 +120,7 @@ def _check(state: Mapping[str, Any]) -> None:
         try:
             attempt(state[part])
         except Exception as error:  # each generator has its own ways to refuse
-            raise checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
+            raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
 
 
 def _try_key(key: Any) -> None:
@@ -128,7 +130,7 @@ def _try_key(key: Any) -> None:
 
 
 def _try_torch(state: Any) -> None:
-    with backend.native_torch():
+    with torchax_backend.native_torch():
         torch.Generator().set_state(state)
 
 
@@ -152,8 +154,8 @@ def _try_python(state: Any) -> None:
 
 
 def _set(state: Mapping[str, Any]) -> None:
-    backend.set_prng_key(state["torchax"])
-    with backend.native_torch():
+    torchax_backend.set_prng_key(state["torchax"])
+    with torchax_backend.native_torch():
         torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -176,7 +178,7 @@ def left_alone(*, on_success: bool) -> Iterator[None]:
 
 
 def _key_placement() -> Any:
-    key = backend.prng_key()
+    key = torchax_backend.prng_key()
     if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     return placement_of(key)

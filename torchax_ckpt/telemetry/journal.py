@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from etils import epath
 
-from torchax_ckpt.storage import bucket, location
+from torchax_ckpt.storage.medium import bucket, location
 from torchax_ckpt.telemetry.events import Event
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from typing import Any, ParamSpec
 import jax
 from etils import epath
 
-from torchax_ckpt.in_flight import SaveCost
 from torchax_ckpt.layout.manifest import installed_versions
-from torchax_ckpt.storage import inspection
-from torchax_ckpt.storage.directory import StepDirectory
+from torchax_ckpt.runtime.save_in_flight import SaveCost
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import containment
 from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
 from torchax_ckpt.telemetry.journal import Journal
 from torchax_ckpt.telemetry.stats import Stats, Tally
@@ -268,7 +268,7 @@ class _Worker:
         num_bytes = 0
         with contextlib.suppress(Exception):  # each client of a bucket has its errors
             settled = self.directory.path / str(event.step)  # where an incoming one is moved to
-            num_bytes = inspection.stored_bytes(path) or inspection.stored_bytes(settled)
+            num_bytes = containment.stored_bytes(path) or containment.stored_bytes(settled)
         if not num_bytes:
             return event
         with self._lock:

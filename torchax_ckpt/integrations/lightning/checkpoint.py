@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
-from torchax_ckpt.integrations.lightning import tensors
-from torchax_ckpt.integrations.lightning.bare import BareLoop, BarePosition
-from torchax_ckpt.integrations.lightning.position import Moment, Position
+from torchax_ckpt.integrations.lightning import tensor_patches
+from torchax_ckpt.integrations.lightning.bare_loop import BareLoop, BarePosition
+from torchax_ckpt.integrations.lightning.loop_position import Moment, Position
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class TorchaxCheckpoint(Checkpoint):
         self._is_validated = self._was_validated = False
         ckpt = self.checkpointer = self._make()
         if isinstance(trainer, BareLoop):
-            tensors.complete()
+            tensor_patches.complete()
             bare = self._position = BarePosition(trainer, pl_module)
             trainer.global_step = ckpt.attach(
                 pl_module,
@@ -351,4 +351,6 @@ def _is_same(value: Any, seen: Any) -> bool:
         return True
     if not (isinstance(value, torch.Tensor) and isinstance(seen, torch.Tensor)):
         return False
-    return value.device == seen.device and tensors.memory_of(value) == tensors.memory_of(seen)
+    return value.device == seen.device and tensor_patches.memory_of(
+        value
+    ) == tensor_patches.memory_of(seen)

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from torchax_ckpt.integrations.lightning import tensors
+from torchax_ckpt.integrations.lightning import tensor_patches
 
 _HOW_TO_TRAIN = (
     "torchax has no loss.backward(): set self.automatic_optimization = False, take gradients in "
@@ -43,7 +43,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
 
     def __init__(self) -> None:
         super().__init__(device=torch.device("jax", 0), accelerator=_JaxDevices())
-        tensors.complete()  # already here: metrics are often made before training begins
+        tensor_patches.complete()  # already here: metrics are often made before training begins
 
     def setup_environment(self) -> None:
         """Enables torchax, if the program has not."""

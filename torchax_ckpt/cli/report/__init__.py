@@ -1,0 +1,1 @@
+"""The report of a run: an HTML page with charts."""

@@ -1,0 +1,113 @@
+"""Owns the command ``report``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchax_ckpt.cli import output
+from torchax_ckpt.cli.exit_codes import OK, UsageError
+from torchax_ckpt.cli.report.page import MARK, Contents, page
+from torchax_ckpt.cli.show import steps_of
+from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.directory import lease
+from torchax_ckpt.storage.directory.compare_and_swap import record_at
+from torchax_ckpt.storage.directory.lease_holder import Holder
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.telemetry.journal import read_events
+from torchax_ckpt.telemetry.stats import Quantiles
+from torchax_ckpt.telemetry.timeline import Run, runs_of
+
+
+def report(directory: str, out: Path, *, as_json: bool) -> int:
+    """``torchax-ckpt report``."""
+    _require_ours(out)
+    run = existing(directory)
+    now_secs = time.time()
+    steps = steps_of(run)
+    runs = runs_of(read_events(run.path), is_running=_is_held(run))
+    contents = Contents(
+        title=str(run.path),
+        now_secs=now_secs,
+        runs=runs,
+        steps=steps,
+        num_bytes=sum(step["size_bytes"] for step in steps),
+        is_cut=bool(runs) and not runs[0].named("started"),
+    )
+    _write(out, page(contents))
+    if as_json:
+        output.print_json(
+            {"directory": str(run.path), "page": str(out), "runs": [_as_json(r) for r in runs]}
+        )
+    else:
+        saves = sum(len(r.saves) for r in runs)
+        output.print_line(f"{out}: {len(runs)} programs, {saves} saves, {len(steps)} steps")
+    return OK
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    def quantiles(values: Sequence[float | None]) -> dict[str, float] | None:
+        found = Quantiles.of([value for value in values if value is not None])
+        return None if found is None else vars(found)
+
+    outcomes = [save.outcome for save in run.saves]
+    return {
+        "began": output.moment(int(run.began_secs * 1e9)),
+        "last_event": output.moment(int(run.ended_secs * 1e9)),
+        "host": run.host,
+        "closed": run.ended,
+        "running": run.is_running,
+        "first_step": run.first_step,
+        "last_step": run.last_step,
+        "steps_done_again": run.lost_steps,
+        "num_durable": outcomes.count("durable"),
+        "num_failed": outcomes.count("failed"),
+        "num_cut_off": outcomes.count("cut off"),
+        "blocking_secs": quantiles([save.blocking_secs for save in run.saves]),
+        "durable_secs": quantiles([save.durable_secs for save in run.saves]),
+        "interval_secs": quantiles([save.interval_secs for save in run.saves]),
+    }
+
+
+def _is_held(run: StepDirectory) -> bool:
+    """Whether a program that lives holds the lease, as far as can be told from here."""
+    with contextlib.suppress(OSError):
+        record = record_at(run.path / lease.NAME)
+        try:
+            seen = record.read()
+        finally:
+            record.close()
+        holder = Holder.of(seen.content) if seen is not None else None
+        if holder is not None:
+            is_alive = holder.is_alive()
+            is_fresh = time.time() - holder.renewed_secs < lease.LEASE_SECS
+            return is_fresh if is_alive is None else is_alive
+    return False
+
+
+def _require_ours(out: Path) -> None:
+    """Refuses to overwrite what is no report."""
+    if out.is_dir() or (out.parts and out.parts[0].endswith(":")):  # what pathlib makes of gs://
+        raise UsageError(f"report: {out}: expected the name of a local file")
+    if out.exists():
+        with open(out, "rb") as file:
+            if MARK.encode() not in file.read(100):
+                raise DirectoryError(
+                    f"{out}: is there already, and is no report; nothing was written", path=out
+                )
+
+
+def _write(out: Path, content: str) -> None:
+    """At once, so that a browser never loads a half."""
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(content, encoding="utf-8", errors="replace")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,237 @@
+"""Owns the commands that look at steps: ``ls``, ``show`` and ``verify``."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from torchax_ckpt.cli import output
+from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
+from torchax_ckpt.cli.step_arguments import all_of, chosen, existing
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.policies import described
+from torchax_ckpt.runtime import progress
+from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.stored.stored_step import StoredStep
+from torchax_ckpt.telemetry.journal import latest_start
+
+
+def list_steps(directory: str, *, as_json: bool) -> int:
+    """``torchax-ckpt ls``."""
+    run = existing(directory)
+    steps = steps_of(run)
+    if as_json:
+        output.print_json({"directory": str(run.path), "steps": steps})
+    elif not steps:
+        output.print_line(f"{run.path}: there are no checkpoints")
+    else:
+        rows = [
+            (
+                step["step"],
+                output.age(step["committed"]),
+                output.size(step["size_bytes"]),
+                "yes" if step["verified"] else "no",
+                "?" if step["kept_by"] is None else ", ".join(step["kept_by"]),
+                " ".join(f"{k}={output.number(v)}" for k, v in step["metrics"].items()),
+            )
+            for step in steps
+        ]
+        columns = ("step", "age", "size", "verified", "kept by", "metrics")
+        output.print_table(columns, rows, right=("step", "age", "size"))
+    return OK
+
+
+def steps_of(run: StepDirectory) -> list[dict[str, Any]]:
+    """What there is to say of each step, oldest first, as JSON; null for a time that is lost."""
+    found = run.steps()
+    kept_by = _kept_by(run, found)
+    return [
+        {
+            "step": committed.step,
+            "committed": output.committed_at(committed),
+            "size_bytes": containment.stored_bytes(committed.path),
+            "metrics": run.metrics(committed),
+            "verified": committed in run.verified,
+            "kept_by": None if kept_by is None else kept_by[index],
+        }
+        for index, committed in enumerate(found)
+    ]
+
+
+def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
+    """Why each step is there, by the rules that the last program noted; None where none has.
+
+    A step that has no reason goes with the next save.
+    """
+    started = latest_start(run.path)
+    if started is None or "keeps" not in started.values or not steps:
+        return None
+    infos = [run.info(committed) for committed in steps]
+    found: list[list[str]] = [[] for _ in steps]
+    damaged = [run.verified.is_damaged(committed) for committed in steps]
+    for said, kept in described.kept_by(started.values["keeps"], infos, damaged):
+        for reasons, is_kept in zip(found, kept or [], strict=False):
+            if is_kept:
+                reasons.append(said)
+        if kept is None:  # a rule of the program's own: nobody else can ask it
+            for reasons in found:
+                reasons.append(f"{said}?")
+    newest_sound = max((i for i, is_so in enumerate(damaged) if not is_so), default=-1)
+    for index in {newest_sound % len(steps), len(steps) - 1}:
+        found[index].append(described.NEWEST)
+    for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
+        if committed in run.verified and not run_identity.names(run.path, is_local=True):
+            reasons.append(described.VERIFIED)
+            break
+    return found
+
+
+def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool) -> int:
+    """``torchax-ckpt show``."""
+    run, committed = chosen(directory, step)
+    stored = StoredStep(committed)
+    leaves = [
+        leaf
+        for name, leaf in stored.leaves.items()
+        if pattern is None or fnmatch.fnmatchcase(name, pattern)
+    ]
+    total = sum(leaf.nbytes for leaf in leaves)
+    if as_json:
+        output.print_json(
+            {
+                "directory": str(run.path),
+                "step": committed.step,
+                "committed": output.committed_at(committed),
+                "verified": committed in run.verified,
+                "metrics": run.metrics(committed),
+                "versions": dict(stored.manifest.versions),
+                "num_leaves": len(leaves),
+                "num_bytes": total,
+                "leaves": [
+                    {
+                        "name": leaf.name,
+                        "kind": leaf.kind,
+                        "dtype": leaf.dtype,
+                        "shape": list(leaf.shape),
+                        "num_bytes": leaf.nbytes,
+                        "stack": leaf.stack,
+                        "sharding": stored.shardings.get(leaf.name),
+                    }
+                    for leaf in leaves
+                ],
+            }
+        )
+        return OK
+    rows = [
+        (
+            leaf.name,
+            leaf.dtype,
+            list(leaf.shape),
+            output.size(leaf.nbytes),
+            stored.shardings.get(leaf.name, "host" if leaf.kind in _HOST_KINDS else ""),
+            leaf.stack,
+        )
+        for leaf in leaves
+    ]
+    if output.is_watched():
+        said = {row[0]: _said(*row[1:]) for row in rows}
+        output.print_tree(said)
+    else:  # a line of its own for each, with its whole name
+        columns = ("name", "dtype", "shape", "size", "sharding", "stack")
+        output.print_table(columns, rows, right=("size",))
+    shown = "" if pattern is None else f" of {len(stored.leaves)}"
+    output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
+    return OK
+
+
+def _said(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
+    parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
+    return "  ".join(part for part in parts if part)
+
+
+_HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
+
+
+def verify(
+    directory: str,
+    step: int | None,
+    *,
+    verify_all: bool,
+    read_only: bool,
+    max_bytes: int | None,
+    as_json: bool,
+) -> int:
+    """``torchax-ckpt verify``."""
+    if verify_all and step is not None:
+        raise UsageError("verify: give a step or --all, not both")
+    if verify_all:
+        run = existing(directory, read_only=read_only)
+        steps = all_of(run)
+    else:
+        run, committed = chosen(directory, step, read_only=read_only)
+        steps = [committed]
+    options = CheckpointOptions(max_host_bytes=max_bytes)
+    results = []
+    for committed in steps:
+        try:
+            result = _verify_one(run, committed, options, read_only=read_only)
+        except StepNotFoundError as error:  # whoever writes there has deleted it meanwhile
+            if not verify_all:
+                raise
+            output.note(str(error))
+            continue
+        results.append(result)
+        if not as_json and result["ok"]:
+            said = f"step {committed.step}: {output.size(result['num_bytes'])}, as it was saved"
+            output.print_line(said)
+        elif not as_json:
+            output.note(result["error"])
+    if as_json:
+        steps_json = [{k: v for k, v in r.items() if k != "code"} for r in results]
+        output.print_json({"directory": str(run.path), "steps": steps_json})
+    # Damage is what was looked for; what could not be read may be well.
+    codes = {result["code"] for result in results}
+    return next((code for code in (FOUND, UNAVAILABLE) if code in codes), max(codes, default=OK))
+
+
+def _verify_one(
+    run: StepDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"step": committed.step}
+    try:
+        stored = StoredStep(committed, allow_part=True)  # whose bytes can be compared all the same
+        with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
+            stored.verify(options, on_bytes=on_bytes)
+    except StepNotFoundError:
+        raise
+    except CheckpointError as error:
+        if isinstance(error, CorruptCheckpointError) and not read_only:
+            run.verified.note(committed, is_sound=False)
+            run.verified.mark([committed])
+        said = " ".join(str(error).split())
+        return {
+            **result,
+            "ok": False,
+            "error": said,
+            "leaf": error.key_path,
+            "code": code_of(error),
+        }
+    if not (read_only or committed in run.verified):
+        run.verified.note(committed, is_sound=True)
+        run.verified.mark([committed])
+    is_marked = (committed.path / MARK).exists()
+    if not (is_marked or read_only):
+        output.note(f"step {committed.step} is well, but cannot be marked so")
+    return {
+        **result,
+        "ok": True,
+        "num_bytes": stored.stored_bytes,
+        "marked": is_marked,
+        "code": OK,
+    }

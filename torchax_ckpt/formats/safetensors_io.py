@@ -1,0 +1,327 @@
+"""Owns safetensors files: reading them, and writing them piece by piece.
+
+Written is the header first, then tensors, in any order: the safetensors library writes a file from
+tensors that are all in memory; this writes one of any size in the memory of a piece. Read are one
+file, or several as Hugging Face writes them, with an index; the safetensors library checks every
+file first: its header, offsets and sizes.
+
+Source: https://huggingface.co/docs/safetensors, its format; and its ``save_model`` for how tied
+weights are named in the metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryError,
+    UnsupportedLeafError,
+)
+from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
+from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
+from torchax_ckpt.formats.weights import Weights
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+
+NAMES_OF_DTYPES: Mapping[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
+    "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
+    "float32": "F32", "float64": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+
+METADATA = "__metadata__"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_ALIGNMENT = 8
+_PARTIAL = ".partial"
+
+
+@dataclasses.dataclass
+class _File:
+    """One file to write.
+
+    Attributes:
+      path: its final path.
+      leaves: torch's name -> leaf.
+      offsets: torch's name -> where its bytes begin in the file.
+    """
+
+    path: Path
+    leaves: dict[str, StoredLeaf]
+    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def partial(self) -> Path:
+        """Its name until it is complete; another program's is another."""
+        return self.path.with_name(f"{self.path.name}.{os.getpid()}{_PARTIAL}")
+
+    def header(self, ties: Mapping[str, str]) -> bytes:
+        """The bytes before the tensors; also decides where those are."""
+        described: dict[str, object] = {
+            # Read by Hugging Face's loaders; the rest as safetensors.torch.save_model has it.
+            METADATA: {
+                **{alias: name for alias, name in ties.items() if name in self.leaves},
+                "format": "pt",
+            }
+        }
+        end, begins = 0, {}
+        # The widest first, so that all are aligned.
+        order = sorted(self.leaves, key=lambda n: (-np.dtype(self.leaves[n].dtype).itemsize, n))
+        for name in order:
+            leaf = self.leaves[name]
+            begins[name], end = end, end + leaf.nbytes
+            described[name] = {
+                "dtype": _dtype(leaf),
+                "shape": list(leaf.shape),
+                "data_offsets": [begins[name], end],
+            }
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self.offsets = {name: 8 + len(text) + begin for name, begin in begins.items()}
+        return len(text).to_bytes(8, "little") + text
+
+
+def export_safetensors(
+    stored: StoredStep,
+    weights: Weights,
+    out: Path,
+    options: CheckpointOptions,
+    *,
+    max_shard_bytes: int | None = None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> list[Path]:
+    """Writes weights as Hugging Face does; tied ones once, under their first name.
+
+    A file appears under its name when it is complete, and the index last.
+
+    Args:
+      stored: the step.
+      weights: which leaves, and what they are called.
+      out: a file, if it ends in ``.safetensors``; else a directory, made if it is not there, for
+        ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+      options: memory bounds.
+      max_shard_bytes: where a file ends and the next begins; None for one file.
+      on_bytes: told of the bytes written so far.
+
+    Returns:
+      The files written.
+
+    Raises:
+      UnsupportedLeafError: a dtype that safetensors lacks.
+      DirectoryError: one of the files is there already, or cannot be written.
+      CorruptCheckpointError: the step is damaged.
+    """
+    files = _divide(weights, out, max_shard_bytes)
+    index = out / INDEX if len(files) > 1 else None
+    paths = [*(file.path for file in files), *([index] if index else [])]
+    headers = [file.header(weights.ties) for file in files]
+    with _removed_on_failure([*(file.partial for file in files), *paths], paths):
+        for file, header in zip(files, headers, strict=True):
+            _allocate(file, header)
+        _fill(stored, files, options, on_bytes)
+        for file in files:
+            _sync(file.partial)
+            file.partial.rename(file.path)
+        if index:
+            index.write_text(json.dumps(_index(files), indent=2) + "\n")
+            _sync(index)
+    return paths
+
+
+def _dtype(leaf: StoredLeaf) -> str:
+    if leaf.dtype not in NAMES_OF_DTYPES:
+        raise UnsupportedLeafError(
+            f"{leaf.name}: safetensors has no dtype {leaf.dtype}", key_path=leaf.name
+        )
+    return NAMES_OF_DTYPES[leaf.dtype]
+
+
+def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
+    if METADATA in weights.leaves:
+        raise UnsupportedLeafError(f"safetensors has no tensor of the name {METADATA}")
+    shards: list[dict[str, StoredLeaf]] = [{}]
+    size = 0
+    for name, leaf in weights.leaves.items():
+        if max_shard_bytes is not None and shards[-1] and size + leaf.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = leaf
+        size += leaf.nbytes
+    if out.suffix == ".safetensors" and len(shards) == 1:
+        return [_File(out, shards[0])]
+    if len(shards) == 1:
+        return [_File(out / SINGLE, shards[0])]
+    return [
+        _File(out / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard)
+        for i, shard in enumerate(shards, 1)
+    ]
+
+
+def _index(files: Sequence[_File]) -> dict[str, object]:
+    total = sum(leaf.nbytes for file in files for leaf in file.leaves.values())
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file.path.name for file in files for name in sorted(file.leaves)},
+    }
+
+
+def _allocate(file: _File, header: bytes) -> None:
+    """Takes the room of the whole file: writing to a mapped file that lacks it kills a program."""
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    with open(file.partial, "xb") as opened:
+        opened.write(header)
+        opened.flush()
+        nbytes = sum(leaf.nbytes for leaf in file.leaves.values())
+        if nbytes:
+            os.posix_fallocate(opened.fileno(), len(header), nbytes)
+
+
+def _fill(
+    stored: StoredStep,
+    files: Sequence[_File],
+    options: CheckpointOptions,
+    on_bytes: Callable[[int], None],
+) -> None:
+    homes = {
+        leaf.name: (file.partial, file.offsets[name])
+        for file in files
+        for name, leaf in file.leaves.items()
+    }
+    for name, index, content in stored.stream(homes, options):
+        path, offset = homes[name]
+        shape = stored.leaves[name].shape
+        mapped = np.memmap(path, content.dtype, "r+", offset, shape)
+        mapped[index] = content
+        del mapped  # what is written does not count as this program's memory any longer
+        on_bytes(math.prod(content.shape) * content.itemsize)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _removed_on_failure(made: Iterable[Path], wanted: Iterable[Path]) -> Iterator[None]:
+    """Refuses to overwrite; leaves nothing behind of what fails."""
+    for path in wanted:
+        if path.exists():
+            raise DirectoryError(f"{path}: is there already; nothing was written", path=path)
+    try:
+        yield
+    except BaseException as error:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise DirectoryError(f"cannot write the export: {error}") from error
+        raise
+
+
+_DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether there is a file, or a directory with them, that ``open_safetensors`` takes."""
+    return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
+
+
+def open_safetensors(path: Path) -> TensorFiles:
+    """Opens a file, or a directory or index as Hugging Face writes them; reads no tensor yet.
+
+    Raises:
+      DirectoryError: there is none, or it cannot be read now.
+      CorruptCheckpointError: a file is damaged, or the index does not fit the files.
+      UnsupportedLeafError: a tensor has a dtype that cannot be stored.
+      ImportError: the safetensors library is not installed.
+    """
+    files, expected = _files(path)
+    tensors: dict[str, FileTensor] = {}
+    ties: dict[str, str] = {}
+    for file in files:
+        found, metadata = _open(file)
+        if twice := found.keys() & tensors.keys():
+            raise CorruptCheckpointError(f"{file}: {min(twice)} is in two files", path=file)
+        if expected is not None and (missing := expected[file.name] - found.keys()):
+            raise CorruptCheckpointError(
+                f"{file}: {min(missing)} is in the index, but not in the file", path=file
+            )
+        tensors |= found
+        ties |= metadata
+    # As safetensors.torch.save_model notes them; other metadata is for people.
+    known = {a: n for a, n in ties.items() if n in tensors and a not in tensors}
+    return TensorFiles(tensors, known, tuple(files))
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
+    """The files of a model and, where there is an index, which names each of them has."""
+    index = path / INDEX if path.is_dir() else path
+    if path.is_dir() and not index.exists():
+        path = path / SINGLE
+    if index.name.endswith(".index.json") and index.exists():
+        expected: dict[str, set[str]] = {}
+        try:
+            require_regular(index, may_be_link=True, max_bytes=MAX_METADATA_BYTES)
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                expected.setdefault(in_folder(index.parent, file).name, set()).add(name)
+        except OSError as error:
+            raise DirectoryError(f"{index} cannot be read: {error}", path=index) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{index}: no index: {error!r:.200}", path=index) from None
+        return [index.parent / file for file in sorted(expected)], expected
+    if not path.is_file():
+        raise DirectoryError(f"{path}: no such file", path=path)
+    return [path], None
+
+
+def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """The tensors of one file, and its metadata."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "reading safetensors needs the library of that name: pip install safetensors"
+        ) from error
+    try:
+        require_regular(path, may_be_link=True)  # as in Hugging Face's cache
+        with safetensors.safe_open(path, "np") as checked:  # offsets, sizes, the header's form
+            metadata = checked.metadata() or {}
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{path}: is in the index, and not there", path=path) from None
+    except OSError as error:
+        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected safetensors, found what cannot be read as such: {error!s:.200}",
+            path=path,
+        ) from error
+    tensors = {
+        name: _tensor(path, name, entry, 8 + length)
+        for name, entry in header.items()
+        if name != METADATA
+    }
+    return tensors, dict(metadata)
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> FileTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise UnsupportedLeafError(f"{path}: {name}: dtype {entry['dtype']} cannot be stored")
+    shape = tuple(entry["shape"])
+    part = FilePart(path, begin + entry["data_offsets"][0], (0,) * len(shape), shape)
+    return FileTensor(_DTYPES[entry["dtype"]], shape, (part,))

@@ -1,0 +1,164 @@
+"""Owns preservation policies as data: what a run notes of them, and which rule keeps which step.
+
+A run notes its rules as JSON among its events, so that whoever looks at the directory can say why
+a step is there. Rules that are not of this library or Orbax's are noted by name alone. What is read
+comes from a directory that anybody may have written to: what makes no sense is an unknown rule.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchax_ckpt import policies
+from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.policies import preservation
+
+_MAX_STEPS = 1000
+_MAX_NAME = 100
+# A hundred years: what dates can be computed from.
+_MAX_SECS = 100 * 365 * 86400
+
+NEWEST = "newest"
+VERIFIED = "newest verified"
+UNKNOWN = "?"
+
+
+def described(policy: Any) -> list[dict[str, Any]]:
+    """The rules that a policy consists of, as JSON; any of them keeps a step."""
+    if isinstance(policy, policies.AnyPreservationPolicy):
+        return [rule for child in policy.policies for rule in described(child)]
+    name = type(policy).__name__
+    if type(policy) is not getattr(policies, name, None):
+        return [{"rule": name[:_MAX_NAME]}]
+    if isinstance(policy, policies.LatestDuration):
+        return [{"rule": name, "duration_secs": policy.duration.total_seconds()}]
+    if isinstance(policy, policies.CustomSteps):
+        steps = [_plain(step) for step in sorted(policy._steps_set)]
+        return [{"rule": name, "steps": steps} if len(steps) <= _MAX_STEPS else {"rule": name}]
+    fields = {key: _plain(value) for key, value in vars(policy).items() if value is not None}
+    if not all(isinstance(value, (bool, int, float, str)) for value in fields.values()):
+        return [{"rule": name}]
+    return [{"rule": name, **fields}]
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number where it is one of numpy's, which JSON does not take."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def kept_by(
+    rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any], is_damaged: Sequence[bool]
+) -> Iterator[tuple[str, list[bool] | None]]:
+    """Each rule in words, and which steps it keeps, oldest first; None where that is not known."""
+    for rule in rules:
+        policy = _policy_of(rule)
+        if policy is None:
+            yield f"{rule.get('rule') or UNKNOWN!s}"[:_MAX_NAME], None
+            continue
+        try:
+            answer = preservation.answered(policy, checkpoints, is_damaged)
+        except Exception:  # numbers from elsewhere that a rule cannot work with
+            yield _in_words(rule), None
+            continue
+        yield _in_words(rule), answer
+
+
+def parsed(words: str) -> Any:
+    """The policy that somebody has written down: ``LatestN(3)``, ``BestN(loss, min)``.
+
+    Raises:
+      PolicyError: it is none of ``_WRITTEN``.
+    """
+    for pattern, make in _WRITTEN.values():
+        if match := re.fullmatch(pattern, words.strip()):
+            return make(*match.groups())
+    raise PolicyError(f"expected one of {'; '.join(_WRITTEN)}; found {words[:_MAX_NAME]!r}")
+
+
+_N = r"\s*([1-9][0-9]{0,8})\s*"
+_WRITTEN: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "LatestN(N)": (rf"LatestN\({_N}\)", lambda n: policies.LatestN(int(n))),
+    "EveryNSteps(N)": (rf"EveryNSteps\({_N}\)", lambda n: policies.EveryNSteps(int(n))),
+    "EveryNSeconds(N)": (rf"EveryNSeconds\({_N}\)", lambda n: policies.EveryNSeconds(int(n))),
+    "LatestDuration(SECONDS)": (
+        rf"LatestDuration\({_N}\)",
+        lambda n: policies.LatestDuration(datetime.timedelta(seconds=int(n))),
+    ),
+    "BestN(METRIC, min or max, N)": (
+        rf"BestN\(\s*(.+?)\s*,\s*(min|max)\s*(?:,{_N})?\)",
+        lambda metric, mode, n: policies.BestN(metric=metric, mode=mode, n=int(n or 1)),
+    ),
+    "CustomSteps(STEP, STEP, ...)": (
+        r"CustomSteps\((\s*[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*\s*)\)",
+        lambda steps: policies.CustomSteps([int(step) for step in steps.split(",")]),
+    ),
+}
+
+
+def _policy_of(rule: Mapping[str, Any]) -> Any:
+    """The policy of a noted rule; None if it is none that is known."""
+    values = {key: value for key, value in rule.items() if key != "rule"}
+    make = _MAKERS.get(str(rule.get("rule")))
+    try:
+        return make(**values) if make is not None else None
+    except Exception:
+        return None
+
+
+def _number(value: Any, most: float = 2**63) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(value)
+    return _number(value)
+
+
+def _best_n(*, metric: str, mode: Any, n: int) -> Any:
+    if not isinstance(metric, str) or len(metric) > _MAX_NAME:
+        raise ValueError(metric)
+    return policies.BestN(metric=metric, mode=mode, n=_count(n))
+
+
+def _every_n_steps(
+    *, interval_steps: int, exact_interval: bool = True, max_to_keep: int | None = None
+) -> Any:
+    most = None if max_to_keep is None else _count(max_to_keep)
+    return policies.EveryNSteps(_count(interval_steps) or 1, bool(exact_interval), most)
+
+
+def _custom_steps(*, steps: list[int]) -> Any:
+    if len(steps) > _MAX_STEPS:
+        raise ValueError(len(steps))
+    return policies.CustomSteps([_count(step) for step in steps])
+
+
+_MAKERS: Mapping[str, Callable[..., Any]] = {
+    "BestN": _best_n,
+    "CustomSteps": _custom_steps,
+    "EveryNSeconds": lambda *, interval_secs: policies.EveryNSeconds(
+        _number(interval_secs, _MAX_SECS)
+    ),
+    "EveryNSteps": _every_n_steps,
+    "LatestDuration": lambda *, duration_secs: policies.LatestDuration(
+        datetime.timedelta(seconds=_number(duration_secs, _MAX_SECS))
+    ),
+    "LatestN": lambda *, n=None: policies.LatestN(None if n is None else _count(n)),
+    "PreserveAll": lambda: policies.PreserveAll(),
+}
+
+
+def _in_words(rule: Mapping[str, Any]) -> str:
+    """``LatestN(3)``, ``BestN(loss, min, 1)``."""
+    # What is a default of Orbax's goes without saying.
+    values = [v for k, v in rule.items() if k != "rule" and v is not True]
+    said = [each for v in values for each in (v if isinstance(v, list) else [v])]
+    return f"{rule['rule']}({', '.join(map(str, said))})"[: 2 * _MAX_NAME]

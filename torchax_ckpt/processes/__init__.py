@@ -1,0 +1,1 @@
+"""How the processes of a run agree. Knows nothing of the state they train."""

@@ -1,0 +1,120 @@
+"""Owns the life of a load: a step's functional state, returned by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from torchax_ckpt.errors import ForeignCheckpointError
+from torchax_ckpt.layout import names
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.restoring import step_reader
+from torchax_ckpt.restoring.step_reader import Source
+from torchax_ckpt.snapshot.sharding import Local, put
+from torchax_ckpt.state import functional, per_process_state
+from torchax_ckpt.state.component import Findings, Read
+from torchax_ckpt.state.leaf import require_jax_dtype
+from torchax_ckpt.state.pytree import key_part
+from torchax_ckpt.state.training_state import STATE
+from torchax_ckpt.storage.arrays import foreign
+from torchax_ckpt.storage.arrays.orbax_barriers import one_order
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+
+
+def load_state(
+    committed: CommittedStep,
+    opened: Callable[[CommittedStep], Source],
+    abstract_state: Any,
+    options: CheckpointOptions,
+    processes: Processes,
+) -> Any:
+    """Reads the functional state of one step, or all components of one that was attached.
+
+    Raises:
+      MismatchError: the step does not have what the abstract state asks for.
+      CorruptCheckpointError: it cannot be read.
+    """
+    try:
+        source = opened(committed)
+    except ForeignCheckpointError:
+        with one_order(processes):
+            return _load_foreign(committed, abstract_state, options)
+    findings = Findings()
+    prefix: tuple[str, ...] = ()
+    if STATE in source.document:
+        root, prefix = source.document[STATE], (STATE,)
+    else:
+        asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
+        document = per_process_state.document_of(
+            source.document, processes, f"step {committed.step}"
+        )
+        root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
+    with step_reader.about(committed):
+        request = functional.Request(root, abstract_state, prefix, findings)
+        if findings:
+            raise findings.error(committed.step, str(committed.path))
+        source.require_plausible(request.reads)
+        return request.build(source.read(request.reads))
+
+
+def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
+    """Reads a step of bare Orbax; its pytree must have the abstract state's structure."""
+    if abstract_state is None:
+        return foreign.load_foreign(committed, None, options)
+    _require_there(committed, abstract_state)
+    leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
+    reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
+    asked = [
+        foreign.abstract_array(read.spec.shape, read.spec.dtype, _sharding(read))
+        if (read := reads.get(str(i)))
+        else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    loaded = foreign.load_foreign(committed, jax.tree_util.tree_unflatten(treedef, asked), options)
+    found = {str(i): leaf for i, leaf in enumerate(jax.tree_util.tree_leaves(loaded))}
+    arrays = put({n: found[n] for n in reads}, {n: read.placement for n, read in reads.items()})
+    revived = {n: functional.revive(reads[n].spec.node(n), arrays[n]) for n in reads}
+    return jax.tree_util.tree_unflatten(treedef, {**found, **revived}.values())
+
+
+def _require_there(committed: CommittedStep, abstract_state: Any) -> None:
+    """Raises MismatchError; Orbax would give what was asked for, cast, or as it was asked."""
+    stored = foreign.foreign_metadata(committed)
+    findings = Findings()
+    for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
+        parts = [key_part(entry) for entry in path]
+        name = names.join(parts)
+        found: Any = stored
+        for part in parts:
+            children = (
+                {str(k): v for k, v in found.items()}
+                if isinstance(found, Mapping)
+                else dict(zip(map(str, range(len(found))), found, strict=True))
+                if isinstance(found, (list, tuple))
+                else {}
+            )
+            found = children.get(part, _ABSENT)
+        if found is _ABSENT:
+            findings.missing.append(name)
+        elif (read := functional.as_read(abstract)) is not None:
+            if read.placement is not Local.HOST:
+                require_jax_dtype(read.spec.dtype, name)
+            shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+            if (shape, dtype) != (read.spec.shape, np.dtype(read.spec.dtype)):
+                text = f"{dtype}{list(shape)}" if shape is not None else repr(found)
+                findings.mismatch(name, read.spec.content(), text)
+    if findings:
+        raise findings.error(committed.step, str(committed.path))
+
+
+_ABSENT = object()
+
+
+def _sharding(read: Read) -> Sharding | None:
+    """What storage is asked for: a sharding, or None for a host array that is moved afterwards."""
+    return None if isinstance(read.placement, Local) else read.placement

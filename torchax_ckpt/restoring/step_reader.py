@@ -1,0 +1,184 @@
+"""Owns a stored step as leaves: its manifest, and reading leaves onto placements, all checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Manifest, Node
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.snapshot.sharding import Local, Placement, put
+from torchax_ckpt.state import node_checks, per_process_state
+from torchax_ckpt.state.component import Read
+from torchax_ckpt.storage.arrays import array_checks, read_arrays
+from torchax_ckpt.storage.arrays.placement import Wanted
+from torchax_ckpt.storage.directory import step_files
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.stored.stored_step import about, digests_of, parse_manifest, require_whole
+
+
+def read_manifest(committed: CommittedStep) -> Manifest:
+    """The manifest of a step; what it says was checked, and can be used.
+
+    Raises:
+      ForeignCheckpointError: the step has none: bare Orbax wrote it.
+      CorruptCheckpointError: it is not one that this package has written.
+    """
+    manifest = parse_manifest(committed)
+    require_made(committed, manifest)
+    return manifest
+
+
+def require_made(committed: CommittedStep, manifest: Manifest) -> None:
+    """Raises CorruptCheckpointError unless every leaf of the step can be made again."""
+    with about(committed):
+        node_checks.check_document(manifest.document)
+
+
+class Source(Protocol):
+    """A step that can be read: ``StoredLeaves``, or ``local_tier.HostSteps``."""
+
+    committed: CommittedStep
+    document: Mapping[str, Node]
+
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """Refuses what is not stored as the manifest says, before memory is taken for it."""
+
+    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """Reads leaves and puts each on its placement."""
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """Whether these reads, checked, have seen every stored byte."""
+
+
+class StoredLeaves:
+    """A step that is read as it is stored.
+
+    Attributes:
+      committed: the step.
+      document: component -> node.
+
+    Args:
+      committed: the step.
+      options: how it is read.
+      agree: raises if another process has failed.
+      allow_part: whether it may be one host's part of a step, as for ``StoredStep``.
+
+    Raises:
+      ForeignCheckpointError, CorruptCheckpointError: as ``read_manifest``; or it is a part.
+    """
+
+    def __init__(
+        self,
+        committed: CommittedStep,
+        options: CheckpointOptions,
+        agree: Callable[[], None] = lambda: None,
+        *,
+        allow_part: bool = False,
+    ) -> None:
+        self.committed = committed
+        self._agree = agree
+        self._manifest = read_manifest(committed)
+        if not allow_part:
+            require_whole(committed, self._manifest)
+        self._options = options
+        self.document = self._manifest.document
+
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """See the function of this name."""
+        require_plausible(self.committed, self._manifest, reads)
+
+    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """See ``read_leaves``."""
+        return read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """See the function of this name."""
+        return is_whole(self._manifest, reads, num_processes)
+
+
+def require_plausible(
+    committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
+) -> None:
+    """Refuses arrays that are not stored as the manifest says, before memory is taken for them.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, has another dtype or shape, or a layout this
+        package does not write; or more would pass through this host than it has memory, and than
+        what is on storage can be.
+      OutOfMemoryError: it can be, and this host is too small.
+    """
+    stored = manifest.stored(reads)
+    with step_files.as_corrupt(committed, "array metadata"):
+        least = array_checks.require_stored(committed.path, committed.step, stored)
+    memory = host_memory.host_memory_bytes()
+    staying = {n: r.spec.nbytes for n, r in reads.items() if r.placement is Local.HOST}
+    passing = {n: r.spec.nbytes for n, r in reads.items() if _is_whole_here(r.placement)}
+    for sizes, total in (
+        (staying, sum(staying.values())),
+        (passing, max(passing.values(), default=0)),
+    ):
+        if total > memory:
+            largest = max(sizes, key=lambda name: sizes[name])
+            path, step = committed.path, committed.step
+            raise containment.beyond_memory(path, step, total, least, largest)
+
+
+def _is_whole_here(placement: Placement) -> bool:
+    """Whether all of a leaf passes through this host at one time."""
+    return placement is not Local.HOST and (
+        isinstance(placement, Local) or placement.is_fully_replicated
+    )
+
+
+def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
+    """Whether these reads, checked, have seen every stored byte, together with other processes."""
+    needed = set(manifest.leaves())
+    if (
+        per_process_state.count_of(manifest.document) == num_processes
+    ):  # each reads what was its own
+        needed = {name for name in needed if names.without_process(name) == name}
+        reads = {names.without_process(name): read for name, read in reads.items()}
+    return manifest.stored(needed).keys() <= manifest.stored(reads).keys()
+
+
+def read_leaves(
+    committed: CommittedStep,
+    manifest: Manifest,
+    reads: Mapping[str, Read],
+    options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Reads leaves and puts each on its placement; ``agree`` raises if another process has failed.
+
+    Raises:
+      CorruptCheckpointError: one is not stored as the manifest says.
+    """
+    located = manifest.plan.locate()
+    stacks: dict[str, dict[str, Placement]] = {}
+    wanted: dict[str, Wanted] = {}
+    empty: dict[str, Any] = {}
+    for name, read in reads.items():
+        shape, dtype = read.spec.shape, read.spec.dtype
+        if name in manifest.plan.empty:
+            empty[name] = np.zeros(shape, np.dtype(dtype))
+        elif name not in located:
+            known = None if options.verify == "never" else digests_of(manifest, name)
+            wanted[name] = Wanted(shape, dtype, {name: read.placement}, known)
+        else:
+            stored, _ = located[name]
+            if stored not in stacks:
+                stacks[stored] = {}
+                members = manifest.plan.stacks[stored]
+                known = None if options.verify == "never" else digests_of(manifest, stored)
+                wanted[stored] = Wanted(
+                    (len(members), *shape), dtype, stacks[stored], known, members
+                )
+            stacks[stored][name] = read.placement
+    leaves = read_arrays.read_arrays(committed, wanted, options, agree)
+    return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}

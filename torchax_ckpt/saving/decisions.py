@@ -1,0 +1,71 @@
+"""Owns whether a step is saved: what the policy says, and on several processes that they agree."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+from torchax_ckpt import policies
+from torchax_ckpt.policies import save_decision
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.decision_windows import Appointments
+from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.storage.directory.run_history import History
+
+
+class Decisions:
+    """The save decisions of one run.
+
+    Args:
+      policy: whom to ask.
+      history: the steps of the run, as the policy sees them.
+      saver: what saves have cost, and whether one is in flight.
+      processes: of the run, for a conversation about nothing else.
+    """
+
+    def __init__(
+        self,
+        policy: policies.SaveDecisionPolicy,
+        history: History,
+        saver: Saver,
+        processes: Processes,
+    ) -> None:
+        self._policy = policy
+        self._observers = save_decision.observers(policy)
+        self._history = history
+        self._saver = saver
+        self._appointments = Appointments(processes, self._ask) if processes.count > 1 else None
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save a step now; the same on every process, if each asks at the same steps."""
+        return self._ask(step) if self._appointments is None else self._appointments.ask(step)
+
+    def begun(self) -> None:
+        """The step that was asked for last is being saved; asked for again, it is not."""
+        if self._appointments is not None:
+            self._appointments.keep()
+
+    def _ask(self, step: int, coming: Sequence[int] = ()) -> bool:
+        """What the policy says of a step, before which those coming are to be saved."""
+        while self._saver.finished:
+            cost = self._saver.finished.popleft()
+            for observer in self._observers:
+                observer.observe_save(
+                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
+                )
+        info = functools.partial(
+            policies.CheckpointInfo,
+            path=self._history.path,
+            metadata=None,
+            commit_timestamp_nsecs=time.time_ns(),
+        )
+        known = self._history.checkpoints()  # not copied: there may be many, and this is every step
+        return self._policy.should_save(
+            info(step),
+            (*known, *map(info, coming)) if coming else known,
+            context=save_decision.decision_context(
+                is_saving_in_progress=bool(coming) or self._saver.is_saving,
+                reached_preemption=False,
+            ),
+        )

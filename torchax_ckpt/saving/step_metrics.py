@@ -1,0 +1,133 @@
+"""Owns metrics: checked when they are given, fetched from devices only in the background."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import MetricsError
+
+Pending = Mapping[str, Any]
+"""Metrics by name: JSON values, and device scalars that were not fetched yet."""
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as they can be kept until they are fetched; waits for no device.
+
+    Raises:
+      MetricsError: names the first metric that is neither a number nor JSON.
+    """
+    if not isinstance(metrics, Mapping):
+        raise MetricsError(
+            f"metrics: expected a mapping of names to numbers, found {metrics!r:.80}"
+        )
+    return {_name(name): _check(name, value) for name, value in metrics.items()}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise MetricsError(f"metrics: names must be strings, found {name!r:.80}")
+    return name
+
+
+def _check(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = _array_of(name, value)
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        if isinstance(value, jax.core.Tracer):
+            raise MetricsError(f"metric {name!r} is a JAX tracer; record it outside of jit")
+        if value.size != 1 or not _is_real(value.dtype):
+            raise MetricsError(
+                f"metric {name!r}: expected a scalar, found {value.dtype}{list(value.shape)}"
+            )
+        if not isinstance(value, jax.Array):
+            return _python_scalar(value)
+        if value.is_deleted():
+            raise MetricsError(
+                f"metric {name!r}: its buffer was donated to a jitted step and is gone; record "
+                "what the step returned"
+            )
+        return value
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MetricsError(
+            f"metric {name!r}: {value!r:.80} is neither a number nor JSON ({error})"
+        ) from error
+
+
+def _array_of(name: str, tensor: torch.Tensor) -> Any:
+    if torchax_backend.is_device_tensor(tensor):
+        return torchax_backend.buffer(tensor)
+    if tensor.is_meta or (why := torchax_backend.why_unsupported(tensor)) is not None:
+        why = "is on the meta device" if tensor.is_meta else why
+        raise MetricsError(f"metric {name!r}: {why}")
+    with torchax_backend.native_torch():
+        return torchax_backend.to_numpy(tensor)
+
+
+def _is_real(dtype: Any) -> bool:
+    if dtype.itemsize > 8 or jax.dtypes.issubdtype(dtype, np.timedelta64):
+        return False  # float128; and to numpy a timedelta64 is an integer
+    return any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.integer, np.floating))
+
+
+def hold(pending: Pending) -> dict[str, Any]:
+    """The metrics with device scalars copied on their devices, so that none can be donated."""
+    return {
+        name: jnp.copy(_check(name, value)) if isinstance(value, jax.Array) else value
+        for name, value in pending.items()
+    }
+
+
+def _python_scalar(value: Any) -> Any:
+    # item() of an ml_dtypes scalar is not a Python number.
+    scalar = np.asarray(value).reshape(())
+    if scalar.dtype.kind == "V":
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            scalar = scalar.astype(np.float64)
+    return scalar.item()
+
+
+def fetch(pending: Pending) -> dict[str, Any]:
+    """The metrics as JSON; waits for those that are on devices."""
+    return {
+        name: _python_scalar(np.asarray(value)) if isinstance(value, jax.Array) else value
+        for name, value in pending.items()
+    }
+
+
+def fetch_ranked(
+    pending: Pending, ranked: Iterable[str], step: int
+) -> tuple[dict[str, Any], MetricsError | None]:
+    """What ``fetch`` gives, and the error that ``require_ranking`` would raise for it."""
+    metrics = fetch(pending)
+    try:
+        require_ranking(metrics, ranked, step)
+    except MetricsError as problem:
+        return metrics, problem
+    return metrics, None
+
+
+def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
+    """Raises MetricsError if a ranked metric is there but ranks nothing: NaN, or no number.
+
+    Metrics that are still on a device pass; they are looked at again once fetched.
+    """
+    for name in ranked:
+        value = metrics.get(name)
+        if value is None or isinstance(value, jax.Array):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            raise MetricsError(
+                f"metric {name!r} at step {step} is {value!r}, which a best-N rule cannot rank. "
+                "Give a number, or leave the metric out at this step.",
+                step=step,
+            )

@@ -1,0 +1,1 @@
+"""The moment of a save: references, copies and stacks of device arrays."""

@@ -1,0 +1,113 @@
+"""Owns what a module has registered: its tensors by torch's names, ties, extra state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchax_ckpt import torchax_backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in a module that holds one tensor.
+
+    Attributes:
+      fqn: the first name torch gives it.
+      aliases: its other names, when it is tied.
+      tensors: the live objects that hold its value; more than one only in a JittableModule,
+        whose ``params`` may have been replaced by a training step. The first is the newest.
+      persistent: whether it belongs to the state dict.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    persistent: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The live tensor."""
+        return self.tensors[0]
+
+    def fill(self, array: Any) -> None:
+        """Gives the tensors this content, of their shape and dtype."""
+        for tensor in self.tensors:
+            if torchax_backend.is_device_tensor(tensor):
+                torchax_backend.set_buffer(tensor, array)
+            elif tensor.is_meta:
+                torchax_backend.fill_meta(tensor, array)
+            else:
+                torchax_backend.copy_into(tensor, array)
+
+    def release(self) -> None:
+        """Deletes the device buffers; the tensors hold nothing until they are filled."""
+        for tensor in self.tensors:
+            torchax_backend.release(tensor)
+
+
+def slots(module: torch.nn.Module) -> dict[str, Slot]:
+    """Every tensor of the module by its first name, parameters before buffers."""
+    root, overrides = torchax_backend.unwrap_jittable(module)
+    found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
+    for fqn, tensor, persistent in _named_tensors(root):
+        _, saved, unsaved = found.setdefault(id(tensor), (tensor, [], []))
+        (saved if persistent else unsaved).append(fqn)
+    result = {}
+    for tensor, saved, unsaved in found.values():
+        # A buffer may be persistent under one name and not under another.
+        fqn, *aliases = saved or unsaved
+        live = [overrides[n] for n in (*saved, *unsaved) if n in overrides]
+        tensors = tuple({id(t): t for t in (*live, tensor)}.values())
+        result[fqn] = Slot(fqn, tuple(aliases), tensors, bool(saved))
+    return result
+
+
+def registered(module: torch.nn.Module) -> list[Any]:
+    """All that the module tree has registered: keys, tensors and submodules, in order.
+
+    As long as this is the same list of objects, names and ties are the same too. A loop of its
+    own, because ``named_modules`` and ``named_parameters`` build every name.
+    """
+    root, overrides = torchax_backend.unwrap_jittable(module)
+    found: list[Any] = [*overrides, *overrides.values()]
+    stack = [root]
+    while stack:
+        current = stack.pop()
+        for registry in (current._parameters, current._buffers, current._modules):
+            if registry:
+                found += registry
+                found += registry.values()
+        found += current._non_persistent_buffers_set
+        stack += [child for child in current._modules.values() if child is not None]
+    return found
+
+
+def same_objects(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the very same objects (or equal strings) in the same order."""
+    return len(a) == len(b) and all(
+        x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for fqn, parameter in root.named_parameters(remove_duplicate=False):
+        yield fqn, parameter, True
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, value in module._buffers.items():
+            if value is not None:
+                fqn = f"{prefix}.{key}" if prefix else key
+                yield fqn, value, key not in module._non_persistent_buffers_set
+
+
+def extra_state_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Path of every submodule that overrides ``get_extra_state`` -> the submodule."""
+    root, _ = torchax_backend.unwrap_jittable(module)
+    return {
+        path: submodule
+        for path, submodule in root.named_modules()
+        if type(submodule).get_extra_state is not torch.nn.Module.get_extra_state
+    }

@@ -1,0 +1,324 @@
+"""Owns the form of a state tree: any Python state as JSON nodes plus named leaves, and back.
+
+A node is JSON. None, bools, ints, finite floats and strings stand for themselves, a list for a
+list. Every JSON object is tagged by its one or first key:
+
+    {"array": name, "kind": ..., "dtype": ..., "shape": [...]}   a leaf, stored as an array
+    {"dict": [[key, value], ...]}      also "OrderedDict" and "Counter"; keys are nodes too
+    {"tuple": [...]}                   also "set" and "frozenset"
+    {"namedtuple": [[field, value], ...], "type": ...}   read back as a dict
+    {"pytree": [[key, value], ...], "type": ...}         other JAX nodes; read back as a dict
+    {"float": hex}  {"int": hex}  {"complex": [re, im]}  {"bytes": base64}
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import itertools
+import math
+import reprlib
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import MAX_DEPTH, STORABLE_DTYPES, Node
+from torchax_ckpt.state.leaf import Array, describe, freeze
+
+_MAPPINGS: Mapping[type, str] = {
+    dict: "dict",
+    collections.defaultdict: "dict",  # its factory is code
+    collections.OrderedDict: "OrderedDict",
+    collections.Counter: "Counter",
+}
+_SEQUENCES: Mapping[type, str] = {
+    tuple: "tuple",
+    torch.Size: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+}
+_FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda pairs: collections.Counter(dict(pairs)),
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "namedtuple": dict,
+    "pytree": dict,
+}
+_PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
+# Larger ints go through hex: other JSON readers round them, and Python limits decimal digits.
+_MAX_PLAIN_INT = 2**53
+# What components put around the states they encode.
+_COMPONENT_DEPTH = 16
+
+
+class Encoder:
+    """Turns values into nodes and collects their leaves by name.
+
+    Attributes:
+      leaves: name -> the array itself. Device arrays are taken by reference, CPU tensors and
+        numpy arrays, which can change in place, are copied.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Array] = {}
+
+    def encode(self, value: Any, key_path: tuple[object, ...]) -> Node:
+        """The node of a value; its leaves join ``leaves``, named by their key paths.
+
+        Raises:
+          UnsupportedLeafError: names the first part that cannot be stored, and why.
+        """
+        return self.encode_all([(key_path, value)])[0]
+
+    def encode_all(self, items: Iterable[tuple[tuple[object, ...], Any]]) -> list[Node]:
+        """The nodes of many (key path, value); switches to native torch once for all of them."""
+        key_path: tuple[object, ...] = ()
+        nodes = []
+        with torchax_backend.native_torch():
+            try:
+                for key_path, value in items:
+                    nodes.append(self._encode(value, key_path))
+            except (RecursionError, _TooDeepError):
+                raise UnsupportedLeafError(
+                    f"{names.join(key_path)}: nested too deeply, or contains itself",
+                    key_path=names.join(key_path),
+                ) from None
+        return nodes
+
+    def _encode(self, value: Any, path: tuple[object, ...]) -> Node:
+        if len(path) > MAX_DEPTH:
+            raise _TooDeepError
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_MAX_PLAIN_INT < value < _MAX_PLAIN_INT else {"int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        if isinstance(value, (torch.Tensor, jax.Array, np.ndarray, np.generic)):
+            return self._leaf(value, path)
+        if kind is list:
+            return self._encode_items(value, path)
+        if kind in _MAPPINGS:
+            parts = _distinct([str(k) for k in value])
+            return {
+                _MAPPINGS[kind]: [
+                    [self._encode_key(k, path), self._encode(v, (*path, part))]
+                    for part, (k, v) in zip(parts, value.items(), strict=True)
+                ]
+            }
+        if kind in _SEQUENCES:
+            return {_SEQUENCES[kind]: self._encode_items(value, path)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {
+                "namedtuple": [
+                    [f, self._encode(v, (*path, f))]
+                    for f, v in zip(value._fields, value, strict=True)
+                ],
+                "type": kind.__qualname__,
+            }
+        if kind is complex:
+            return {"complex": [self._encode(value.real, path), self._encode(value.imag, path)]}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        if not jax.tree_util.all_leaves([value]):  # a node type that is registered with JAX
+            children, _ = jax.tree_util.tree_flatten_with_path(
+                value, is_leaf=lambda child: child is not value
+            )
+            return {
+                "pytree": [
+                    [part, self._encode(child, (*path, part))]
+                    for part, child in ((key_part(key), child) for (key,), child in children)
+                ],
+                "type": kind.__qualname__,
+            }
+        raise UnsupportedLeafError(
+            f"{names.join(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Stored "
+            "are tensors, arrays, numbers, strings, bytes, None, and dicts, lists, tuples and "
+            "sets of them: keep the rest out of the state, or convert it.",
+            key_path=names.join(path),
+        )
+
+    def _encode_items(self, values: Collection[Any], path: tuple[object, ...]) -> list[Node]:
+        # The state of Python's generator is 625 numbers: they need not be looked at one by one.
+        if set(map(type, values)) == {int} and max(map(abs, values)) < _MAX_PLAIN_INT:
+            return list(values)
+        return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
+
+    def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
+        """The node of a key of a dict: numpy's numbers stand in it, and are no leaves."""
+        if len(path) + depth > MAX_DEPTH:
+            raise _TooDeepError
+        if isinstance(key, np.generic):
+            describe(key, names.join(path))
+            return {"scalar": base64.b64encode(key.tobytes()).decode(), "type": key.dtype.name}
+        if type(key) is tuple:
+            return {"tuple": [self._encode_key(part, path, depth + 1) for part in key]}
+        return self._encode(key, path)
+
+    def _leaf(self, value: Any, path: tuple[object, ...]) -> Node:
+        name = names.join(path)
+        spec = describe(value, name)
+        array = freeze(value, name)
+        if name in self.leaves:
+            raise UnsupportedLeafError(f"{name}: two leaves have this name", key_path=name)
+        self.leaves[name] = array
+        return spec.node(name)
+
+
+def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """The value of a node; ``leaf`` gives the value of each array node.
+
+    Raises:
+      CorruptCheckpointError: the node has no known form, or is nested deeper than any that is
+        written.
+    """
+    return _decode(node, leaf, 0)
+
+
+def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH + _COMPONENT_DEPTH:
+        raise CorruptCheckpointError(f"the manifest nests deeper than {MAX_DEPTH} levels")
+    depth += 1
+    if node is None or isinstance(node, (bool, int, str)):
+        return node
+    if isinstance(node, float) and math.isfinite(node):
+        return node
+    if isinstance(node, list):
+        return [_decode(child, leaf, depth) for child in node]
+    if isinstance(node, dict) and node:
+        if "array" in node:
+            return leaf(node)
+        tag, payload = next(iter(node.items()))
+        try:
+            if tag in _FROM_TAG:
+                if not isinstance(payload, list):
+                    raise TypeError(f"expected a list, found a {type(payload).__name__}")
+                if tag not in _PAIRS:
+                    return _FROM_TAG[tag]([_decode(child, leaf, depth) for child in payload])
+                if not all(isinstance(pair, list) and len(pair) == 2 for pair in payload):
+                    raise TypeError("expected pairs")
+                return _FROM_TAG[tag](
+                    [(_decode(k, leaf, depth), _decode(v, leaf, depth)) for k, v in payload]
+                )
+            if tag == "int":
+                return int(payload, 16)
+            if tag == "float":
+                return struct.unpack(">d", bytes.fromhex(payload))[0]
+            if tag == "scalar":
+                dtype = node.get("type")
+                if dtype not in STORABLE_DTYPES:
+                    raise ValueError(f"unknown dtype {dtype!r:.40}")
+                (scalar,) = np.frombuffer(base64.b64decode(payload, validate=True), np.dtype(dtype))
+                return scalar
+            if tag == "complex":
+                real, imag = (_decode(part, leaf, depth) for part in payload)
+                if type(real) is not float or type(imag) is not float:
+                    raise TypeError("expected two floats")
+                return complex(real, imag)
+            if tag == "bytes":
+                return base64.b64decode(payload, validate=True)
+        except (TypeError, ValueError, struct.error) as error:
+            if isinstance(error, CorruptCheckpointError):
+                raise
+            raise CorruptCheckpointError(
+                f"malformed {tag!r} node in the manifest: {error}"
+            ) from error
+    raise CorruptCheckpointError(f"unknown node in the manifest: {reprlib.repr(node)}")
+
+
+class _TooDeepError(Exception):
+    """A value is nested deeper than a manifest may be."""
+
+
+class Finder:
+    """Finds nodes by the keys and indices that lead down to them; looks through each node once.
+
+    Args:
+      root: where all of them begin. It does not change meanwhile.
+    """
+
+    def __init__(self, root: Node) -> None:
+        self._root = root
+        self._children: dict[int, dict[str, Node]] = {}
+
+    def __call__(self, parts: Iterable[str]) -> Node:
+        """The node that keys and indices lead to.
+
+        Raises:
+          KeyError: there is no such node.
+        """
+        node = self._root
+        for part in parts:
+            if id(node) not in self._children:  # nodes below the root stay, and so do their ids
+                self._children[id(node)] = _children(node)
+            node = self._children[id(node)][part]
+        return node
+
+
+def _children(node: Node) -> dict[str, Node]:
+    """The nodes right below one, by key or index as text; of equal ones the first."""
+    tag = next(iter(node), None) if isinstance(node, dict) else None
+    if isinstance(node, list) or tag == "tuple":
+        return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
+    if tag in _PAIRS:
+        return {str(_key(key)): child for key, child in reversed(node[tag])}
+    return {}
+
+
+def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Name and keys of every leaf below a node, of plain values too; None is no leaf."""
+
+    def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
+        tag = next(iter(node), None) if isinstance(node, dict) else None
+        if isinstance(node, list) or tag == "tuple":
+            for i, child in enumerate(node if isinstance(node, list) else node["tuple"]):
+                yield from walk(child, [*parts, str(i)])
+        elif isinstance(node, dict) and tag in _PAIRS and tag != "Counter":
+            for key, child in node[tag]:
+                yield from walk(child, [*parts, str(_key(key))])
+        elif tag == "array":
+            yield node["array"], parts
+        elif node is not None:
+            yield names.join((*prefix, *parts)), parts
+
+    return walk(node, [])
+
+
+def _key(node: Node) -> Any:
+    return decode(node, lambda leaf: None) if isinstance(node, dict) else node
+
+
+def key_part(entry: Any) -> str:
+    """The key of one step of a JAX key path, as it stands in names."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def _distinct(parts: list[str]) -> list[str]:
+    """The parts, told apart where two keys of one dict (1 and "1") look the same as text."""
+    if len(set(parts)) == len(parts):
+        return parts
+    taken = set(parts)
+    seen: set[str] = set()
+    result = []
+    for part in parts:
+        name = part
+        if part in seen:
+            name = next(n for i in itertools.count(2) if (n := f"{part}%{i}") not in taken)
+            taken.add(name)
+        seen.add(part)
+        result.append(name)
+    return result

@@ -1,0 +1,219 @@
+"""Owns what is attached: the components of one training run, saved and restored as one document."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import AttachError
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
+from torchax_ckpt.state import functional, node_checks
+from torchax_ckpt.state.component import Captured, Combined, Component, Findings, Restoration
+from torchax_ckpt.state.module import Init, ModuleComponent, Rule
+from torchax_ckpt.state.optimizer import OptimizerComponent
+from torchax_ckpt.state.random_state import RandomStateComponent
+from torchax_ckpt.state.stateful import StatefulComponent
+
+STATE = functional.KEY_PATH[0]
+# Held by the functional state instead, when there is one.
+_TRAINED = ("model", "optimizer")
+
+
+class Attached:
+    """The attached components, by name: ``model``, ``optimizer``, ..., ``rng`` last.
+
+    Args: as of ``TorchaxCheckpointer.attach``.
+
+    Raises:
+      AttachError, UnsupportedLeafError: the objects do not belong together or cannot be stored.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        shardings: Any = None,
+        init: Init | None = None,
+        rng: bool = True,
+    ) -> None:
+        rule = as_rule(shardings)
+        require_init(init)
+        self._modules: list[ModuleComponent] = []
+        self.components: dict[str, Component] = {}
+        self._rng = rng
+        self._name_parts: list[Any] = []
+        self._names: Mapping[int, tuple[tuple[str, ...], ...]] = {}
+        self._functional = functional.FunctionalState()
+
+        def module(value: Any, path: tuple[str, ...]) -> Component:
+            require_module(value, path)
+            self._modules.append(ModuleComponent(value, path, rule, init))
+            return self._modules[-1]
+
+        def stepper(value: Any, path: tuple[str, ...]) -> Component:
+            if not isinstance(value, torch.optim.Optimizer):
+                raise _wrong_type(path, "a torch.optim.Optimizer", value)
+            return OptimizerComponent(value, path, self._parameter_names, self._placements)
+
+        for name, value, build in (
+            ("model", model, module),
+            ("optimizer", optimizer, stepper),
+            ("lr_scheduler", _as_mapping(lr_scheduler), StatefulComponent),
+            ("dataloader", dataloader, StatefulComponent),
+            ("stateful", stateful, StatefulComponent),
+        ):
+            if value is not None:
+                self.components[name] = _component(name, value, build)
+        if rng:
+            self.components["rng"] = RandomStateComponent()
+
+    def _parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
+        parts = [module.parameter_names() for module in self._modules]
+        if [id(part) for part in parts] != [id(part) for part in self._name_parts]:
+            self._name_parts = parts
+            merged: dict[int, tuple[tuple[str, ...], ...]] = {}
+            for part in parts:
+                for key, paths in part.items():
+                    merged[key] = (*merged.get(key, ()), *paths)
+            self._names = merged
+        return self._names
+
+    def _placements(self) -> dict[int, Placement]:
+        return {k: v for module in self._modules for k, v in module.placements().items()}
+
+    def capture(self, state: Any = None) -> dict[str, Captured]:
+        """Everything attached, by component; ``state`` in place of modules and optimizers."""
+        captured: dict[str, Captured] = {}
+        if state is not None:
+            captured[STATE] = self._functional.capture(state)
+        for name, component in self.components.items():
+            if state is None or name not in _TRAINED:
+                captured[name] = component.capture()
+        return captured
+
+    def prepare(
+        self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
+    ) -> Restoration:
+        """Compares the document with what is attached and says what to do. Changes nothing.
+
+        Raises:
+          SelectionError: patterns that match nothing, or names that meet.
+        """
+        selection = selection or Selection()
+        restorations = []
+        is_functional, is_imported = STATE in document, IMPORTED in document
+        for name, component in self.components.items():
+            if name in document:
+                restorations.append(component.prepare(document[name], findings, selection))
+            elif not (is_imported or (is_functional and name in _TRAINED)):
+                findings.missing.append(name)
+        for name, node in document.items():
+            if name in self.components or name in (STATE, IMPORTED):
+                continue
+            if name == "rng" and not self._rng:
+                continue
+            findings.unexpected += [n["array"] for n in array_nodes(node)] or [name]
+        selection.require_used()
+        result = Restoration()
+        result.extend(restorations)
+        return result
+
+    def prepare_fresh(self) -> Restoration:
+        """A start without a checkpoint: fills meta tensors and applies the sharding rule."""
+        result = Restoration()
+        result.extend(module.prepare_fresh() for module in self._modules)
+        return result
+
+
+class _Group:
+    """Several components of one kind, by the names the user gave them."""
+
+    def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
+        self._members = members
+        self._key_path = key_path
+        self._combined = Combined(
+            lambda nodes: {
+                "dict": [list(pair) for pair in zip(members, nodes, strict=True)],
+                "group": True,
+            }
+        )
+
+    def capture(self) -> Captured:
+        return self._combined([member.capture() for member in self._members.values()])
+
+    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+        restoration = Restoration()
+        is_group = isinstance(node, dict) and node.get("group") is True
+        stored = node_checks.fields(node, names.join(self._key_path)) if is_group else {}
+        if not is_group:
+            findings.unexpected += [n["array"] for n in array_nodes(node)]
+        for name, member in self._members.items():
+            if name in stored:
+                restoration.extend([member.prepare(stored[name], findings, selection)])
+            else:
+                findings.missing.append(names.join((*self._key_path, name)))
+        for name in stored.keys() - self._members.keys():
+            findings.unexpected.append(names.join((*self._key_path, name)))
+        return restoration
+
+
+def _component(
+    name: str, value: Any, build: Callable[[Any, tuple[str, ...]], Component]
+) -> Component:
+    if not isinstance(value, Mapping):
+        return build(value, (name,))
+    members = {}
+    for key, member in value.items():
+        if not isinstance(key, str):
+            raise AttachError(f"{name}: names must be strings, found {key!r:.80}")
+        members[key] = build(member, (name, key))
+    return _Group(members, (name,))
+
+
+def _as_mapping(value: Any) -> Any:
+    """A list of schedulers as a mapping, by position."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return {str(index): member for index, member in enumerate(value)}
+    return value
+
+
+def as_rule(shardings: Any) -> Rule | None:
+    """The user's ``shardings`` as a rule; raises AttachError if it is none."""
+    if shardings is None:
+        return None
+    if found := torchax_backend.torchax_mesh(shardings):
+        mesh, sharder = found
+        return functools.partial(resolve_rule, sharder, auto_axes(mesh))
+    if not callable(shardings):
+        raise AttachError(
+            "shardings: expected a callable from name and abstract leaf to a Sharding or "
+            f"PartitionSpec, or a torchax.mesh_util.Mesh, found {shardings!r:.80}"
+        )
+    return functools.partial(resolve_rule, shardings, None)
+
+
+def require_module(value: Any, path: tuple[str, ...]) -> None:
+    """Raises AttachError unless it is a module."""
+    if not issubclass(type(value), torch.nn.Module):
+        raise _wrong_type(path, "a torch.nn.Module", value)
+
+
+def require_init(init: Any) -> None:
+    """Raises AttachError unless it is callable, or None."""
+    if init is not None and not callable(init):
+        raise AttachError(f"init: expected a callable, found {init!r:.80}")
+
+
+def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:
+    where = names.join(path)
+    return AttachError(f"{where}: expected {expected}, found {found!r:.100}", key_path=where)

@@ -1,0 +1,1 @@
+"""The content of a step, through TensorStore and Orbax."""

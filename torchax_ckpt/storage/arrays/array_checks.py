@@ -1,0 +1,174 @@
+"""Owns what arrays must be before they are opened: as the manifest claims.
+
+A directory from elsewhere is data. Orbax and TensorStore join names from metadata to paths, and
+take memory for whatever shape and chunks an array's metadata names, which ends the process where
+there is not so much. So the metadata of arrays is looked at before the arrays are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from torchax_ckpt.layout import names
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.medium import location, storage_errors
+from torchax_ckpt.storage.medium.containment import beyond_memory, corrupt
+
+_PYTREE_METADATA = "_METADATA"
+_MAX_ARRAY_METADATA_BYTES = 1 << 20
+# Shards are one chunk, or several of some MiB; no run has so many devices, or so large arrays.
+MAX_CHUNKS = 1 << 20
+# What Zstandard makes at most of one byte: four say that a block of 128 KiB repeats another.
+_MAX_UNPACKED = 1 << 15
+
+
+# --- arrays of this package ----------------------------------------------------------------------
+
+
+def require_stored(
+    step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
+) -> int:
+    """Refuses arrays whose own metadata is not what the manifest says; reads no array data.
+
+    Args:
+      step_path, step: the step.
+      wanted: stored name -> shape and dtype.
+
+    Returns:
+      The fewest bytes in which they can lie on storage.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, or of another shape, dtype or layout.
+    """
+    if not wanted:
+        return 0
+    folder = step_path / STATE
+    try:
+        spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
+        store = ts.KvStore.open(spec, context=location.reading_context()).result()
+        found = {name: store.read(f"{stored_key(name)}/.zarray") for name in wanted}
+        contents = {name: read.result() for name, read in found.items()}
+    except (ValueError, OSError) as error:
+        if storage_errors.is_unavailable(error):
+            raise
+        raise corrupt(step, folder, "an OCDBT database", f"{error!s:.300}") from error
+    for name, (shape, dtype) in wanted.items():
+        if contents[name].state != "value":
+            raise corrupt(step, folder, f"{dtype}{list(shape)}", "no such array", name)
+        if problem := _problem(contents[name].value, shape, dtype):
+            raise corrupt(step, folder, *problem, name)
+    return sum(
+        math.prod(shape)
+        * np.dtype(dtype).itemsize
+        // (_MAX_UNPACKED if json.loads(contents[name].value)["compressor"] else 1)
+        for name, (shape, dtype) in wanted.items()
+    )
+
+
+def stored_key(name: str) -> str:
+    """Under which key Orbax stores the array of this name."""
+    return ".".join(names.component_and_rest(name))
+
+
+def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] | None:
+    """What is expected of an array's metadata, and what was found instead; None if it fits."""
+    if len(raw) > _MAX_ARRAY_METADATA_BYTES:
+        return f"at most {_MAX_ARRAY_METADATA_BYTES} bytes of metadata", f"{len(raw)}"
+    try:
+        metadata = json.loads(raw)
+        found = metadata["dtype"], metadata["shape"]
+        chunk, compressor = metadata["chunks"], metadata["compressor"]
+        codec = compressor and compressor["id"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return "metadata of a Zarr array", f"{error!r:.200}"
+    if found != (_zarr_dtype(dtype), list(shape)):
+        return f"{dtype}{list(shape)}", f"{found[0]!r:.40}{found[1]!r:.80}"
+    whole = [max(1, dim) for dim in shape]
+    if not (
+        isinstance(chunk, list)
+        and len(chunk) == len(whole)
+        and all(type(n) is int and 0 < n <= limit for n, limit in zip(chunk, whole, strict=True))
+    ):
+        return f"chunks within {whole}", f"{chunk!r:.80}"
+    count = chunking.num_pieces(whole, chunk)
+    if count > MAX_CHUNKS:
+        return f"at most {MAX_CHUNKS} chunks", f"{count}"
+    if codec not in (None, "zstd") or metadata.get("filters") is not None:
+        return "plain bytes, or Zstandard", f"{codec!r:.40}, {metadata.get('filters')!r:.40}"
+    return None
+
+
+def _zarr_dtype(name: str) -> str:
+    """How Zarr version 2 writes a dtype; TensorStore, those that numpy lacks by name."""
+    dtype = np.dtype(name)
+    return dtype.str if dtype.isbuiltin == 1 else name
+
+
+# --- steps that bare Orbax wrote -----------------------------------------------------------------
+
+
+def require_names_within(step_path: epath.Path, step: int) -> None:
+    """Refuses a step whose pytree metadata names arrays that would lie outside of it.
+
+    Raises:
+      CorruptCheckpointError: names the metadata and the array.
+    """
+    for folder in (step_path, *(p for p in step_path.iterdir() if p.is_dir())):
+        path = folder / _PYTREE_METADATA
+        if not path.exists():
+            continue
+        tree = _pytree_metadata(step, path).get("tree_metadata")
+        for entry in (tree if isinstance(tree, dict) else {}).values():
+            keys = entry.get("key_metadata") if isinstance(entry, dict) else None
+            parts = [
+                str(key.get("key")) if isinstance(key, dict) else ""
+                for key in (keys if isinstance(keys, list) else [])
+            ]
+            name = ".".join(parts)
+            if name.startswith("/") or ".." in name.split("/"):
+                raise corrupt(step, path, "arrays within the step", f"{name!r:.80}")
+
+
+def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
+    """Refuses arrays that this host cannot hold, and chunks larger than their arrays.
+
+    Args:
+      step_path, step: the step.
+      leaves: name -> Orbax's metadata of an array.
+
+    Raises:
+      OutOfMemoryError: the host is too small; CorruptCheckpointError: what is on storage cannot be
+        so much. Names the array.
+    """
+    memory, total = host_memory.host_memory_bytes(), 0
+    for name, leaf in leaves.items():
+        stored = getattr(leaf, "storage_metadata", None)
+        chunk = getattr(stored, "chunk_shape", None) or ()
+        itemsize = getattr(leaf.dtype, "itemsize", 1)
+        total += (nbytes := math.prod(leaf.shape) * itemsize)
+        if nbytes < math.prod(chunk) * itemsize > memory:
+            expected = f"chunks within {list(leaf.shape)!r:.80}"
+            raise corrupt(step, step_path, expected, f"{list(chunk)!r:.80}", name)
+        if total > memory:  # bare Orbax compresses, if not told otherwise
+            raise beyond_memory(step_path, step, total, total // _MAX_UNPACKED, name)
+
+
+def _pytree_metadata(step: int, path: epath.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, OSError, RecursionError) as error:
+        if storage_errors.is_unavailable(error):
+            raise
+        raise corrupt(step, path, "Orbax's metadata", f"{error!r:.200}") from error
+    if not isinstance(found, dict):
+        raise corrupt(step, path, "Orbax's metadata", f"a {type(found).__name__}")
+    return found

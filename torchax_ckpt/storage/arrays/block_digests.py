@@ -1,0 +1,187 @@
+"""Owns digests: one 64-bit number for every block of stored bytes, by which damage is found.
+
+An array is cut into equal blocks (``cutting.py``), and a stack into one or more for each member, so
+that a mismatch names the leaf. The digest is taken of the very bytes that go to storage, on the
+host, and checked on the bytes that come back, whatever mesh they are read onto. Devices are not
+involved: what changes in a device's memory, or on the way between it and the host, is not seen.
+
+Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+import xxhash
+from orbax.checkpoint._src.serialization import replica_slices
+
+from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.snapshot.sharding import shards_of
+from torchax_ckpt.storage.arrays import chunking
+
+Index = tuple[slice, ...]
+Part = tuple[tuple[int, ...], np.ndarray]
+
+
+def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
+    """The digests of all blocks of an array that are stored by this process.
+
+    Args:
+      array: the array.
+      parts: what ``shards`` gives of it.
+      is_stack: whether it is a stack.
+    """
+    block = chunking.block_shape(array, is_stack=is_stack)
+    values = np.zeros(grid_shape(array.shape, block), np.uint64)
+    for start, host in parts:
+        found = of_blocks(host, block)
+        at = tuple(
+            slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
+        )
+        values[at] = found
+    return Digests(block, values.astype("<u8").tobytes())
+
+
+def gathered(
+    taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
+) -> Mapping[str, Digests]:
+    """On process 0 the digests of all blocks; elsewhere, where nobody needs them, what was taken.
+
+    Args:
+      taken: stored name -> what ``take`` gave this process.
+      arrays: stored name -> array. Those on devices are shared by all processes.
+      processes: of the run.
+
+    Raises:
+      ProcessError: the processes do not save the same arrays.
+    """
+    if processes.count == 1:
+        return taken
+    shared = [name for name, array in arrays.items() if isinstance(array, jax.Array)]
+    looks = [[n, arrays[n].dtype.name, arrays[n].shape, taken[n].block] for n in shared]
+    looks_digest = xxhash.xxh3_64_digest(json.dumps(looks).encode())
+    mine = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
+    # Where another process stores the block there is zero: not worth sending.
+    own = np.flatnonzero(mine)
+    message = looks_digest + own.astype("<u8").tobytes() + mine[own].tobytes()
+    for index, sent in enumerate(processes.gather(message)):
+        if sent[:8] != looks_digest:
+            raise ProcessError(
+                f"process {index} saves other device arrays than process 0: expected the same "
+                "names, shapes, dtypes and shardings. Attach the same objects on every process."
+            )
+        where, values = np.split(np.frombuffer(sent, "<u8")[1:], 2)
+        mine[where] = values
+    if not processes.is_first:
+        return taken
+    ends = itertools.accumulate(len(_values(taken[name])) for name in shared)
+    merged, start = dict(taken), 0
+    for name, end in zip(shared, ends, strict=True):
+        merged[name] = Digests(taken[name].block, mine[start:end].tobytes())
+        start = end
+    return merged
+
+
+def _values(known: Digests) -> np.ndarray:
+    return np.frombuffer(known.values, "<u8")
+
+
+def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
+    """Every part of the array that this process stores, and where it starts.
+
+    Of a device array this fetches them, unless Orbax has: what was fetched stays beside the array.
+    Only where the replicas on several processes share a shard, each its own part, Orbax and this
+    cut and fetch the part each for itself.
+    """
+    if not isinstance(array, jax.Array):
+        yield (0,) * array.ndim, array
+        return
+    parts = _own_parts(array).replica_slices
+    found = [(tuple(dim.start or 0 for dim in part.index), part.data()) for part in parts]
+    for _, device in found:
+        device.copy_to_host_async()
+    for start, device in found:
+        yield start, np.asarray(device)
+
+
+def num_host_bytes(array: jax.Array) -> int:
+    """How many bytes of host memory a device array takes while this process stores its part."""
+    parts = _own_parts(array)
+    # See ``shards``: a part of a shard is fetched twice.
+    is_cut = any(part.slice_args is not None for part in parts.replica_slices)
+    return int(parts.nbytes) * (2 if is_cut else 1)
+
+
+def _own_parts(array: jax.Array) -> replica_slices.ReplicaSlices:
+    shards_of(array)  # for Orbax, too, on one thread at a time
+    return replica_slices.get_replica_slices(
+        array, replica_id=0, use_replica_parallel=chunking.is_shared(array)
+    )
+
+
+def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks there are along each dim."""
+    return tuple(math.ceil(s / b) for s, b in zip(shape, block, strict=True))
+
+
+def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
+    """The digests of the blocks of an array that consists of whole blocks; uint64[grid]."""
+    grid = grid_shape(host.shape, block)
+    if _lie_in_order(host.shape, block):
+        octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
+        size = math.prod(block) * host.itemsize
+        parts: Iterable[memoryview] = (octets[i : i + size] for i in range(0, len(octets), size))
+    else:
+        parts = (
+            np.ascontiguousarray(host[_region(cell, block)]).reshape(-1).view(np.uint8).data
+            for cell in np.ndindex(grid)
+        )
+    digest = xxhash.xxh3_64_intdigest
+    return np.fromiter(map(digest, parts), np.uint64, math.prod(grid)).reshape(grid)
+
+
+def _lie_in_order(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
+    """Whether the blocks follow one another in memory, each in one piece."""
+    cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
+    return shape[cut + 1 :] == block[cut + 1 :]
+
+
+def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
+    return tuple(slice(i * b, (i + 1) * b) for i, b in zip(cell, block, strict=True))
+
+
+def mismatches(
+    host: np.ndarray, start: Sequence[int], known: Digests, shape: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The blocks, by their place in the whole array's grid, whose bytes are not what was stored.
+
+    Args:
+      host: a part of the array that consists of whole blocks.
+      start: where in the array it starts.
+      known: the digests of the whole array.
+      shape: of the whole array.
+    """
+    found = of_blocks(host, known.block)
+    first = [s // b for s, b in zip(start, known.block, strict=True)]
+    expected = np.frombuffer(known.values, "<u8").reshape(grid_shape(shape, known.block))
+    differs = (
+        found != expected[tuple(slice(f, f + n) for f, n in zip(first, found.shape, strict=True))]
+    )
+    cells = zip(*np.nonzero(differs), strict=True) if host.ndim else [()] * int(differs)
+    return [tuple(int(f + i) for f, i in zip(first, cell, strict=True)) for cell in cells]
+
+
+def fit(known: Digests, shape: Sequence[int]) -> bool:
+    """Whether these can be the digests of an array of this shape."""
+    return (
+        len(known.block) == len(shape)
+        and all(b >= 1 and s % b == 0 for s, b in zip(shape, known.block, strict=True))
+        and len(known.values) == 8 * math.prod(grid_shape(shape, known.block))
+    )

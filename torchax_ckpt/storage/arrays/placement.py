@@ -1,0 +1,377 @@
+"""Owns the way from pieces of stored arrays to leaves on their devices.
+
+A piece is what is read at once: whole chunks, and whole blocks, so that it can be compared with
+its digests. The part of an array that a device holds goes there as soon as its pieces are there;
+the members of a stack go together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.snapshot.sharding import Local, Placement
+
+Index = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]
+
+# Of the memory that a CPU device takes over.
+_ALIGNMENT = 64
+# From here on numpy asks the system for huge pages, which many a virtual machine first has to put
+# together: an array that is written to once then took four times as long as on plain pages.
+_LARGE_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A stored array to read.
+
+    Attributes:
+      shape: its dims, the leading axis of a stack included.
+      dtype: numpy's or ml_dtypes' name of its dtype.
+      placements: leaf -> where it is wanted: the array itself, or the members of a stack that are
+        wanted.
+      digests: what its bytes are compared with; None not to compare them.
+      members: names of all members of a stack, in the order of its leading axis.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    placements: Mapping[str, Placement]
+    digests: Digests | None
+    members: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a stored array that is read at once, in whole blocks and chunks."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def index(self) -> Index:
+        """Where it is in the array."""
+        return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape, strict=True))
+
+
+class _Region:
+    """What some devices hold of an array, put together from pieces."""
+
+    def __init__(self, bounds: Bounds, dtype: np.dtype[Any]) -> None:
+        self.start = tuple(start for start, _ in bounds)
+        self.shape = tuple(stop - start for start, stop in bounds)
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+        self.is_awaited = False
+        self._dtype = dtype
+        self._missing = math.prod(self.shape)
+        self._host: np.ndarray | None = None
+
+    def is_piece(self, piece: Piece) -> bool:
+        """Whether a piece is all of it, which then need not be copied."""
+        return (piece.start, piece.shape) == (self.start, self.shape)
+
+    def overlaps(self, piece: Piece) -> bool:
+        """Whether it takes anything of a piece."""
+        low, high = self._common(piece)
+        return all(a < b for a, b in zip(low, high, strict=True))
+
+    def _common(self, piece: Piece) -> tuple[list[int], list[int]]:
+        low = [max(a, b) for a, b in zip(self.start, piece.start, strict=True)]
+        high = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.shape, piece.start, piece.shape, strict=True)
+        ]
+        return low, high
+
+    def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
+        """Takes what it needs of a piece; the whole region once it is complete."""
+        if self.is_piece(piece):
+            return host
+        if not self.overlaps(piece):
+            return None
+        low, high = self._common(piece)
+        if self._host is None:
+            self._host = empty(self.shape, self._dtype)
+        there, here = (
+            tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            for start in (self.start, piece.start)
+        )
+        self._host[there] = host[here]
+        self._missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
+        if self._missing:
+            return None
+        whole, self._host = self._host, None
+        return whole
+
+
+class Target:
+    """An array that is being read: takes its pieces, and gives its leaves when they are complete.
+
+    Args:
+      name: under which it is stored.
+      wanted: what is expected of it.
+      leaves: where leaves go, by name.
+
+    Attributes:
+      nbytes: of all that is put together from pieces.
+    """
+
+    nbytes = 0
+
+    def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
+        self.name = name
+        self.wanted = wanted
+        self._leaves = leaves
+        self._dtype = np.dtype(wanted.dtype)
+
+    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
+        """What is to be read, in the order in which to read it."""
+        raise NotImplementedError
+
+    def awaits(self, piece: Piece) -> tuple[int, int]:
+        """What a piece takes of this host's memory.
+
+        Returns:
+          Bytes until it has arrived; bytes of what is put together from it and other pieces, from
+          the first of them until ``arrived`` has sent it on and it is on its devices.
+        """
+        return piece.nbytes, 0
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
+        """Takes a piece that was read.
+
+        Returns:
+          Bytes of what is complete with it, and the arrays as which that is on its way to devices.
+        """
+        raise NotImplementedError
+
+    def _unit(self, chunk: Sequence[int]) -> list[int]:
+        """The shape of what is read at once: whole chunks and whole blocks."""
+        known = self.wanted.digests
+        return [
+            min(n, math.lcm(c, b))
+            for n, c, b in zip(
+                self.wanted.shape, chunk, known.block if known else chunk, strict=True
+            )
+        ]
+
+    def _pieces(self, unit: Sequence[int], regions: Iterable[_Region]) -> Iterator[Piece]:
+        """The pieces that make up the regions, each once."""
+        cells: dict[tuple[int, ...], None] = {}
+        for region in regions:
+            ranges = (
+                range(s // u, -(-(s + n) // u))
+                for s, n, u in zip(region.start, region.shape, unit, strict=True)
+            )
+            cells.update(dict.fromkeys(itertools.product(*ranges)))
+        for cell in cells:
+            start = tuple(i * u for i, u in zip(cell, unit, strict=True))
+            extent = tuple(
+                min(u, n - s) for u, n, s in zip(unit, self.wanted.shape, start, strict=True)
+            )
+            yield Piece(start, extent, math.prod(extent) * self._dtype.itemsize)
+
+
+class Alone(Target):
+    """An array that is one leaf. A device's part goes there as soon as it is complete."""
+
+    def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
+        super().__init__(name, wanted, leaves)
+        ((self._leaf, self._placement),) = wanted.placements.items()
+        self._shards: list[Any] = []
+        devices: dict[Bounds, list[Any]] = {}
+        for device, bounds in _devices(self._placement, wanted.shape):
+            devices.setdefault(bounds, []).append(device)
+        self._regions = [(_Region(b, self._dtype), to) for b, to in devices.items()]
+        self.nbytes = sum(region.nbytes for region, _ in self._regions)
+        self._missing = len(self._regions)
+
+    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
+        """The pieces of the parts that devices of this process hold."""
+        return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
+
+    def awaits(self, piece: Piece) -> tuple[int, int]:
+        """Parts of which this is the first piece; a piece that is a part by itself counts once."""
+        nbytes, parts = piece.nbytes, 0
+        for region, _ in self._regions:
+            if not region.is_awaited and region.overlaps(piece):
+                region.is_awaited = True
+                parts += region.nbytes
+                if region.is_piece(piece):
+                    nbytes = 0
+        return nbytes, parts
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
+        """Sends on the parts that are complete with it."""
+        moving: list[jax.Array] = []
+        nbytes = 0
+        for region, devices in self._regions:
+            whole = region.take(piece, host)
+            if whole is None:
+                continue
+            nbytes += region.nbytes
+            self._missing -= 1
+            if self._placement is Local.HOST:
+                self._shards.append(whole)
+            else:
+                moving += _put([whole] * len(devices), devices)
+        self._shards += moving
+        if not self._missing:
+            self._leaves[self._leaf] = _assemble(self.wanted.shape, self._placement, self._shards)
+        return nbytes, moving
+
+
+class Stack(Target):
+    """An array of many leaves. They go to their devices together, when all of it is there."""
+
+    def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
+        super().__init__(name, wanted, leaves)
+        # Its pieces where they are cut as devices want them; otherwise all of it.
+        self._parts: dict[tuple[int, ...], np.ndarray] = {}
+        self._whole: np.ndarray | None = None
+        self._are_parts = False
+        self._region = _Region(tuple((0, n) for n in wanted.shape), self._dtype)
+        self.nbytes = self._region.nbytes
+        self._index = {member: i for i, member in enumerate(wanted.members)}
+        self._missing = math.prod(wanted.shape)
+
+    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
+        """What is to be read: every piece has a part of all members."""
+        unit = [self.wanted.shape[0], *self._unit(chunk)[1:]]
+        pieces = list(self._pieces(unit, [self._region]))
+        there = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
+        self._are_parts = all(
+            (tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+            in there
+            for placement in set(self.wanted.placements.values())
+            for _, bounds in _devices(placement, self.wanted.shape[1:])
+        )
+        yield from pieces
+
+    def awaits(self, piece: Piece) -> tuple[int, int]:
+        """A piece that is kept counts until all are there; otherwise the whole from the first."""
+        if self._are_parts or self._region.is_piece(piece):
+            return 0, piece.nbytes
+        is_first, self._region.is_awaited = not self._region.is_awaited, True
+        return piece.nbytes, self.nbytes if is_first else 0
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
+        """Sends the members on with the last piece."""
+        if self._are_parts:
+            self._parts[piece.start[1:]] = host
+        else:
+            self._whole = self._region.take(piece, host)
+        self._missing -= host.size
+        if self._missing:
+            return 0, []
+        shape = self.wanted.shape[1:]
+        hosts, devices, counts = [], [], []
+        for leaf, placement in self.wanted.placements.items():
+            where = _devices(placement, shape)
+            hosts += [self._part(self._index[leaf], bounds) for _, bounds in where]
+            devices += [device for device, _ in where]
+            counts.append(len(where))
+        on_host = [d for d, device in enumerate(devices) if device is Local.HOST]
+        moving = _put(hosts, devices)
+        for d in on_host:
+            moving[d] = hosts[d].copy()  # not a view that would keep the whole stack alive
+        shards = iter(moving)
+        for (leaf, placement), count in zip(self.wanted.placements.items(), counts, strict=True):
+            self._leaves[leaf] = _assemble(shape, placement, list(itertools.islice(shards, count)))
+        self._parts.clear()
+        self._whole = None
+        return self.nbytes, [array for array in moving if isinstance(array, jax.Array)]
+
+    def _part(self, member: int, bounds: Bounds) -> np.ndarray:
+        """A view of a part of a member."""
+        if self._whole is None:
+            return self._parts[tuple(start for start, _ in bounds)][member, ...]
+        index: Any = (member, *(slice(*b) for b in bounds), ...)
+        return self._whole[index]
+
+
+class Checked(Target):
+    """An array that is only compared with its digests."""
+
+    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
+        """All of it."""
+        everything = _Region(tuple((0, n) for n in self.wanted.shape), self._dtype)
+        return self._pieces(self._unit(chunk), [everything])
+
+    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
+        """Lets go of it."""
+        return 0, []
+
+
+def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
+    """The devices of this process that hold a leaf, and which part; the host counts as one."""
+    if isinstance(placement, Sharding):
+        memory = placement.memory_kind
+        return [
+            (_single(device, memory), _bounds(index, shape))
+            for device, index in placement.addressable_devices_indices_map(shape).items()
+        ]
+    return [(placement, _bounds(None, shape))]
+
+
+def _put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
+    """Host arrays on their way to devices, in one batch; None where one stays on the host."""
+    moved = [i for i, device in enumerate(devices) if device is not Local.HOST]
+    targets = [None if devices[i] is Local.DEFAULT_DEVICE else devices[i] for i in moved]
+    result: list[Any] = [None] * len(hosts)
+    if moved:
+        arrays = jax.device_put([hosts[i] for i in moved], targets)
+        for i, array in zip(moved, arrays, strict=True):
+            result[i] = array
+    return result
+
+
+def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
+    """A leaf from what the devices of this process hold of it."""
+    if not isinstance(placement, Sharding):
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(
+        shape, placement, shards, dtype=shards[0].dtype if shards else None
+    )
+
+
+def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
+    """Start and stop along each dim."""
+    if index is None:
+        return tuple((0, length) for length in shape)
+    return tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """A new host array, aligned so that a CPU device takes it over without copying it.
+
+    That is sound: nobody else ever writes to it, and JAX does not reuse donated memory that it
+    does not own.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        octets = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        skipped = -octets.ctypes.data % _ALIGNMENT
+        return octets[skipped : skipped + nbytes].view(dtype).reshape(shape)
+    try:
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # as numpy says it
+        raise MemoryError(f"no memory for an array {dtype}{list(shape)}: {error}") from None
+    return np.frombuffer(pages, dtype).reshape(shape)
+
+
+@functools.cache
+def _single(device: jax.Device, memory_kind: str | None) -> SingleDeviceSharding:
+    return SingleDeviceSharding(device, memory_kind=memory_kind)

@@ -1,0 +1,352 @@
+"""Owns reading arrays: checked block by block, and on their devices as soon as they arrive.
+
+Arrays are read through TensorStore itself rather than through Orbax, which gives no sight of the
+bytes between storage and device: there they are compared with their digests. Each process reads
+only what its devices hold, in regions of whole blocks; no more than a bound is on its way at once.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.runtime import progress
+from torchax_ckpt.storage.arrays import block_digests, locate_chunk, replica_broadcast
+from torchax_ckpt.storage.arrays.array_checks import stored_key
+from torchax_ckpt.storage.arrays.placement import (
+    Alone,
+    Checked,
+    Piece,
+    Stack,
+    Target,
+    Wanted,
+    empty,
+)
+from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
+from torchax_ckpt.storage.directory.step_files import as_corrupt
+from torchax_ckpt.storage.medium import location, storage_errors
+
+# On its way between storage and devices at one time, besides the largest array that is put together
+# there, unless the options say otherwise: enough to keep storage and devices busy.
+_IN_FLIGHT_BYTES = 1 << 30
+# For programs that stand beside a training and should not take its memory.
+STREAMED_BYTES = 256 << 20
+
+
+def read_arrays(
+    committed: CommittedStep,
+    wanted: Mapping[str, Wanted],
+    options: CheckpointOptions,
+    agree: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Reads some arrays of a step, and puts each leaf onto its placement.
+
+    Args:
+      committed: the step.
+      wanted: stored name -> what is expected of it.
+      options: memory bounds, and whether one replica reads for all.
+      agree: raises if another process has failed; called before devices speak to each other.
+
+    Returns:
+      Leaf -> array.
+
+    Raises:
+      CorruptCheckpointError: an array is not there, cannot be read, or is not what was stored;
+        names the leaf.
+    """
+    leaves: dict[str, Any] = {}
+    spread: dict[str, replica_broadcast.Spread] = {}
+    if options.single_replica_restore:
+        wanted, spread = replica_broadcast.split(wanted)
+    targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
+    _read(committed, targets, options)
+    if spread:
+        agree()
+        replica_broadcast.broadcast(leaves, spread)
+    return leaves
+
+
+def stream_arrays(
+    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+) -> Iterator[tuple[str, Piece, np.ndarray]]:
+    """Reads some arrays of a step whole, piece by piece; no more is in memory than is on its way.
+
+    Yields:
+      Stored name, piece, and its checked content on the host.
+
+    Raises:
+      CorruptCheckpointError: as for ``read_arrays``.
+    """
+    targets = [Checked(name, want, {}) for name, want in wanted.items()]
+    stores = _prepared(committed, wanted)
+    max_bytes, on_its_way = options.max_host_bytes or STREAMED_BYTES, 0
+    reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
+    for target in targets:
+        store = stores[target.name]
+        for piece in target.pieces(_chunk(store)):
+            while reading and on_its_way + piece.nbytes > max_bytes:
+                name, oldest, arrival = reading.popleft()
+                yield name, oldest, arrival.fetch()
+                on_its_way -= oldest.nbytes
+            on_its_way += piece.nbytes
+            reading.append((target.name, piece, _Arrival(committed, target, piece, store)))
+    while reading:
+        name, oldest, arrival = reading.popleft()
+        yield name, oldest, arrival.fetch()
+
+
+def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
+    stores = _prepared(committed, {target.name: target.wanted for target in targets})
+    largest = max((target.nbytes for target in targets), default=0)
+    pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
+
+    def total_bytes() -> int:
+        return sum(p.nbytes for t in targets for p in t.pieces(_chunk(stores[t.name])))
+
+    with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
+        window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
+        for target, piece in pieces:
+            alone, together = target.awaits(piece)
+            window.make_room(alone + together)
+            # Without a name, which would keep it in memory until the next one.
+            window.add(alone, together, _Arrival(committed, target, piece, stores[target.name]))
+        window.drain()
+
+
+def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
+    """The arrays, opened, once their digests were found to fit them."""
+    for name, want in wanted.items():
+        if want.digests is not None and not block_digests.fit(want.digests, want.shape):
+            raise _corrupt(
+                committed,
+                name,
+                f"the manifest's digests are of blocks {list(want.digests.block)}, which do not "
+                f"make up {list(want.shape)}",
+            )
+    return _open(committed, wanted)
+
+
+def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
+    context = location.reading_context()
+    base = _kvstore(committed)
+    opening = {
+        name: ts.open(
+            {
+                "driver": "zarr",
+                "kvstore": {**base, "path": stored_key(name) + "/"},
+                # A chunk that is not there would otherwise be read as zeros.
+                "fill_missing_data_reads": False,
+            },
+            open=True,
+            read=True,
+            context=context,
+        )
+        for name in wanted
+    }
+    stores = {}
+    for name, future in opening.items():
+        with as_corrupt(committed, name):
+            stores[name] = store = future.result()
+        found = store.dtype.numpy_dtype, tuple(store.shape)
+        if found != (np.dtype(wanted[name].dtype), wanted[name].shape):
+            want = wanted[name]
+            raise _corrupt(
+                committed,
+                name,
+                f"expected an array {want.dtype}{list(want.shape)}, found "
+                f"{found[0]}{list(found[1])}",
+            )
+    return stores
+
+
+def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
+    """The shape of what storage holds in one piece."""
+    return tuple(int(length or 1) for length in store.chunk_layout.read_chunk.shape or ())
+
+
+def _kvstore(committed: CommittedStep) -> dict[str, Any]:
+    """TensorStore's spec of the database that holds a step's arrays."""
+    folder = committed.path / STATE
+    spec: dict[str, Any] = {
+        "driver": "ocdbt",
+        "base": location.kvstore(folder),
+        "cache_pool": "cache_pool#ocdbt",
+    }
+    if location.is_bucket(folder):
+        # Neighbouring reads become one request.
+        coalescing = "experimental_read_coalescing_"
+        spec |= {
+            coalescing + "threshold_bytes": 1 << 20,
+            coalescing + "merged_bytes": 64 << 20,
+            coalescing + "interval": "1ms",
+        }
+    return spec
+
+
+def _corrupt(
+    committed: CommittedStep, leaf: str, problem: str, named: str = ""
+) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"step {committed.step} in {committed.path}: {named or leaf}: {problem}",
+        step=committed.step,
+        path=committed.path,
+        key_path=leaf,
+    )
+
+
+class _Arrival:
+    """A piece on its way: from storage, and then to devices.
+
+    It is compared as soon as it is there, on the thread of TensorStore's that has brought it:
+    pieces are compared side by side, and while they are still in the processor's caches.
+    """
+
+    def __init__(
+        self,
+        committed: CommittedStep,
+        target: Target,
+        piece: Piece,
+        store: ts.TensorStore,
+    ) -> None:
+        self._committed, self._target, self._piece = committed, target, piece
+        self.nbytes = piece.nbytes
+        self._store, self._chunk = store, _chunk(store)
+        self._host = empty(piece.shape, store.dtype.numpy_dtype)
+        source = store[piece.index][ts.d[:].translate_to[0]]
+        self._wrong: Sequence[tuple[int, ...]] = ()
+        self._failure: BaseException | None = None
+        self._is_compared = threading.Event()
+        self._future = ts.array(self._host, dtype=store.dtype).write(source)
+        self._future.add_done_callback(self._compare)
+
+    def _compare(self, read: ts.Future) -> None:
+        known, shape = self._target.wanted.digests, self._target.wanted.shape
+        try:
+            if known is not None and read.exception() is None:
+                self._wrong = block_digests.mismatches(self._host, self._piece.start, known, shape)
+        except BaseException as error:  # it must reach the thread that waits
+            self._failure = error
+        finally:
+            self._is_compared.set()
+
+    def finish(self) -> tuple[int, list[jax.Array]]:
+        """Waits for the piece, and starts the way to devices of what is complete."""
+        return self._target.arrived(self._piece, self.fetch())
+
+    def fetch(self) -> np.ndarray:
+        """Waits for the piece; raises if it is not what was stored."""
+        try:
+            with as_corrupt(self._committed, self._target.name):
+                self._future.result()
+        except CorruptCheckpointError as error:
+            raise self._undecodable(error) from error.__cause__
+        self._is_compared.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._wrong:
+            raise self._damaged(self._wrong)
+        return self._host
+
+    def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
+        known = self._target.wanted.digests
+        assert known is not None
+        chunk = [i * b // c for i, b, c in zip(wrong[0], known.block, self._chunk, strict=True)]
+        place = self._place(chunk)
+        return self._about(
+            {cell[0] for cell in wrong if cell},
+            f"the stored bytes are not those that were saved ({len(wrong)} of the blocks read "
+            f"differ from their digests{f'; the first lies in {place}' if place else ''}). The "
+            "storage has damaged them; restore another step, or a copy of this one.",
+        )
+
+    def _undecodable(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
+        """The error, with the leaves and the file of the first chunk that cannot be read."""
+        start, shape = self._piece.start, self._piece.shape
+        rows, place = range(start[0], start[0] + shape[0]) if shape else range(0), None
+        if (chunk := self._first_unreadable()) is not None:
+            place = self._place(chunk)
+            if chunk:
+                first = chunk[0] * self._chunk[0]
+                rows = range(max(rows.start, first), min(rows.stop, first + self._chunk[0]))
+        return self._about(
+            rows,
+            f"cannot be read: {storage_errors.said(error)}"
+            + (f". The first part that cannot lies in {place}" if place else ""),
+        )
+
+    def _first_unreadable(self) -> tuple[int, ...] | None:
+        """Place of the first such chunk of the piece; None if by now all can be read."""
+        grid = [
+            range(start // size, -(-(start + length) // size))
+            for start, length, size in zip(
+                self._piece.start, self._piece.shape, self._chunk, strict=True
+            )
+        ]
+        for chunk in itertools.product(*grid):
+            corner = tuple(i * size for i, size in zip(chunk, self._chunk, strict=True))
+            try:
+                self._store[corner].read().result()
+            except Exception:
+                return chunk
+        return None
+
+    def _place(self, chunk: Sequence[int]) -> str | None:
+        """Where in the step's files a chunk lies."""
+        folder = self._committed.path / STATE
+        return locate_chunk.place_of_chunk(folder, stored_key(self._target.name), chunk)
+
+    def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
+        """An error about the members of a stack in these rows, or about the array."""
+        members, name = self._target.wanted.members, self._target.name
+        leaves = sorted({members[row] for row in rows}) if members else [name]
+        named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
+        return _corrupt(self._committed, leaves[0], problem, named)
+
+
+class _Window:
+    """What is on its way, the oldest first: never more than a bound, unless one array needs it.
+
+    Counted are pieces until they have arrived, and what is put together from them from its first
+    piece until it is on its devices.
+    """
+
+    def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
+        self._max_bytes = max_bytes
+        self._on_bytes = on_bytes
+        self._bytes = 0
+        self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
+        self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
+
+    def add(self, alone: int, together: int, arrival: _Arrival) -> None:
+        """Takes a piece, and its bytes as ``Target.awaits`` tells them."""
+        self._bytes += alone + together
+        self._reading.append((alone, arrival))
+
+    def make_room(self, nbytes: int) -> None:
+        """Finishes what is oldest until so much more may be on its way, or nothing is left to."""
+        while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        """Finishes everything that is still being read."""
+        while self._reading:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        if self._moving and (len(self._moving) > len(self._reading) or not self._reading):
+            nbytes, arrays = self._moving.popleft()
+            jax.block_until_ready(arrays)
+        else:
+            nbytes, arrival = self._reading.popleft()
+            self._moving.append(arrival.finish())
+            self._on_bytes(arrival.nbytes)
+        self._bytes -= nbytes

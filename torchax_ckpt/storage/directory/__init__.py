@@ -1,0 +1,1 @@
+"""The directory of a run: which steps count, and who writes."""

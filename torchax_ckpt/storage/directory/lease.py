@@ -1,0 +1,289 @@
+"""Owns the lease: at most one program writes to a directory at a time.
+
+The lease is a small file in the directory that names its holder: host, process, since when, and
+when it last gave a sign of life, which a thread renews every 20 s. Who wants to write and finds one
+
+- of a process on the same host that has ended (the kernel says so): takes it over at once;
+- of a process on the same host that runs: is refused at once;
+- of another host, where nobody can look: takes it over once the last sign of life is 60 s old. If
+  the sign is fresher it waits, and is refused as soon as it sees another one.
+
+"The same host" is one kernel and one set of process numbers: a container is a host of its own.
+Clocks of hosts that share a directory should agree to within half a minute; if they do not, a
+holder may lose its lease early, and stops.
+
+The lease is a fence, too: a holder that was stalled for longer than 60 s may have lost it, so it
+looks again right before anything that it does becomes visible, and stops if somebody else has
+taken over. What remains is the moment between that look and the rename or upload that follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torchax_ckpt.errors import LeaseError
+from torchax_ckpt.storage.directory.compare_and_swap import Conflict, Record, Seen, record_at
+from torchax_ckpt.storage.directory.lease_holder import Holder, this_kernel
+
+logger = logging.getLogger(__name__)
+
+NAME = "lease"
+LEASE_SECS = 60.0
+RENEW_SECS = 20.0
+_POLL_SECS = 0.5
+
+
+class Lease:
+    """The lease of one directory, as one checkpointer sees it.
+
+    Args:
+      directory: the directory, which must exist when the lease is taken.
+      clock: seconds since the epoch.
+      sleep: waits.
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        *,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._sleep = sleep
+        self._hold: _Hold | None = None
+
+    @property
+    def token(self) -> str:
+        """What tells this hold from every other; "" while the lease is not held."""
+        return self._hold.holder.token if self._hold is not None else ""
+
+    def hold(self) -> None:
+        """Takes the lease the first time; after that, makes sure that it is still held.
+
+        Raises:
+          LeaseError: another program writes to the directory, or has taken the lease over.
+          OSError: the lease cannot be read or written.
+        """
+        hold = self._hold
+        if hold is not None and not hold.is_orphaned():
+            hold.confirm()
+            return
+        self._end()  # the directory was removed, and the lease with it: start anew
+        self._hold = self._take()
+        # For a checkpointer that is dropped without close(). The thread that renews knows only the
+        # hold, so it does not keep the lease from being collected.
+        self._dropped = weakref.finalize(self, self._hold.drop)
+        self._dropped.atexit = False
+
+    def renew(self) -> None:
+        """Gives a sign of life; what the thread does every 20 s."""
+        if self._hold is not None:
+            self._hold.renew()
+
+    def release(self) -> None:
+        """Gives the lease back, if it is held."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._hold is not None:
+            hold, self._hold = self._hold, None
+            self._dropped.detach()
+            hold.end()
+
+    def _take(self) -> _Hold:
+        record = record_at(self._directory / NAME)
+        try:
+            return self._compete(record)
+        except BaseException:
+            record.close()
+            raise
+
+    def _compete(self, record: Record) -> _Hold:
+        first: Seen | None = None
+        first_secs = 0.0
+        is_collected = False
+        while True:
+            now = self._clock()
+            seen = record.read()
+            if seen is not None:
+                other = Holder.of(seen.content)
+                is_alive = other.is_alive() if other is not None else None
+                if is_alive and other is not None and other.pid == os.getpid() and not is_collected:
+                    gc.collect()  # perhaps a checkpointer that was dropped without close()
+                    while _dropping:
+                        _dropping.pop().join()
+                    is_collected = True
+                    continue
+                if is_alive or (is_alive is None and first is not None and seen != first):
+                    raise self._refused(other, now)
+                if is_alive is None:
+                    if first is None:
+                        first, first_secs = seen, now
+                        self._say_waiting(other, now)
+                    last_sign = min(other.renewed_secs, first_secs) if other else first_secs
+                    remaining = last_sign + LEASE_SECS - now
+                    if remaining > 0:
+                        self._sleep(min(remaining, _POLL_SECS))
+                        continue
+                who = other.describe(now) if other else "a holder that cannot be read"
+                logger.info("%s: taking over the lease of %s", self._directory, who)
+            holder = Holder.here(now)
+            try:
+                mine = record.swap(seen, holder.to_bytes())
+            except Conflict:
+                continue
+            return _Hold(record, mine, holder, self._directory, self._clock)
+
+    def _say_waiting(self, other: Holder | None, now: float) -> None:
+        if other is None or other.renewed_secs + LEASE_SECS > now:
+            logger.warning(
+                "%s: the lease is held elsewhere (%s). Waiting to see whether its holder lives: "
+                "at most %.0f s",
+                self._directory,
+                other.describe(now) if other else "by a program that it does not name",
+                LEASE_SECS,
+            )
+
+    def _refused(self, other: Holder | None, now: float) -> LeaseError:
+        who = other.describe(now) if other else "unknown"
+        if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
+            who = f"another checkpointer of this very process ({who})"
+            what_to_do = "Close that one first"
+        else:
+            what_to_do = "End that program"
+        return LeaseError(
+            f"{self._directory}: another program writes to this directory: {who}. {what_to_do}, or "
+            "give this one a directory of its own; reading needs no lease. The lease of a program "
+            f"that has died elsewhere ends {LEASE_SECS:.0f} s after its last sign of life.",
+            path=self._directory,
+        )
+
+
+# Threads that are giving back the leases of checkpointers that were dropped.
+_dropping: list[threading.Thread] = []
+
+
+class _Hold:
+    """A lease that was taken: renewed by a thread of its own until it is ended or lost."""
+
+    def __init__(
+        self,
+        record: Record,
+        seen: Seen,
+        holder: Holder,
+        directory: Any,
+        clock: Callable[[], float],
+    ) -> None:
+        self.holder = holder
+        self._record = record
+        self._seen = seen
+        self._directory = directory
+        self._clock = clock
+        self._loss: str | None = None
+        # Reentrant: the garbage collector may end this hold inside anything it does itself.
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._is_dropped = False
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def is_orphaned(self) -> bool:
+        """Whether the directory was removed, and the lease with it."""
+        return self._is_mine() and self._record.is_orphaned()
+
+    def confirm(self) -> None:
+        """Raises LeaseError if somebody else has the lease."""
+        self._require_mine()
+        with self._lock:
+            self._require_kept()
+            now = self._record.read()
+            if now != self._seen:
+                self._lose(now)
+            self._require_kept()
+
+    def renew(self) -> None:
+        """Gives a sign of life."""
+        with self._lock:
+            if self._loss is not None or self._ended.is_set() or not self._is_mine():
+                return
+            renewed = dataclasses.replace(self.holder, renewed_secs=self._clock())
+            try:
+                self._seen = self._record.swap(self._seen, renewed.to_bytes())
+                self.holder = renewed
+            except Conflict:
+                if not self._record.is_orphaned():
+                    self._lose(self._record.read())
+            except OSError as error:
+                # Only who tries to write needs to know, and will find out for himself.
+                logger.warning("%s: cannot renew the lease: %s", self._directory, error)
+
+    def end(self) -> None:
+        """Gives the lease back, unless it is lost, or another process's."""
+        if not self._is_mine():
+            return
+        self._ended.set()
+        if self._thread is not threading.current_thread() and not sys.is_finalizing():
+            self._thread.join()
+        with self._lock:
+            try:
+                if self._loss is None:
+                    self._record.remove(self._seen)
+            except OSError as error:
+                logger.warning("%s: cannot give the lease back: %s", self._directory, error)
+            finally:
+                self._record.close()
+
+    def drop(self) -> None:
+        """Has its thread give the lease back: the garbage collector must not wait for it."""
+        self._is_dropped = True
+        _dropping.append(self._thread)
+        self._ended.set()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_SECS):
+            self.renew()
+        if self._is_dropped:
+            self.end()
+
+    def _is_mine(self) -> bool:
+        return self.holder.pid == os.getpid()
+
+    def _require_mine(self) -> None:
+        if not self._is_mine():
+            raise LeaseError(
+                f"{self._directory}: this process was forked from the one that writes to this "
+                f"directory ({self.holder.describe(self._clock())}). Save there, or give this "
+                "process a checkpointer and a directory of its own.",
+                path=self._directory,
+            )
+
+    def _lose(self, now: Seen | None) -> None:
+        other = Holder.of(now.content) if now is not None else None
+        self._loss = (
+            f"it is held by {other.describe(self._clock())}"
+            if other is not None
+            else "its file was removed or overwritten"
+        )
+        logger.error("%s: the lease is lost: %s", self._directory, self._loss)
+
+    def _require_kept(self) -> None:
+        if self._loss is not None:
+            raise LeaseError(
+                f"{self._directory}: this program ({self.holder.describe(self._clock())}) has lost "
+                f"its lease: {self._loss}. It writes nothing more; what it reported durable is "
+                f"intact. That happens after a stall of more than {LEASE_SECS:.0f} s, or when the "
+                "clocks of two hosts differ. End this program, and the other first if it is this "
+                "one that should go on; starting again resumes from the newest step.",
+                path=self._directory,
+            )

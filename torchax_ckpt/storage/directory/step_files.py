@@ -1,0 +1,72 @@
+"""Owns the JSON of a committed step, manifest and summary, and the errors of reading one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryError,
+    ForeignCheckpointError,
+)
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.committed_step import MANIFEST, SUMMARY, CommittedStep
+from torchax_ckpt.storage.medium import location, seals, storage_errors
+
+
+def read_manifest(committed: CommittedStep) -> Any:
+    """The manifest of a step, as JSON. Its summary is checked as well.
+
+    Raises:
+      ForeignCheckpointError: the step has none: bare Orbax wrote it.
+      CorruptCheckpointError: one of them, or the record of the step's commit, cannot be read, or
+        is not what was written.
+    """
+    if committed.has_lost_record:
+        with as_corrupt(committed, "commit record"):
+            commit_record.read_time(committed.path)
+    with as_corrupt(committed, "manifest"):
+        is_there = (committed.path / MANIFEST).exists()
+        is_ours = is_there or {MANIFEST, SUMMARY} <= commit_record.item_names(committed.path)
+    if not is_ours:
+        raise ForeignCheckpointError(
+            f"step {committed.step} in {committed.path} has no manifest: it was not written by "
+            "torchax_ckpt, so its arrays cannot be matched with torch's names. Read it with "
+            "load(step, abstract_state) and assign the result yourself.",
+            step=committed.step,
+            path=committed.path,
+        )
+    with as_corrupt(committed, SUMMARY):
+        seals.read_sealed(committed.path / SUMMARY)
+    with as_corrupt(committed, MANIFEST):
+        return seals.read_sealed(committed.path / MANIFEST)
+
+
+@contextlib.contextmanager
+def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
+    """Damage, as CorruptCheckpointError; a medium that cannot be read now, as DirectoryError."""
+    try:
+        yield
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # Orbax wraps what went wrong in many ways, Exception among them
+        cause = storage_errors.said(error)
+        if storage_errors.is_unavailable(error):
+            advice = storage_errors.advice(error, is_bucket=location.is_bucket(committed.path))
+            raise DirectoryError(
+                f"step {committed.step} in {committed.path}: its {what} cannot be read now, which "
+                f"does not mean that the step is damaged: {cause}. {advice} Then try again; or "
+                "name an older step.",
+                step=committed.step,
+                path=committed.path,
+            ) from error
+        raise CorruptCheckpointError(
+            f"step {committed.step} in {committed.path}: cannot read its {what}: {cause}",
+            step=committed.step,
+            path=committed.path,
+        ) from error

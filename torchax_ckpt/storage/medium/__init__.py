@@ -1,0 +1,1 @@
+"""One path on one medium: a local file system or a bucket."""

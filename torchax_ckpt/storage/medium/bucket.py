@@ -1,0 +1,133 @@
+"""Owns what is peculiar to ``gs://``: the settings of its clients, and the check of a bucket.
+
+Three clients talk to a bucket: TensorStore for array data, gcsfs (through epath) for everything
+else, and google-cloud-storage, which Orbax asks for the bucket's kind. Each repeats what fails:
+gcsfs for about 35 seconds per request, google-cloud-storage for two minutes, TensorStore for 15
+minutes. On a connection that stays silent they would wait for many minutes each time, or without
+end, so that is bounded here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from etils import epath
+from etils.epath import backend
+from fsspec import asyn
+
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.medium import storage_errors
+
+logger = logging.getLogger(__name__)
+
+_CHECK_SECS = 60.0
+_SILENCE_SECS = 30
+_REMOVALS_AT_A_TIME = 32
+# Orbax asks for the bucket itself, to learn whether it has a hierarchical namespace.
+_READING = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
+_WRITING = ("storage.objects.create", "storage.objects.delete")
+
+
+def check(path: epath.Path, *, for_writing: bool) -> None:
+    """Makes sure that a bucket is there and may be used, within seconds.
+
+    Args:
+      path: ``gs://bucket/prefix``.
+      for_writing: whether the account must be allowed to write, too.
+
+    Raises:
+      DirectoryError: no credentials, no bucket, no permission, or no answer.
+    """
+    filesystem = _filesystem(path)
+    name, _, prefix = str(path).removeprefix("gs://").partition("/")
+    try:
+        _call(filesystem, "b/{}/o", name, prefix=prefix, maxResults=1)
+    except FileNotFoundError:
+        raise DirectoryError(
+            f"{path}: there is no bucket {name!r}. Check its name, or create it: "
+            f"gcloud storage buckets create gs://{name} --location=<the accelerators' region>",
+            path=path,
+        ) from None
+    except Exception as error:
+        raise DirectoryError(
+            f"{path}: the bucket cannot be listed: {storage_errors.said(error)}. "
+            f"{storage_errors.advice(error, is_bucket=True)}",
+            path=path,
+        ) from error
+    wanted = _READING + (_WRITING if for_writing else ())
+    try:
+        found = _call(filesystem, "b/{}/iam/testPermissions", name, permissions=list(wanted))
+    except Exception as error:
+        # Not every server of this API can be asked; the first save will tell.
+        logger.info(
+            "%s: not known what this account may do there: %s", path, storage_errors.said(error)
+        )
+        return
+    missing = [p for p in wanted if p not in found.get("permissions", ())]
+    if missing:
+        raise DirectoryError(
+            f"{path}: the account in use lacks {', '.join(missing)} on the bucket. Grant it "
+            "roles/storage.objectUser and roles/storage.legacyBucketReader"
+            + (
+                "; or, to only read, give options=CheckpointOptions(read_only=True)."
+                if set(missing) <= set(_WRITING)
+                else "."
+            ),
+            path=path,
+        )
+
+
+def remove(path: epath.Path) -> None:
+    """Removes an object, or all under a prefix, each only as it was listed; nothing is no error.
+
+    A request whose answer was lost is sent again, and the first one may be carried out long after
+    the second: a plain delete would then remove what was written under the same name meanwhile.
+    """
+    filesystem = _filesystem(path)
+    found = filesystem.find(str(path), detail=True)
+    asyn.sync(filesystem.loop, _remove_all, filesystem, found)
+    if path.exists():  # a hierarchical namespace keeps the folders
+        path.rmtree(missing_ok=True)
+
+
+async def _remove_all(filesystem: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
+    async def remove_one(name: str, generation: str) -> None:
+        bucket, _, key = name.partition("/")
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another by now
+            await filesystem._call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=generation)
+
+    removals = [remove_one(name, str(info["generation"])) for name, info in found.items()]
+    await asyn._run_coros_in_chunks(removals, batch_size=_REMOVALS_AT_A_TIME)
+
+
+def _filesystem(path: epath.Path) -> Any:
+    """The gcsfs instance behind epath, told to ask the bucket and not its own memory."""
+    filesystem = backend.fsspec_backend.fs(path)
+    # It would never see what TensorStore, or another process, has written meanwhile.
+    filesystem.dircache.use_listings_cache = False
+    filesystem.invalidate_cache()
+    if filesystem.requests_timeout is None:
+        filesystem.requests_timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS
+        )
+    # TensorStore has no other way to give up on a connection that stays silent.
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_SILENCE_SECS))
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_SILENCE_SECS))
+    return filesystem
+
+
+def _call(filesystem: Any, route: str, bucket: str, **query: Any) -> Any:
+    return asyn.sync(
+        filesystem.loop,
+        filesystem._call,
+        *("GET", route, bucket),
+        **query,
+        json_out=True,
+        timeout=_CHECK_SECS,
+    )

@@ -1,0 +1,156 @@
+"""Owns what a step must be before anything in it is opened: plain files, of a size to be expected.
+
+A directory from elsewhere is data. Orbax and TensorStore follow links, so files are looked at
+before they are read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+
+import fsspec
+from etils import epath
+
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, OutOfMemoryError
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.medium import location, seals, storage_errors
+
+# Folders of array data.
+_DATA_FOLDER = "d"
+
+
+def require_contained(step_path: epath.Path, step: int) -> None:
+    """Refuses a local step that holds anything but folders and files of a size to be expected.
+
+    Raises:
+      CorruptCheckpointError: a symbolic link, a device, a pipe, or a file that is too large.
+      OutOfMemoryError: array data in one file that is larger than this host's memory.
+    """
+    if location.is_bucket(step_path):
+        return  # a bucket has neither links nor special files
+    try:
+        found = list(_walk(os.fspath(step_path)))
+    except OSError as error:  # deleted meanwhile
+        if storage_errors.is_unavailable(error):
+            raise
+        raise corrupt(step, step_path, "a folder that can be read", str(error)) from error
+    for path, status in found:
+        if not stat.S_ISREG(status.st_mode):
+            kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "special file"
+            raise corrupt(step, path, "folders and regular files", f"a {kind}")
+        in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
+        if in_data and status.st_size > host_memory.host_memory_bytes():
+            on_storage = status.st_blocks * 512  # holes take no room
+            raise _too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
+        if not in_data and status.st_size > seals.MAX_JSON_BYTES:
+            expected = f"at most {seals.MAX_JSON_BYTES} bytes"
+            raise corrupt(step, path, expected, f"{status.st_size}")
+
+
+def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything at and below a path that is no folder; links are not followed."""
+    folders = [top]
+    while folders:
+        folder = folders.pop()
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode):
+            yield folder, status
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def stored_bytes(step_path: epath.Path) -> int:
+    """What the files of a step take on storage; what is removed meanwhile counts for nothing."""
+    if location.is_bucket(step_path):
+        return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
+    try:
+        return sum(status.st_size for _, status in _walk(os.fspath(step_path)))
+    except FileNotFoundError:
+        return 0
+
+
+def is_plain(folder: epath.Path, file: str) -> bool:
+    """Whether a folder is no link, and the file in it a regular one (or not there)."""
+    if location.is_bucket(folder):
+        return True
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            return False
+    except FileNotFoundError:
+        return True
+    return is_plain_file(folder / file)
+
+
+def is_plain_file(path: epath.Path) -> bool:
+    """Whether a file is a regular one (or not there); its folder may be a link of the user's."""
+    if location.is_bucket(path):
+        return True
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(status.st_mode) and status.st_size <= seals.MAX_JSON_BYTES
+
+
+def beyond_memory(
+    step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
+) -> CheckpointError:
+    """The error about leaves that this host cannot hold: that it is too small, or damage.
+
+    Args:
+      step_path, step: the step.
+      needed: the bytes that would be taken of this host's memory at one time.
+      least: the fewest bytes in which this can lie on storage. Where there is less, what the step
+        says of itself is not so.
+      name: of the largest leaf.
+    """
+    return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
+
+
+def _too_large(
+    step: int,
+    path: str | os.PathLike[str],
+    what: str,
+    needed: int,
+    least: int,
+    on_storage: int,
+    name: str | None = None,
+) -> CheckpointError:
+    expected = f"{what} that this host can hold, {host_memory.host_memory_bytes()} bytes"
+    found = f"{needed} bytes"
+    if on_storage < least:
+        found += f", which cannot be: {on_storage} bytes lie on storage"
+        return corrupt(step, path, expected, found, name)
+    leaf = "" if name is None else f"{name}: "
+    return OutOfMemoryError(
+        f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}. The step may "
+        "be sound: read it on a host with more memory, or ask for less of it at a time, as arrays "
+        "sharded over devices.",
+        step=step,
+        path=path,
+        key_path=name,
+    )
+
+
+def corrupt(
+    step: int,
+    path: str | os.PathLike[str],
+    expected: str,
+    found: str,
+    name: str | None = None,
+) -> CorruptCheckpointError:
+    """The error about a file or an array of a step that is not as it must be."""
+    leaf = "" if name is None else f"{name}: "
+    return CorruptCheckpointError(
+        f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}",
+        step=step,
+        path=path,
+        key_path=name,
+    )

@@ -1,0 +1,68 @@
+"""Owns seals: a JSON object that carries the digest of its own text, by which damage is found.
+
+Source: xxh3 (https://xxhash.com), 64 bits, seed 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+from etils import epath
+
+_SEAL = "xxh3_64"
+# The largest file of JSON, or of an index, that is read. That of a million leaves is half of this.
+MAX_JSON_BYTES = 1 << 28
+
+
+def read_sealed(folder: epath.Path) -> dict[str, Any]:
+    """The content of a sealed JSON object, as Orbax's handler for JSON writes one.
+
+    Raises:
+      OSError: it cannot be read; ValueError: it is not what was sealed.
+    """
+    return unseal(json.loads((folder / "data.json").read_text()))
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object together with the digest of its text.
+
+    Raises:
+      ValueError: it is larger than what is read.
+    """
+    text = _text(dict(content))
+    # Written to a file it has a space after each of these.
+    nbytes = len(text) + text.count(b",") + text.count(b":")
+    if nbytes > MAX_JSON_BYTES:
+        raise ValueError(
+            f"the JSON of a step may have {MAX_JSON_BYTES >> 20} MiB, found {nbytes / 2**20:.0f}, "
+            f"the largest part being {max(content, key=lambda key: len(_text(content[key])))!r}"
+        )
+    return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
+
+
+def unseal(raw: Any) -> dict[str, Any]:
+    """The content of a sealed JSON object.
+
+    Raises:
+      ValueError: it is not what was sealed.
+    """
+    if not isinstance(raw, dict) or _SEAL not in raw:
+        raise ValueError(f"expected a JSON object with its digest under {_SEAL!r}, found none")
+    content = {key: value for key, value in raw.items() if key != _SEAL}
+    found = xxhash.xxh3_64_hexdigest(_text(content))
+    if raw[_SEAL] != found:
+        raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: it was damaged")
+    return content
+
+
+def _text(content: Any) -> bytes:
+    # Python writes every JSON value in one way only, so the text need not be kept.
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def of_octets(content: bytes) -> str:
+    """The digest of a file, hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(content)

@@ -1,0 +1,213 @@
+"""Owns what the errors of a medium mean: what failed, whether it may pass, and what to do.
+
+The libraries below report the same full disk as ``OSError``, as ``ValueError`` with a status and
+an ``os_error_code`` in its text (TensorStore), or as the cause of an error about something else
+(Orbax); buckets add HTTP codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from torchax_ckpt.errors import CheckpointError, DirectoryError
+from torchax_ckpt.storage.medium import location
+
+_STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
+_HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+# What says that the bytes are not as they were written. Anything else that a medium reports
+# (no answer, no permission, an I/O error) says nothing about the bytes.
+_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
+_UNAVAILABLE = {
+    *(
+        "ABORTED",
+        "ALREADY_EXISTS",
+        "CANCELLED",
+        "DEADLINE_EXCEEDED",
+        "INTERNAL",
+        "PERMISSION_DENIED",
+    ),
+    *("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"),
+}
+# An absent or misnamed file of a committed step is damage.
+_DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_CLIENTS = {"aiohttp", "gcsfs", "google", "requests", "urllib3"}
+
+_ADVICE_BY_ERRNO = {
+    errno.ENOSPC: "The disk is full: free space, or keep fewer steps (preservation_policy).",
+    errno.EDQUOT: "The quota is used up: free space, or keep fewer steps (preservation_policy).",
+    errno.EFBIG: "A file would exceed the limit on file sizes: raise it (ulimit -f).",
+    errno.EROFS: "The medium is read-only: mount it for writing. Disks with errors turn read-only "
+    "by themselves; the kernel's log (dmesg) says so.",
+    errno.EACCES: "This process lacks the permission: check owner and mode of the directory.",
+    errno.ENOENT: "Something was removed from the directory; the next save creates what it needs.",
+    errno.ESTALE: "The network file system has lost the directory: mount it again.",
+    errno.EIO: "The medium reports an I/O error: look into the kernel's log (dmesg) and replace "
+    "the disk, or mend the network file system.",
+    errno.EMFILE: "Too many open files: raise the limit (ulimit -n).",
+}
+_ADVICE_BY_ERRNO[errno.EPERM] = _ADVICE_BY_ERRNO[errno.EACCES]
+_ADVICE_BY_ERRNO[errno.ENFILE] = _ADVICE_BY_ERRNO[errno.EMFILE]
+_CREDENTIALS = (
+    "Google's credentials are missing or have expired: run `gcloud auth application-default "
+    "login`, or set GOOGLE_APPLICATION_CREDENTIALS, or give the machine a service account."
+)
+_BUCKET_PERMISSION = (
+    "The account in use lacks the permission: grant it roles/storage.objectUser on the bucket "
+    "(roles/storage.objectViewer is enough to read)."
+)
+_LOST_ANSWER = (
+    "The answer to a request got lost, and repeating it met what it had written. There is nothing "
+    "to do, unless it happens often: then check the network."
+)
+_NETWORK = (
+    "The storage service did not answer, or refused, and repeating the requests did not help: "
+    "check the network, the service's status and its request limits."
+)
+
+
+def is_unavailable(error: BaseException) -> bool:
+    """Whether an error of reading says that the medium cannot be read now.
+
+    If not, what was read is damaged, or is not what was asked for. A missing file counts as
+    damage; a permission that is missing, an I/O error or a network failure may pass.
+    """
+    for link in _chain(error):
+        number = _errno(link)
+        if number is not None:
+            return number not in _DAMAGE_ERRNOS
+        if isinstance(link, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            return False
+        if isinstance(link, OSError) or type(link).__module__.partition(".")[0] in _CLIENTS:
+            return True
+        status = _status(link)
+        if status is not None:
+            return status in _UNAVAILABLE
+    return False
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error in the chain that the medium itself reported; else the error."""
+    for link in _chain(error):
+        if isinstance(link, CheckpointError):
+            if link.__cause__ is None:
+                return link  # it says what it found; what was being handled then is no reason
+            continue  # it speaks of its cause
+        is_client = type(link).__module__.partition(".")[0] in _CLIENTS
+        if isinstance(link, OSError) or is_client or _status(link) is not None:
+            return link
+    return error
+
+
+def said(error: BaseException) -> str:
+    """What the medium itself said, on one line, without a full stop."""
+    link = root_cause(error)
+    return " ".join(f"{type(link).__name__}: {link}".split()).rstrip(".: ")
+
+
+def advice(error: BaseException, *, is_bucket: bool = False) -> str:
+    """What to do about an error of a medium; "" where nothing special is known."""
+    link = root_cause(error)
+    number, code, status = _errno(link), _http_code(link), _status(link)
+    if is_bucket:
+        if code == 401 or status == "UNAUTHENTICATED":
+            return _CREDENTIALS
+        if code == 403 or status == "PERMISSION_DENIED":
+            return _BUCKET_PERMISSION
+        if status == "ALREADY_EXISTS":
+            return _LOST_ANSWER
+        if is_unavailable(link):
+            return _NETWORK
+    if number is None and status == "PERMISSION_DENIED":
+        number = errno.EACCES
+    if number is None and isinstance(link, FileNotFoundError):
+        number = errno.ENOENT
+    if isinstance(link, (ConnectionError, TimeoutError)):
+        return _NETWORK
+    return _ADVICE_BY_ERRNO.get(number or 0, "")
+
+
+def explained(error: BaseException, path: Any) -> str:
+    """What the medium at a path said, and what to do about it, in sentences."""
+    return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
+
+
+def without_locals(error: BaseException) -> BaseException:
+    """The error as it may be kept: its frames would keep alive whatever they worked on.
+
+    That can be a copy of a whole state on the devices.
+    """
+    if error.__traceback__ is not None:  # the frame that caught it, which still runs
+        error.__traceback__ = error.__traceback__.tb_next
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+    return error
+
+
+def kind(error: BaseException) -> str:
+    """What failures have in common that are the same to whoever must mend them."""
+    link = root_cause(error)
+    what = _errno(link) or _http_code(link) or _status(link)
+    # Names and numbers of files differ from save to save, and the type with who met the failure.
+    return str(what) if what else f"{type(link).__name__} {re.sub(r'[0-9a-f]+', '#', str(link))}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from or while handling, and the members of groups."""
+    seen: set[int] = set()
+    todo = [error]
+    while todo:
+        link = todo.pop(0)
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        todo += getattr(link, "exceptions", ())
+        todo += [e for e in (link.__cause__ or link.__context__,) if e is not None]
+
+
+def _errno(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and isinstance(error.errno, int):
+        return error.errno
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _status(error: BaseException) -> str | None:
+    match = _STATUS.search(str(error)[:80])
+    return match[1] if match and match[1] in _DAMAGE | _UNAVAILABLE else None
+
+
+def _http_code(error: BaseException) -> int | None:
+    match = _HTTP_CODE.search(str(error))
+    code = match[1] if match else getattr(error, "code", getattr(error, "status", None))
+    if str(code).isdigit():
+        return int(code)  # type: ignore[arg-type]
+    return 403 if isinstance(error, OSError) and str(error).startswith("Forbidden") else None
+
+
+@contextlib.contextmanager
+def translated(action: str, directory: epath.Path) -> Iterator[None]:
+    """Turns what the medium of a directory refuses into a DirectoryError that says what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_unavailable(error):
+            raise
+        what_to_do = advice(error, is_bucket=location.is_bucket(directory))
+        raise DirectoryError(
+            f"cannot {action} {directory}: {said(error)}. "
+            + (
+                what_to_do or "Check that the path is a directory and that this process may use it."
+            ),
+            path=directory,
+        ) from error

@@ -1,0 +1,1 @@
+"""Steps as files, read without torch, JAX or Orbax arrays."""

@@ -1,0 +1,233 @@
+"""Owns what two stored steps differ in: leaves and values that are missing, look or are different.
+
+Leaves are read a few at a time, so that two steps of any size are compared in the memory that their
+largest leaf takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+
+What = Literal["only_in_a", "only_in_b", "form", "bits", "content"]
+
+# Read together; small leaves one by one would cost a round trip each.
+_BATCH_BYTES = 64 << 20
+# Compared at a time: what it is widened to must not take more memory than the leaves.
+_CHUNK_ELEMENTS = 1 << 20
+# Tags of nodes that hold pairs of key and node.
+_PAIRS = ("dict", "OrderedDict", "Counter", "namedtuple", "pytree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How one leaf, or one value that is no array, differs.
+
+    Attributes:
+      name: of the leaf or value.
+      what: on which side it is alone; or whether its form (kind, dtype, shape) differs, its
+        content, or only the bits of equal values (-0.0 and 0.0, one NaN and another).
+      a, b: the forms, or the values that are no arrays; None on a side where it is not.
+      num_elements: how many elements differ in value; two NaNs are equal.
+      num_nan: how many of them are NaN on one side only.
+      max_abs: the largest absolute difference of the others; None where there are none.
+    """
+
+    name: str
+    what: What
+    a: str | None = None
+    b: str | None = None
+    num_elements: int | None = None
+    num_nan: int | None = None
+    max_abs: float | int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All that two steps differ in.
+
+    Attributes:
+      leaves: differences of arrays, by name.
+      values: differences of what is stored in the manifest: hyperparameters, counters, ties.
+      num_identical: how many leaves are identical to the bit.
+    """
+
+    leaves: tuple[Difference, ...]
+    values: tuple[Difference, ...]
+    num_identical: int
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs, to the bit."""
+        return not (self.leaves or self.values)
+
+
+def compare(
+    a: StoredStep,
+    b: StoredStep,
+    options: CheckpointOptions,
+    *,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Comparison:
+    """Compares two steps, whatever their layouts.
+
+    Args:
+      a, b: the steps.
+      options: memory bounds of reading.
+      is_wanted: which leaves and values to compare, by name.
+      on_bytes: told of the bytes compared so far, of one side.
+
+    Raises:
+      CorruptCheckpointError, DirectoryError: one of them is damaged, or cannot be read now.
+    """
+    found: list[Difference] = []
+    both: list[StoredLeaf] = []
+    for name in sorted({*a.leaves, *b.leaves}):
+        if not is_wanted(name):
+            continue
+        here, there = a.leaves.get(name), b.leaves.get(name)
+        if here is None or there is None:
+            what: What = "only_in_a" if here else "only_in_b"
+            found.append(Difference(name, what, _form(here), _form(there)))
+        elif _form(here) != _form(there):
+            found.append(Difference(name, "form", _form(here), _form(there)))
+        else:
+            both.append(here)
+    num_identical = 0
+    for batch in _batches(both):
+        names = [leaf.name for leaf in batch]
+        left, right = a.read(names, options), b.read(names, options)
+        for name in names:
+            difference = _difference(name, left.pop(name), right.pop(name))
+            if difference is None:
+                num_identical += 1
+            else:
+                found.append(difference)
+        on_bytes(sum(leaf.nbytes for leaf in batch))
+    values = tuple(
+        difference
+        for difference in _values(a.manifest.document, b.manifest.document)
+        if is_wanted(difference.name)
+    )
+    return Comparison(tuple(sorted(found, key=lambda d: d.name)), values, num_identical)
+
+
+def _form(leaf: StoredLeaf | None) -> str | None:
+    return None if leaf is None else f"{leaf.kind} {leaf.dtype}{list(leaf.shape)}"
+
+
+def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
+    """Leaves to read together; the members of a stack, which is read as a whole, side by side."""
+    batch: list[StoredLeaf] = []
+    size = 0
+    for leaf in sorted(leaves, key=lambda leaf: (leaf.stack or leaf.name, leaf.name)):
+        if batch and size + leaf.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(leaf)
+        size += leaf.nbytes
+    if batch:
+        yield batch
+
+
+def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
+    """How two arrays of one dtype and shape differ; None if they are identical to the bit."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    is_identical, num_elements, num_nan = True, 0, 0
+    largest: list[float | int] = []
+    for start in range(0, a.size, _CHUNK_ELEMENTS):
+        left, right = (part[start : start + _CHUNK_ELEMENTS] for part in (a, b))
+        if left.tobytes() == right.tobytes():
+            continue
+        is_identical = False
+        left, right = _widened(left), _widened(right)
+        left_nan, right_nan = left != left, right != right
+        differs = (left != right) & ~(left_nan & right_nan)
+        num_elements += int(differs.sum())
+        numbers = differs & ~left_nan & ~right_nan
+        num_nan += int((differs & ~numbers).sum())
+        if numbers.any():
+            largest.append(_largest(left[numbers], right[numbers]))
+    if is_identical:
+        return None
+    if num_elements == 0:
+        return Difference(name, "bits", num_elements=0, num_nan=0)
+    return Difference(
+        name,
+        "content",
+        num_elements=num_elements,
+        num_nan=num_nan,
+        max_abs=max(largest, default=None),
+    )
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    """The same values in a dtype in which numpy computes; integers stay exact."""
+    dtype = array.dtype
+    if dtype.kind in "iufc" and dtype.itemsize >= 8:
+        return array
+    if dtype.kind == "c":
+        return array.astype(np.complex128)
+    if dtype.kind == "b" or dtype.kind in "iu" or dtype.name == "int4":
+        return array.astype(np.int64)
+    return array.astype(np.float64)
+
+
+def _largest(a: np.ndarray, b: np.ndarray) -> float | int:
+    """The largest absolute difference; of integers exact, even where theirs has no dtype."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if a.dtype.kind not in "iu":
+            return float(np.abs(a - b).max())
+        # Modulo 2^64, in which the difference of two 64-bit integers is exact.
+        low, high = (f(a, b).astype(np.uint64) for f in (np.minimum, np.maximum))
+        return int((high - low).max())
+
+
+_ABSENT = object()
+
+
+def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    """What differs in the two documents apart from arrays."""
+    try:
+        left, right = dict(_plain(a, ())), dict(_plain(b, ()))
+    except RecursionError:
+        raise CorruptCheckpointError("a manifest nests deeper than any that is written") from None
+    for path in sorted({*left, *right}):
+        here, there = left.get(path, _ABSENT), right.get(path, _ABSENT)
+        # True is 1 to Python, and not to whoever saved it.
+        if (type(here), here) != (type(there), there):
+            what: What = (
+                "only_in_b" if here is _ABSENT else "only_in_a" if there is _ABSENT else "content"
+            )
+            left_text, right_text = (None if v is _ABSENT else repr(v) for v in (here, there))
+            yield Difference("/".join(path), what, left_text, right_text)
+
+
+def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value at or below a node that is no array, and where it is."""
+    if isinstance(node, dict):
+        if "array" in node:
+            return
+        for tag, payload in node.items():
+            if tag in _PAIRS and isinstance(payload, list):
+                for pair in payload:
+                    if isinstance(pair, list) and len(pair) == 2:
+                        key = pair[0] if isinstance(pair[0], str) else repr(pair[0])
+                        yield from _plain(pair[1], (*path, key))
+            else:
+                # A container's or a number's tag is no key of the user's.
+                is_key = not path or tag not in ("tuple", "set", "frozenset", "int", "float")
+                yield from _plain(payload, (*path, tag) if is_key else path)
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from _plain(child, (*path, str(index)))
+    else:
+        yield path, node

@@ -1,0 +1,177 @@
+"""Owns copying steps from one directory to another, each read back before it counts there."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from etils import epath
+
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryError,
+    LeaseError,
+    StepNotFoundError,
+)
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.stored.stored_step import StoredStep, still_there
+
+_CHUNK_BYTES = 16 << 20
+# Files at a time: every one is a round trip or more to a bucket.
+_PARALLEL = 8
+
+
+def copy_steps(
+    steps: Sequence[CommittedStep],
+    target: StepDirectory,
+    options: CheckpointOptions,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+    on_left_out: Callable[[CheckpointError], None] = lambda error: None,
+) -> list[CommittedStep]:
+    """Copies steps, oldest first, and marks the copies as verified. Takes the target's lease.
+
+    A copy appears when every byte of it was read and compared with the digests taken when the step
+    was saved; so damage of the original is found too. A damaged step is left out, and one that
+    whoever writes there deletes meanwhile.
+
+    Args:
+      steps: the steps, of one directory.
+      target: where to; must have none of them.
+      options: memory bounds of reading.
+      on_bytes: told of the bytes copied so far.
+      on_left_out: told why a step was not copied: it is damaged, or was deleted.
+
+    Returns:
+      The copies.
+
+    Raises:
+      CorruptCheckpointError, StepNotFoundError: none was copied; why the last was not.
+      DirectoryError: the target has one of the steps, or cannot be written.
+      ForeignCheckpointError: bare Orbax wrote it, without digests.
+      LeaseError: another program writes to the target.
+    """
+    copied: list[CommittedStep] = []
+    left_out: list[CheckpointError] = []
+
+    @contextlib.contextmanager
+    def unless_lost() -> Iterator[None]:
+        try:
+            yield
+        except (StepNotFoundError, CorruptCheckpointError) as error:
+            on_left_out(error)
+            left_out.append(error)
+
+    there = []
+    for committed in steps:
+        with unless_lost():
+            StoredStep(committed)  # before anything is created: no links, and a manifest
+            there.append(committed)
+    if not there:
+        raise left_out[-1]
+    _require_none_of(there, target)
+    try:
+        target.claim()
+        _require_none_of(there, target)  # now that nobody else writes to it
+        target.recover()
+        for committed in there:
+            with unless_lost():
+                copied.append(_copy(committed, target, options, on_bytes))
+    finally:
+        target.release()
+    if not copied:
+        raise left_out[-1]
+    return copied
+
+
+def _copy(
+    committed: CommittedStep,
+    target: StepDirectory,
+    options: CheckpointOptions,
+    on_bytes: Callable[[int], None],
+) -> CommittedStep:
+    path = target.path_for(committed.step)
+    try:
+        with still_there(committed), permissions.closed_while_written(path) as mode:
+            path.mkdir(parents=True, exist_ok=True, mode=0o777 if mode is None else mode)
+            _copy_files(committed.path, path, on_bytes)
+            written = dataclasses.replace(committed, path=path)
+            try:
+                StoredStep(written).verify(options)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(
+                    f"the copy of step {committed.step} in {committed.path} is not what was saved, "
+                    f"and was removed. The original may be damaged: verify it. {error}",
+                    step=committed.step,
+                    path=committed.path,
+                    key_path=error.key_path,
+                ) from error
+            target.fence()
+            # Last: on a bucket it makes a step of what is there.
+            _copy_file(committed.path / commit_record.MARK, path / commit_record.MARK, on_bytes)
+        fsync.sync_tree(path)
+        done = target.commit(committed.step, path)
+    except BaseException as error:
+        if not isinstance(error, LeaseError):  # else what is there may be its new holder's
+            with contextlib.suppress(OSError):
+                path.rmtree(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise DirectoryError(
+                f"cannot copy step {committed.step} to {target.path}: {error}", path=target.path
+            ) from error
+        raise
+    target.verified.note(done, is_sound=True)
+    target.verified.mark([done])
+    return done
+
+
+def _require_none_of(steps: Sequence[CommittedStep], target: StepDirectory) -> None:
+    there = {committed.step for committed in target.steps()}
+    if both := sorted(there & {committed.step for committed in steps}):
+        raise DirectoryError(
+            f"{target.path}: has step {both[0]} already; nothing was copied", path=target.path
+        )
+
+
+def _files(step: epath.Path, below: str = "") -> Iterator[str]:
+    """Every file of a step but its marks, by its path in the step."""
+    for child in (step / below if below else step).iterdir():
+        name = f"{below}/{child.name}" if below else child.name
+        if child.is_dir():
+            yield from _files(step, name)
+        elif name not in (MARK, commit_record.MARK):
+            yield name
+
+
+def _copy_files(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
+        copies = [
+            pool.submit(_copy_file, source / file, target / file, on_bytes)
+            for file in _files(source)
+        ]
+        try:
+            for copy in copies:
+                copy.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
+    if not location.is_bucket(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while content := reading.read(_CHUNK_BYTES):
+            writing.write(content)
+            on_bytes(len(content))
+        if not location.is_bucket(target):
+            writing.flush()
+            os.fsync(writing.fileno())

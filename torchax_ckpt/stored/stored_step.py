@@ -1,0 +1,315 @@
+"""Owns a step as it lies in storage, for whoever only looks: its leaves, as arrays on the host.
+
+Knows neither torch nor devices, so that a look at a checkpoint starts in a second, beside a
+training that holds the accelerators. Restoring, which must be able to make every leaf again, goes
+through ``content.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, StepNotFoundError
+from torchax_ckpt.layout.manifest import Digests, Manifest
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.runtime import host_memory, progress
+from torchax_ckpt.storage.arrays import array_checks, read_arrays
+from torchax_ckpt.storage.arrays.placement import Wanted, empty
+from torchax_ckpt.storage.directory import commit_record, step_files
+from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
+from torchax_ckpt.storage.medium import containment
+
+Index = tuple[slice, ...]
+
+
+@contextlib.contextmanager
+def about(committed: CommittedStep) -> Iterator[None]:
+    """Has errors that come out say which step they are about, and where it is."""
+    try:
+        yield
+    except (CorruptCheckpointError, MismatchError) as error:
+        if error.step is None:
+            where = "" if str(committed.path) in error.message else f" in {committed.path}"
+            error.message = f"step {committed.step}{where}: {error.message}"
+            error.step = committed.step
+            error.path = error.path or str(committed.path)
+        raise
+
+
+@contextlib.contextmanager
+def still_there(committed: CommittedStep) -> Iterator[None]:
+    """Has a step that whoever writes there deletes while it is read not be called damaged.
+
+    Raises:
+      StepNotFoundError: it was deleted.
+    """
+    try:
+        yield
+    except StepNotFoundError:
+        raise
+    except (CorruptCheckpointError, FileNotFoundError) as error:
+        if commit_record.is_there(committed):
+            raise
+        raise StepNotFoundError(
+            f"{committed.path}: step {committed.step} was deleted meanwhile",
+            step=committed.step,
+            path=committed.path,
+        ) from error
+
+
+def parse_manifest(committed: CommittedStep) -> Manifest:
+    """The manifest of a step; whether its leaves can be made again is not looked at.
+
+    Raises:
+      ForeignCheckpointError: the step has none: bare Orbax wrote it.
+      CorruptCheckpointError: it is not one that this package has written.
+    """
+    with about(committed):
+        with step_files.as_corrupt(committed, "folders"):
+            containment.require_contained(committed.path, committed.step)
+        path = str(committed.path / MANIFEST)
+        return Manifest.from_json(step_files.read_manifest(committed), path=path)
+
+
+def require_whole(committed: CommittedStep, manifest: Manifest) -> None:
+    """Refuses a step in which one host of several has saved its part of the state alone.
+
+    Raises:
+      CorruptCheckpointError: it is one; names a leaf that is not whole.
+    """
+    for name, node in manifest.leaves().items():
+        if "whole" in node:
+            raise CorruptCheckpointError(
+                f"step {committed.step} in {committed.path}: {name}: expected all of it, "
+                f"{node['whole']!r:.80}, found {list(node['shape'])}: this step of a local tier "
+                "holds one host's part. The hosts that saved it can restore it together, with "
+                "LocalTier; elsewhere read a step of the run's durable directory.",
+                step=committed.step,
+                path=committed.path,
+                key_path=name,
+            )
+
+
+def digests_of(manifest: Manifest, stored: str) -> Digests:
+    """The digests of a stored array; raises CorruptCheckpointError if there are none."""
+    if stored not in manifest.digests:
+        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
+    return manifest.digests[stored]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """What a step says of one leaf.
+
+    Attributes:
+      name: ``model/encoder.0.weight``.
+      kind: what it was: ``torchax``, ``torch``, ``jax``, ``numpy``, ``numpy_scalar`` or ``key``.
+      dtype: numpy's or ml_dtypes' name of its dtype.
+      shape: its dims, as stored: a random key has one more than it had.
+      stack: the stored array that it is a row of, if it is one.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    stack: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, uncompressed."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class StoredStep:
+    """One step, open for reading; changes nothing.
+
+    Attributes:
+      committed: which step.
+      manifest: what it says of itself.
+      leaves: every leaf by name, in the manifest's order.
+
+    Args:
+      committed: which step.
+      allow_part: whether it may be one host's part of a step, whose leaves are not whole.
+
+    Raises:
+      ForeignCheckpointError: bare Orbax wrote it.
+      CorruptCheckpointError: its manifest is damaged, or it is a part.
+      StepNotFoundError: it was deleted meanwhile; so do the methods.
+      DirectoryError: it cannot be read now.
+    """
+
+    def __init__(self, committed: CommittedStep, *, allow_part: bool = False) -> None:
+        self.committed = committed
+        with still_there(committed):
+            self.manifest = parse_manifest(committed)
+        if not allow_part:
+            require_whole(committed, self.manifest)
+        located = self.manifest.plan.locate()
+        self.leaves = {
+            name: StoredLeaf(
+                name,
+                node["kind"],
+                node["dtype"],
+                tuple(node["shape"]),
+                located[name][0] if name in located else None,
+            )
+            for name, node in self.manifest.leaves().items()
+        }
+
+    @property
+    def stored_bytes(self) -> int:
+        """What all arrays take, uncompressed."""
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+    @functools.cached_property
+    def shardings(self) -> Mapping[str, str]:
+        """Leaf -> the sharding it was saved with, in words; {} where Orbax has noted none.
+
+        Raises:
+          CorruptCheckpointError: what it has noted is damaged.
+          DirectoryError: it cannot be read now.
+        """
+        by_key = _read_shardings(self.committed)
+        found = {}
+        for name, leaf in self.leaves.items():
+            text = by_key.get(array_checks.stored_key(leaf.stack or name))
+            if text is not None:
+                found[name] = _in_words(text, is_stacked=leaf.stack is not None)
+        return found
+
+    def stream(
+        self, names: Iterable[str], options: CheckpointOptions
+    ) -> Iterator[tuple[str, Index, np.ndarray]]:
+        """Reads leaves piece by piece, compared with their digests.
+
+        Leaves come in the order they are stored in, each in one or several pieces. What is in
+        memory at one time is bounded by ``options.max_host_bytes`` (one piece at least).
+
+        Yields:
+          Leaf, where in it the piece belongs, and its content.
+
+        Raises:
+          CorruptCheckpointError: it is damaged; names leaf and, where it can be known, the file.
+          DirectoryError: it cannot be read now.
+        """
+        asked = set(names)
+        with still_there(self.committed), about(self.committed):
+            wanted = self._wanted(asked)
+            for stored, piece, host in read_arrays.stream_arrays(self.committed, wanted, options):
+                members = wanted[stored].members
+                if not members:
+                    yield stored, piece.index, host
+                    continue
+                for row, content in enumerate(host, start=piece.start[0]):
+                    if members[row] in asked:
+                        # A 0-d row of numpy's would be a scalar.
+                        yield members[row], piece.index[1:], np.asarray(content, host.dtype)
+
+    def read(
+        self,
+        names: Iterable[str],
+        options: CheckpointOptions,
+        allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Whole leaves, by name.
+
+        Args:
+          names: the leaves.
+          options: memory bounds of reading.
+          allocate: makes an array to read into; default: of this host's memory.
+
+        Raises:
+          CorruptCheckpointError, DirectoryError: as ``stream``.
+          OutOfMemoryError: this host has not so much.
+        """
+        names = list(names)
+        total = sum(self.leaves[name].nbytes for name in names)
+        if allocate is None and total > host_memory.host_memory_bytes():
+            with still_there(self.committed):
+                least = self._require_stored(self.manifest.stored(names))
+                path, step = self.committed.path, self.committed.step
+                raise containment.beyond_memory(path, step, total, least)
+        found = {
+            name: (allocate or empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
+            for name in names
+        }
+        with progress.bar(f"reading step {self.committed.step}", lambda: total) as on_bytes:
+            for name, index, content in self.stream(found, options):
+                found[name][index] = content
+                on_bytes(content.nbytes)
+        return found
+
+    def verify(
+        self,
+        options: CheckpointOptions,
+        processes: Processes = ALONE,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Reads everything, compares it with its digests, and keeps nothing; as ``stream``.
+
+        Of several processes each does so with its share of the stored arrays.
+        """
+        with still_there(self.committed), about(self.committed):
+            wanted = self._wanted(self.leaves)
+            mine = itertools.islice(wanted, processes.index, None, processes.count)
+            wanted = {name: wanted[name] for name in mine}
+            for _, piece, _ in read_arrays.stream_arrays(self.committed, wanted, options):
+                on_bytes(piece.nbytes)
+
+    def _wanted(self, names: Iterable[str]) -> dict[str, Wanted]:
+        stored = self.manifest.stored(names)
+        self._require_stored(stored)
+        stacks = self.manifest.plan.stacks
+        return {
+            name: Wanted(shape, dtype, {}, digests_of(self.manifest, name), stacks.get(name, ()))
+            for name, (shape, dtype) in stored.items()
+        }
+
+    def _require_stored(self, stored: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
+        with step_files.as_corrupt(self.committed, "array metadata"):
+            return array_checks.require_stored(self.committed.path, self.committed.step, stored)
+
+
+def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
+    """Stored key -> what Orbax has noted of its sharding, for people; {} where it has not."""
+    with step_files.as_corrupt(committed, "shardings"):
+        try:
+            content = commit_record.read_sealed(committed.path, commit_record.SHARDINGS)
+        except FileNotFoundError:
+            return {}
+    try:
+        raw = json.loads(content)
+        return {base64.b64decode(key).decode(): json.loads(text) for key, text in raw.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):  # not this package's, or older
+        return {}
+
+
+def _in_words(sharding: Any, *, is_stacked: bool) -> str:
+    """``('fsdp', None) on fsdp=8``, of what Orbax writes; a stack's first dim is not the leaf's."""
+    if not isinstance(sharding, dict):
+        return "?"
+    if sharding.get("sharding_type") != "NamedSharding":
+        return str(sharding.get("device_str") or sharding.get("sharding_type") or "?")
+    keys = ("partition_spec", "shape", "axis_names")
+    spec, sizes, axes = ([] if sharding.get(key) is None else sharding[key] for key in keys)
+    if not all(isinstance(part, list) for part in (spec, sizes, axes)):
+        return "?"
+    dims = [
+        "+".join(map(str, dim)) if isinstance(dim, list) else str(dim or "-")
+        for dim in spec[1 if is_stacked else 0 :]
+    ]
+    mesh = ", ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=False))
+    return f"({', '.join(dims)}) on {mesh}" if dims else f"replicated on {mesh}"
