@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 
+from support import TESTS
+
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -35,7 +37,7 @@ from torchax_ckpt.formats.safetensors_io import open_safetensors
 from torchax_ckpt.layout.manifest import VERSION
 from torchax_ckpt.storage.directory import commit_record, run_identity
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = TESTS / "golden"
 STEP = 3
 KINDS: dict[str, CheckpointOptions] = {
     "attached": CheckpointOptions(),

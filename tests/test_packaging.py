@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import ROOT
 
 import torchax_ckpt
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli.app import app
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
 

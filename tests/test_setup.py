@@ -9,7 +9,7 @@ import sys
 import types
 
 import pytest
-from support import run_python
+from support.processes import run_python
 
 import torchax_ckpt
 

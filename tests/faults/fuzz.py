@@ -55,7 +55,8 @@ from etils import epath
 from fuzz_drawn import Damage, changed, changed_bytes, damage, places
 from fuzz_files import Fed, FileReaders, Form, replaced
 from hypothesis import strategies as st
-from support import bits, mlp
+from support.compare import bits
+from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError

@@ -12,7 +12,7 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 import gcs_proxy
 import gcs_server
 import pytest
-from support import run_python
+from support.processes import run_python
 
 PROGRAM = """
     import json, sys

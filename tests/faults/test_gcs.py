@@ -31,7 +31,8 @@ import pytest
 import torch
 from jax.sharding import NamedSharding
 from orbax.checkpoint._src.serialization import tensorstore_utils
-from support import P, assert_trees_identical, bits, fsdp_mesh
+from support.compare import assert_trees_identical, bits
+from support.training import P, fsdp_mesh
 
 from torchax_ckpt import (
     CheckpointOptions,

@@ -14,9 +14,9 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 import gcs_proxy
 import gcs_server
 import pytest
-import test_slices as slices
-from support import Running, run_processes
-from test_processes import TRAIN
+from support import slices
+from support.group import TRAIN
+from support.processes import Running, run_processes
 
 KILLED = (
     TRAIN

@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-from support import Running
+from support.processes import Running
 
 PROGRAM = """
     import os, signal, sys, time

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support import Running
+from support.processes import Running
 
 PROGRAM = """
     import os, pathlib, signal, sys, time

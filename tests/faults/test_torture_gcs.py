@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import run_torture
+from support.processes import run_torture
 
 PROGRAM = Path(__file__).parent / "torture_gcs.py"
 

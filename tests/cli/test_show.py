@@ -1,0 +1,451 @@
+"""The command line: what it prints for people and machines, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import termios
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import ROOT, TESTS
+from support.commands import run, run_json
+from support.damage import damage
+from support.processes import run_python
+from support.training import mlp
+from typer.testing import CliRunner
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli.app import app
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.directory import run_directory
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.stored import stored_step
+
+
+def state(step: int) -> dict[str, Any]:
+    values = np.random.default_rng(step).standard_normal((64, 64)).astype(np.float32)
+    return {"w": values, "layers": [{"b": np.full(3, i)} for i in range(3)], "n": np.float32(step)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps; no test changes them."""
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=state(step), metrics={"loss": 1 / step}, force=True)
+            ckpt.wait_until_finished()
+    return directory
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+@pytest.fixture
+def unchanged(saved: Path) -> Iterator[None]:
+    before = {p: p.stat().st_mtime_ns for p in sorted(saved.rglob("*"))}
+    yield
+    assert {p: p.stat().st_mtime_ns for p in sorted(saved.rglob("*"))} == before
+
+
+# --- how it starts and ends ---
+
+
+def test_the_command_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["torchax-ckpt"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
+    program = """
+        import runpy, sys
+        sys.argv[1:] = ["show", sys.argv[1]]
+        try:
+            runpy.run_module("torchax_ckpt.cli", run_name="__main__")
+        except SystemExit as end:
+            assert end.code == 0
+        import jax
+        assert not {"torch", "torchax"} & set(sys.modules)
+        assert not jax._src.xla_bridge.backends_are_initialized()
+        assert jax.config.jax_platforms == "cpu"
+    """
+    # As on a TPU host, where the training holds the TPU.
+    result = run_python(program, str(saved), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
+    assert "state/w" in result.stdout
+
+
+@pytest.mark.parametrize("missing", ["rich", "safetensors", "typer"])
+def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
+    program = f"""
+        import sys
+        sys.modules["{missing}"] = None
+        from torchax_ckpt.cli.main import main
+        main()
+    """
+    result = run_python(program, "ls", ".", check=False, fresh=True)
+    assert result.returncode == exit_codes.USAGE
+    assert result.stderr == 'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"\n'
+
+
+def test_every_exit_code_is_stated_in_help_and_manual() -> None:
+    manual = (ROOT / "docs/command-line.md").read_text()
+    for name, code in vars(exit_codes).items():
+        if name.isupper() and isinstance(code, int):
+            assert f"| {code} |" in manual
+            assert re.search(rf"\b{code} [a-z]", exit_codes.EPILOG)
+    for command in app.registered_commands:
+        assert "Exit codes: 0" in run(command.name, "--help")
+        assert f"torchax-ckpt {command.name} " in manual
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("ls", "{tmp}/nowhere"), "nowhere: no such directory"),
+        (("show", "{saved}/1/commit_success.txt"), "is not a directory"),
+        (("ls", ""), "found an empty text"),
+        (("ls", "{saved}/1"), "expected the directory of a run, found its step 1; the run is"),
+        (("show", "{saved}/7"), "no checkpoint at step 7; there are: 1, 2"),
+        (("show", "{saved}/1", "1"), "found its step 1"),
+        (("verify", "{tmp}", "--all"), "there are no checkpoints"),
+        (("show", "{saved}", "7"), "no checkpoint at step 7; there are: 1, 2"),
+        (("show", "{tmp}"), "there are no checkpoints"),
+        (("verify", "s3://bucket/run"), "s3:// is not supported"),
+        (("verify", "{saved}", "1", "--all"), "not both"),
+        (("verify", "{saved}", "--max-bytes", "0"), "max-bytes"),
+        (("show", "{saved}", "-1"), "-1"),
+        (("ls",), "DIRECTORY"),
+    ],
+)
+def test_wrong_use_is_told_and_ends_with_2(
+    args: tuple[str, ...], message: str, saved: Path, tmp_path: Path
+) -> None:
+    filled = [arg.format(tmp=tmp_path, saved=saved) for arg in args]
+    assert message in run(*filled, code=exit_codes.USAGE)
+
+
+def test_what_cannot_be_read_now_ends_with_3(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> Any:
+        raise DirectoryError("cannot read it:\nInput/output error")
+
+    monkeypatch.setattr(run_directory.StepDirectory, "steps", fail)
+    said = run("ls", saved, code=exit_codes.UNAVAILABLE)
+    assert said == "torchax-ckpt: cannot read it: Input/output error\n"
+
+
+def test_an_error_of_the_command_itself_is_no_finding(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory.StepDirectory, "steps", lambda self: 1 / 0)
+    result = CliRunner().invoke(app, ["ls", str(saved)])
+    assert result.exit_code == exit_codes.FAILED
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
+    program = """
+        import os, signal, sys, time
+        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.stored.stored_step import StoredStep
+        def interrupted(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        StoredStep.verify = interrupted
+        sys.argv[1:] = ["verify", sys.argv[1]]
+        main()
+    """
+    result = run_python(program, str(saved), check=False, fresh=True)
+    assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
+
+
+def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
+    program = """
+        import os, signal, sys
+        from torchax_ckpt.cli.main import main
+        class Interrupted:
+            def find_spec(self, name, path, target=None):
+                if name == "torchax_ckpt.cli.app":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupted())
+        main()
+    """
+    result = run_python(program, "--version", check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
+
+
+# --- ls ---
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_ls_lists_the_steps(saved: Path) -> None:
+    listed = run_json("ls", saved)
+    assert listed["directory"] == str(saved)
+    assert [step["step"] for step in listed["steps"]] == [1, 2]
+    assert [step["metrics"] for step in listed["steps"]] == [{"loss": 1.0}, {"loss": 0.5}]
+    assert not any(step["verified"] for step in listed["steps"])
+    files = [p for p in (saved / "2").rglob("*") if p.is_file()]
+    assert listed["steps"][1]["size_bytes"] == sum(p.stat().st_size for p in files)
+    table = run("ls", saved).splitlines()
+    assert table[0].split() == ["step", "age", "size", "verified", "kept", "by", "metrics"]
+    assert re.fullmatch(r" *2 +\d+ s +[\d.]+ kB +no +LatestN\(3\), newest +loss=0.5 *", table[2])
+
+
+def test_ls_of_an_empty_directory_is_no_error(tmp_path: Path) -> None:
+    assert run_json("ls", tmp_path)["steps"] == []
+    assert "no checkpoints" in run("ls", tmp_path)
+
+
+# --- show ---
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_show_lists_every_leaf(saved: Path) -> None:
+    shown = run_json("show", saved)
+    assert shown["step"] == 2
+    assert shown["metrics"] == {"loss": 0.5}
+    leaves = {leaf["name"]: leaf for leaf in shown["leaves"]}
+    assert leaves["state/w"] == {
+        "name": "state/w",
+        "kind": "numpy",
+        "dtype": "float32",
+        "shape": [64, 64],
+        "num_bytes": 64 * 64 * 4,
+        "stack": None,
+        "sharding": None,
+    }
+    assert leaves["state/layers/1/b"]["stack"] == "state/layers/*/b"
+    assert shown["num_bytes"] == sum(leaf["num_bytes"] for leaf in leaves.values())
+    text = run("show", saved, 1)
+    assert all(name in text for name in leaves)
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_step_may_be_given_as_a_path(command: str, saved: Path) -> None:
+    more = () if command == "show" else ("--read-only",)
+    assert run(command, f"{saved}/1", *more) == run(command, saved, 1, *more)
+
+
+def test_a_run_may_have_a_number_for_a_name(copy: Path) -> None:
+    copy = copy.rename(copy.with_name("2026"))
+    assert run_json("show", copy)["step"] == 2
+    beside = copy.with_name("run")  # where 2026 would be a step, were it one
+    shutil.move(copy, beside)
+    shutil.copytree(beside, beside / "2026")
+    assert run_json("show", beside / "2026")["directory"] == str(beside / "2026")
+
+
+def test_a_run_with_a_number_for_a_name_needs_nothing_of_what_is_above(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a scheduler's job, among those of others."""
+    copy = copy.rename(copy.with_name("2026"))
+    found = StepDirectory.found
+
+    def permitted(self: StepDirectory, first: int = 0) -> list[CommittedStep]:
+        if self.path == copy.parent:
+            raise DirectoryError("permission denied", path=self.path)
+        return found(self, first)
+
+    monkeypatch.setattr(StepDirectory, "found", permitted)
+    assert run_json("show", copy)["step"] == 2
+    assert "permission denied" in run("show", copy.parent / "1", code=exit_codes.UNAVAILABLE)
+
+
+def test_show_filters_by_a_pattern(saved: Path) -> None:
+    shown = run_json("show", saved, "--filter", "state/layers/*")
+    assert [leaf["name"] for leaf in shown["leaves"]] == [f"state/layers/{i}/b" for i in range(3)]
+    total = run_json("show", saved)["num_leaves"]
+    last = run("show", saved, "--filter", "state/layers/*").splitlines()[-1]
+    assert last == f"step 2: 3 of {total} leaves, 72 B"
+
+
+def test_show_says_how_leaves_were_sharded() -> None:
+    golden = TESTS / "golden/v1/stacked"
+    leaves = {leaf["name"]: leaf for leaf in run_json("show", golden)["leaves"]}
+    assert leaves["state/dtypes/bfloat16"]["sharding"] == "(fsdp) on fsdp=8"
+    # In storage it is a row of a stack, whose first dim is no dim of the leaf.
+    assert leaves["state/layers/0/w"]["stack"] == "state/layers/*/w"
+    assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
+
+
+def test_at_a_terminal_show_draws_a_tree() -> None:
+    golden = TESTS / "golden/v1/stacked"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 120))
+    command = [sys.executable, "-m", "torchax_ckpt.cli", "show", str(golden)]
+    with subprocess.Popen(command, stdout=theirs) as program:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while more := os.read(ours, 4096):
+                said += more
+        assert program.wait(60) == 0
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).splitlines()
+    assert lines[:4] == [
+        "state",
+        "├── layers",
+        "│   ├── 0",
+        "│   │   └── w  float32[8, 4]  128 B  (fsdp) on fsdp=8  in state/layers/*/w",
+    ]
+    leaves = run_json("show", golden)["leaves"]
+    assert len([line for line in lines if "]  " in line]) == len(leaves)
+    assert lines[-1] == f"step 3: {len(leaves)} leaves, 8.98 kB"
+
+
+def test_names_cannot_command_a_terminal(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"[red]\u202ename": np.zeros(1)}, force=True)
+    text = run("show", directory)
+    assert "state/[red]\\u202ename" in text
+
+
+# --- verify ---
+
+
+def test_verify_marks_what_is_well(copy: Path) -> None:
+    assert run_json("verify", copy, "--read-only")["steps"][0]["marked"] is False
+    assert not (copy / "2" / MARK).exists()
+    num_bytes = run_json("show", copy)["num_bytes"]
+    expected = {"step": 2, "ok": True, "num_bytes": num_bytes, "marked": True}
+    assert run_json("verify", copy)["steps"] == [expected]
+    assert (copy / "2" / MARK).exists()
+    assert not (copy / "1" / MARK).exists()
+    assert [s["verified"] for s in run_json("ls", copy)["steps"]] == [False, True]
+
+
+def test_verify_finds_damage_and_names_it(copy: Path) -> None:
+    file, _ = damage(copy / "1", state(1)["w"].tobytes()[:64])
+    result = run_json("verify", copy, "--all", "--max-bytes", 1, code=exit_codes.FOUND)
+    first, second = result["steps"]
+    assert (first["step"], first["ok"], first["leaf"]) == (1, False, "state/w")
+    assert str(file) in first["error"]
+    assert (second["step"], second["ok"]) == (2, True)
+    assert not (copy / "1" / MARK).exists()
+    assert (copy / "2" / MARK).exists()
+    result = CliRunner().invoke(app, ["verify", str(copy), "1"])
+    assert result.exit_code == exit_codes.FOUND
+    assert result.stderr.count("\n") == 1
+    assert "state/w" in result.stderr
+
+
+def test_a_host_that_is_too_small_is_no_finding(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 100)
+    words = ("export", copy, "2", tmp_path / "out.pt", "--format", "pt", "--at", "state")
+    assert "that this host can hold, 100 bytes" in run(*words, code=exit_codes.UNAVAILABLE)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
+    damage(copy / "2", b'"format"')
+    assert run_json("verify", copy, code=exit_codes.FOUND)["steps"][0]["ok"] is False
+
+
+READING = {
+    "verify": ("verify", "{run}", "2"),
+    "diff": ("diff", "{run}/1", "{run}/2"),
+    "export": ("export", "{run}", "2", "{tmp}/out.safetensors", "--at", "state"),
+    "export-pt": ("export", "{run}", "2", "{tmp}/out.pt", "--format", "pt", "--at", "state"),
+    "copy": ("copy", "{run}/2", "{tmp}/other"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "when"),
+    [("show", "before"), *((name, when) for name in READING for when in ("before", "after"))],
+)
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    command: str, when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(2, when, monkeypatch)
+    words = READING.get(command, (command, "{run}", "2"))
+    filled = [word.format(run=copy, tmp=copy.parent) for word in words]
+    assert "step 2 was deleted meanwhile" in run(*filled, code=exit_codes.USAGE)
+    assert {path.name for path in copy.parent.iterdir()} <= {"copy", "other"}
+    assert not list(copy.parent.glob("other/*2*"))  # nothing is left of a copy
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_verify_all_goes_on_where_a_step_is_deleted_meanwhile(
+    when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(1, when, monkeypatch)
+    result = CliRunner().invoke(app, ["verify", str(copy), "--all", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [step["step"] for step in json.loads(result.stdout)["steps"]] == [2]
+    assert "step 1 was deleted meanwhile" in result.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("gone", [1, 2])
+def test_copy_goes_on_where_a_step_is_deleted_meanwhile(
+    gone: int, when: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_when_read(gone, when, monkeypatch)
+    result = CliRunner().invoke(app, ["copy", str(copy), str(tmp_path / "other"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == [3 - gone]
+    assert f"step {gone} was deleted meanwhile" in result.stderr
+    monkeypatch.undo()
+    assert run_json("verify", tmp_path / "other")["steps"][0]["step"] == 3 - gone
+    assert [s["step"] for s in run_json("ls", tmp_path / "other")["steps"]] == [3 - gone]
+    assert not list(tmp_path.glob(f"other/*{gone}-*"))  # nothing is left of the copy
+
+
+def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a training pruned it, before or after its manifest is read."""
+    parse = stored_step.parse_manifest
+
+    def parse_and_delete(committed: Any) -> Any:
+        if when == "before" and committed.step == step:
+            shutil.rmtree(committed.path)
+        manifest = parse(committed)
+        if committed.step == step:
+            shutil.rmtree(committed.path)
+        return manifest
+
+    monkeypatch.setattr(stored_step, "parse_manifest", parse_and_delete)
+
+
+def test_verify_says_when_a_step_cannot_be_marked(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("torchax_ckpt.storage.medium.permissions.make_file", refuse)
+    result = CliRunner().invoke(app, ["verify", str(copy), "--json"])
+    assert result.exit_code == exit_codes.OK
+    assert json.loads(result.stdout)["steps"][0]["marked"] is False
+    assert "cannot be marked" in result.stderr
+
+
+def test_attached_models_can_be_looked_at(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+    names = {leaf["name"] for leaf in run_json("show", directory)["leaves"]}
+    assert {"model/0.weight", "rng/torchax"} <= names
+    assert run_json("verify", directory)["steps"][0]["ok"]
+    assert os.path.exists(directory / "1" / MARK)

@@ -1,0 +1,265 @@
+"""The programs of `make bench`: what they keep, what they compute, and that they run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+from support.processes import run_python
+
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = json.loads((BENCHMARKS / "results.json").read_text())
+CPU = {"date": "2020-01-01", "platform": "cpu", "machine": "a machine", "jax": "1.2.3"}
+PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt", "functional")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def saves(secs: float) -> dict[str, Any]:
+    """What is measured of one peer whose times are all the same."""
+    times = [secs] * 5
+    return {
+        "leaves": 1000, "bytes": 10**6, "first": secs + 0.5, "blocking": times, "durable": times,
+        "write": [1.0] * 5, "read": [1.0] * 5, "restore": times,
+    }  # fmt: skip
+
+
+def state(ours: float, bare: float) -> dict[str, Any]:
+    peers = {peer: saves(bare) for peer in PEERS} | {"torchax_ckpt": saves(ours)}
+    digests = {
+        "taken": [1.05] * 5, "not taken": [1.0] * 5, "first, compared": [1.2] * 5,
+        "first, trusted": [1.0] * 5, "compared": [1.0] * 5, "trusted": [1.0] * 5,
+    }  # fmt: skip
+    modes = {"reference, idle": [0.006] * 5}
+    return {"taken": CPU, "peers": peers, "modes": modes, "digests": digests}
+
+
+def loop(ours: float, bare: float, **taken: str) -> dict[str, Any]:
+    """Steps take 1 s without checkpoints, so long with them, and every interval is that long."""
+
+    def figures(secs: float) -> dict[str, Any]:
+        return {
+            "bytes": 10**10, "step": [secs] * 9, "blocking": [secs / 10], "intervals": [secs] * 3
+        }  # fmt: skip
+
+    peers = {
+        "orbax_v0": figures(bare),
+        "orbax_v1": figures(bare + 1),
+        "torchax_ckpt": figures(ours),
+    }
+    none = {"step": [1.0] * 9, "intervals": [], "blocking": []}
+    return {
+        "taken": {**CPU, **taken},
+        "wanted": 3,
+        "max_secs": 60.0,
+        "peers": {"none": none, **peers},
+    }
+
+
+def written(results: dict[str, Any], folder: Path) -> str:
+    """The page that is made of figures."""
+    page = folder / "README.md"
+    page.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    importlib.import_module("report").write_report(results, folder)
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after\n")
+    return page.read_text()
+
+
+def cells(page: str, first: str) -> list[str]:
+    """The cells of every row that begins like this, but the first of each."""
+    rows = re.findall(rf"^\| {re.escape(first)} \| (.*) \|$", page, re.MULTILINE)
+    return [cell for row in rows for cell in row.split(" | ")]
+
+
+def test_verdicts_are_computed_for_every_target(tmp_path: Path) -> None:
+    page = written({"states": {"wide": state(0.5, 1.0), "deep": state(0.02, 1.0)}}, tmp_path)
+    assert cells(page, "wide") == [
+        "1/2 (target 1/10: missed)", "1/2 (target 1/1.5: met)", "0.50 (target 1.50: met)",
+        "1/2 (target 1/1: met)",
+        # 1 ms and 5 us for each of 1,000 leaves.
+        "6.0 ms (target 6.0 ms: met)", "500.0 ms (target 1.00 s: met)",
+        "+5.0% (target +5.0%: missed)",  # a rounding above
+        "+20.0% (target +10.0%: missed)",
+    ]  # fmt: skip
+    assert cells(page, "deep")[:2] == ["1/50 (target 1/40: met)", "1/50 (target 1/15: met)"]
+
+
+def test_a_state_of_the_tests_own_has_figures_and_no_targets(tmp_path: Path) -> None:
+    page = written({"states": {"tiny": state(0.5, 1.0)}}, tmp_path)
+    assert cells(page, "tiny")[:4] == ["1/2", "1/2", "0.50", "1/2"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "steps", "longer"),
+    [
+        (2.0, "1/2 (target 1/2: met)", "+100.0% (target bare Orbax's +300.0%: met)"),
+        (2.1, "1/1.9 (target 1/2: missed)", "+110.0% (target bare Orbax's +300.0%: met)"),
+        (4.5, "1/0.889 (target 1/2: missed)", "+350.0% (target bare Orbax's +300.0%: missed)"),
+    ],
+)
+def test_a_loop_is_held_against_the_better_bare_orbax(
+    ours: float, steps: str, longer: str, tmp_path: Path
+) -> None:
+    page = written({"loops": {"deep": loop(ours, 4.0)}}, tmp_path)
+    assert f"- steps between durable checkpoints, of bare Orbax's: {steps}\n" in page
+    assert f"- steps take longer by {longer}\n" in page
+    assert "accelerator" not in page
+    assert "Fewer" not in page
+
+
+def test_targets_of_accelerators_are_for_figures_taken_on_one(tmp_path: Path) -> None:
+    page = written({"loops": {"big, donated": loop(1.02, 61.2, platform="tpu")}}, tmp_path)
+    assert "- on an accelerator, blocking, of bare Orbax's: 1/60 (target 1/50: met)\n" in page
+    assert "- on an accelerator, steps take longer by +2.0% (target +3.0%: met)\n" in page
+
+
+def test_a_loop_that_was_stopped_early_says_so(tmp_path: Path) -> None:
+    measured = loop(2.0, 4.0)
+    measured["peers"]["orbax_v0"]["intervals"] = []
+    measured["peers"]["orbax_v1"]["intervals"] = [7]
+    page = written({"loops": {"deep": measured}}, tmp_path)
+    stopped = "bare Orbax v0, async (0), bare Orbax v1, async (1)"
+    assert f"**Fewer than 3 intervals** within 60 s, so rough: {stopped}." in page
+
+
+def test_declined_saves_have_verdicts(tmp_path: Path) -> None:
+    times = {
+        "a": {"median": 20e-6, "90th percentile": 1.0},
+        "b": {"median": 21e-6, "90th percentile": 1.0},
+    }
+    page = written({"declined": {"taken": CPU, "times": times}}, tmp_path)
+    assert cells(page, "a")[0] == "20.0 us (target 20.0 us: met)"
+    assert cells(page, "b")[0] == "21.0 us (target 20.0 us: missed)"
+
+
+def test_the_page_shows_the_figures_that_are_kept(tmp_path: Path) -> None:
+    marked = re.compile(r"<!-- results -->.*<!-- end of results -->", re.DOTALL)
+    page = marked.search((BENCHMARKS / "README.md").read_text())
+    made = marked.search(written(RESULTS, tmp_path))
+    assert page is not None
+    assert made is not None
+    assert page[0] == made[0], "python benchmarks/run.py --report-only"
+
+
+Measure = Callable[..., dict[str, Any]]
+
+
+def measured_at(date: str, asked: list[tuple[str, str, str]]) -> Measure:
+    """In place of measuring: remembers what was asked for, and gives figures of a date."""
+
+    def measure(what: str, name: str, peer: str, directory: Path, *_: Any, **__: Any) -> Any:
+        asked.append((what, name, peer))
+        directory.mkdir(parents=True, exist_ok=True)
+        if what == "loop":
+            return loop(2.0, 4.0)["peers"]["none" if peer == "none" else "orbax_v0"]
+        return {
+            "machine": {**CPU, "date": date},
+            "save": saves(1.0),
+            "restore": {"restore": [1.0]},
+            "modes": state(1, 1)["modes"],
+            "digests": {n: [1.0] * 5 for n in ("taken", "not taken", "compared", "trusted")},
+            "declined": {"a policy": {"median": 1e-6, "90th percentile": 1e-6}},
+        }[what]
+
+    return measure
+
+
+def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = importlib.import_module("run")
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results.json")
+    (tmp_path / "README.md").write_text("<!-- results -->\n<!-- end of results -->\n")
+    asked: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(run, "measure", measured_at("2020-01-01", asked))
+    run.main([])
+    for name in ("deep", "gpt2", "wide", "moe"):
+        assert {peer for what, of, peer in asked if (what, of) == ("save", name)} == set(PEERS)
+        first = [peer for what, of, peer in asked if (what, of) == ("restore", name)]
+        assert [first.count(peer) for peer in PEERS] == [5, 5, 5, 5, 5 + 2 * 5, 5]
+    for name in ("deep", "gpt2"):
+        trained = {peer for what, of, peer in asked if (what, of) == ("loop", name)}
+        assert trained == {"none", *PEERS} - {"functional"}
+    assert ("declined", "-", "torchax_ckpt") in asked
+
+    monkeypatch.setattr(run, "measure", measured_at("2020-02-02", []))
+    run.main(["--states", "deep", "--loop", "gpt2", "--no-declined"])
+    run.main(["--states", "", "--loop", "gpt2", "--no-declined", "--donate"])
+    results = json.loads((tmp_path / "results.json").read_text())
+    dates = {
+        n: r["taken"]["date"] for kind in ("states", "loops") for n, r in results[kind].items()
+    }
+    loops = {n: r["taken"]["date"] for n, r in results["loops"].items()}
+    old, new = "2020-01-01", "2020-02-02"
+    assert {n: r["taken"]["date"] for n, r in results["states"].items()} == {
+        "deep": new, "gpt2": old, "wide": old, "moe": old
+    }  # fmt: skip
+    assert loops == {"deep": old, "gpt2": new, "gpt2, donated": new}
+    assert results["declined"]["taken"]["date"] == old
+    page = (tmp_path / "README.md").read_text()
+    assert (page.count(f"{old}, a machine"), page.count(f"{new}, a machine")) == (5, 3)
+    assert len(dates) == 5
+
+
+def test_the_measurements_run(tmp_path: Path) -> None:
+    program = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    import json
+    import measure, peers
+    root = Path(sys.argv[2])
+    found = {}
+    for peer in peers.PEERS:
+        saved = measure.save("tiny", peer, root / peer, 2)
+        restored = measure.restore("tiny", peer, root / peer, 1)
+        found[peer] = [saved["leaves"], len(saved["durable"]), len(restored["restore"])]
+
+    class Watched(peers.Ours):
+        arrays, gone = [], []
+
+        def save(self, step):
+            self.gone.append(all(a.is_deleted() for a in self.arrays) if self.arrays else None)
+            self.arrays[:] = [v for v in self._flat().values() if hasattr(v, "is_deleted")]
+            super().save(step)
+
+    peers.PEERS["watched"] = Watched
+    for donate in (False, True):
+        Watched.arrays, Watched.gone = [], []
+        ran = measure.loop("tiny", "watched", root / f"loop-{donate}", 3, max_secs=100,
+                           compute_secs=0.01, donate=donate)
+        found[f"donate {donate}"] = [
+            len(ran["intervals"]), len(ran["blocking"]) > 2, Watched.gone[1:]]
+    stopped = measure.loop("tiny", "orbax_v1", root / "stopped", 3, max_secs=0,
+                           compute_secs=None, donate=True)
+    found["stopped"] = stopped["intervals"]
+    found["modes"] = sorted(measure.modes("tiny", "-", root / "modes", 1))
+    found["digests"] = [len(t) for t in measure.digests("tiny", "-", root / "digests", 1).values()]
+    found["declined"] = sorted(measure.declined("-", "-", root / "declined", 10))
+    found["machine"] = measure.machine("-", "-", root, 0)
+    print("FOUND " + json.dumps(found))
+    """
+    ran = run_python(program, str(BENCHMARKS), str(tmp_path))
+    found = json.loads(ran.stdout.split("FOUND ")[1])
+    assert {peer: found[peer] for peer in PEERS} == {peer: [8, 2, 1] for peer in PEERS}
+    for donate in (False, True):
+        intervals, has_blocking, gone = found[f"donate {donate}"]
+        assert (intervals, has_blocking) == (3, True)
+        assert gone == [donate] * len(gone)
+    assert found["stopped"] == []
+    assert found["modes"] == ["copy, busy", "copy, idle", "reference, busy", "reference, idle"]
+    assert found["digests"] == [1, 1, 1, 1]
+    assert {name.partition(",")[0] for name in found["declined"]} == {
+        "fixed interval", "minimum interval", "optimal interval", "a save in flight"
+    }  # fmt: skip
+    assert "4 forced CPU devices, no accelerator" in found["machine"]["machine"]

@@ -1,0 +1,214 @@
+"""The real examples, in processes of their own that are killed by SIGKILL, and resumed.
+
+Final states are compared by the digest that the examples print: of every bit of all parameters,
+buffers and optimizer state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.processes import COMPILED_ONCE, Talking, environment
+
+from torchax_ckpt import TorchaxCheckpointer
+
+EXAMPLES = ROOT / "examples"
+DIGITS, GPT = EXAMPLES / "train_digits.py", EXAMPLES / "train_gpt.py"
+LIGHTNING = EXAMPLES / "train_lightning.py"
+ENDLESS = "1000000"
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Another seed in each run of the tests; it is shown with a failure, and can be given."""
+    name = "TORCHAX_CKPT_TEST_SEED"
+    seed = int(os.environ.get(name, random.SystemRandom().randrange(2**32)))
+    print(f"{name}={seed}")
+    return random.Random(seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a process ended, and what it printed."""
+
+    returncode: int
+    output: str
+
+    @property
+    def digest(self) -> str:
+        """Of the final state; the process must have ended well."""
+        assert self.returncode == 0, self.output
+        return self._line("final state: ")
+
+    @property
+    def resumed(self) -> int:
+        """The step it went on from; it must have found one."""
+        return int(self._line("resumed: step "))
+
+    def _line(self, start: str) -> str:
+        found = re.search(f"^{start}(.+)$", self.output, re.MULTILINE)
+        assert found, f"no line begins with {start!r}:\n{self.output}"
+        return found[1]
+
+
+def start(*command: object, fresh: bool = False) -> Talking:
+    # With no devices given, as a user starts it: the example sees to them.
+    env = environment(None, {**COMPILED_ONCE, "PYTHONUNBUFFERED": "1"})
+    # Lightning writes its lines as they are only if it is imported before Orbax's logging.
+    return Talking(*map(str, command), env=env, fresh=fresh or LIGHTNING in command)
+
+
+def run(*command: object) -> Outcome:
+    with start(*command) as program:
+        watchdog = threading.Timer(200, program.process.kill)
+        watchdog.start()
+        output = program.lines.read()
+        watchdog.cancel()
+        return Outcome(program.process.wait(60), output)
+
+
+def train(example: Path, directory: Path, *options: object) -> Outcome:
+    return run(example, "--directory", directory, *options)
+
+
+def crash(example: Path, directory: Path, step: int, *options: object) -> None:
+    outcome = train(example, directory, "--crash-at", step, "--steps", ENDLESS, *options)
+    assert outcome.returncode == -signal.SIGKILL, outcome.output
+
+
+def latest_step(directory: Path) -> int:
+    step = TorchaxCheckpointer(directory).latest_step()
+    assert step is not None, f"nothing was saved in {directory}"
+    return step
+
+
+def test_digits_killed_at_random_moments_end_on_the_same_bits(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    directory = tmp_path / "killed"
+    reached = [0]
+    for is_starting_up in (False, True, False):
+        output: list[str] = []
+        # Of a fresh one the start takes as long as a user's.
+        options = "--directory", directory, "--steps", ENDLESS
+        with start(DIGITS, *options, fresh=is_starting_up) as program:
+            if is_starting_up:
+                time.sleep(rng.uniform(0.0, 8.0))
+            else:
+                # The first loss: by then there was time for a save.
+                for line in program.lines:
+                    output.append(line)
+                    if line.startswith("step"):
+                        break
+                time.sleep(rng.uniform(0.0, 2.0))
+            assert program.process.poll() is None, "".join(output)
+        assert program.process.returncode == -signal.SIGKILL
+        reached.append(TorchaxCheckpointer(directory).latest_step() or 0)
+    print(f"newest step after each kill: {reached[1:]}")
+    assert reached == sorted(reached), "a kill lost a step that was there"
+    assert reached[-1] > 0
+
+    total = reached[-1] + 30
+    resumed = train(DIGITS, directory, "--steps", total, "--seed", 1)
+    assert resumed.resumed == reached[-1]
+    assert resumed.digest == train(DIGITS, tmp_path / "uninterrupted", "--steps", total).digest
+
+
+def test_gpt_killed_and_resumed_ends_on_the_same_bits(tmp_path: Path, rng: random.Random) -> None:
+    uninterrupted = train(GPT, tmp_path / "uninterrupted", "--steps", 30).digest
+    directory = tmp_path / "killed"
+    crash_at = rng.randrange(12, 30)
+    crash(GPT, directory, crash_at)
+
+    resumed = train(GPT, directory, "--steps", 30, "--seed", 1)
+    assert 0 < resumed.resumed <= crash_at
+    assert resumed.digest == uninterrupted
+
+    # Restored on other shardings, with nothing left to train, it is the state that was saved.
+    restored = train(GPT, directory, "--steps", 30, "--devices", 4)
+    assert restored.resumed == 30
+    assert restored.digest == uninterrupted
+
+
+@pytest.mark.long
+def test_gpt_goes_on_after_each_change_of_devices(tmp_path: Path, rng: random.Random) -> None:
+    directory = tmp_path / "killed"
+    crash(GPT, directory, rng.randrange(20, 50))
+    saved = latest_step(directory)
+
+    on_4 = train(GPT, directory, "--devices", 4, "--steps", saved + 5)
+    assert on_4.resumed == saved
+    on_2 = train(GPT, directory, "--devices", 2, "--steps", saved + 5)
+    assert on_2.resumed == saved + 5
+    assert on_2.digest == on_4.digest
+
+    on_2 = train(GPT, directory, "--devices", 2, "--steps", saved + 8)
+    assert on_2.resumed == saved + 5
+    assert on_2.digest != on_4.digest
+    assert latest_step(directory) == saved + 8
+
+
+def test_lightning_killed_and_resumed_ends_on_the_same_bits(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    uninterrupted = train(LIGHTNING, tmp_path / "uninterrupted", "--epochs", 3).digest
+    directory = tmp_path / "killed"
+    killed = train(LIGHTNING, directory, "--epochs", 3, "--crash-at", rng.randrange(20, 60))
+    assert killed.returncode == -signal.SIGKILL, killed.output
+    saved = latest_step(directory)
+    resumed = train(LIGHTNING, directory, "--epochs", 3, "--seed", 1)
+    assert re.search(f"^resumed: step {saved} ", resumed.output, re.MULTILINE), resumed.output
+    assert resumed.digest == uninterrupted
+
+
+# Runs an example twice; the second time, each training step gets the same random key.
+USUAL_AND_ONE_KEY = """
+import runpy, sys
+import jax, torchax
+
+example, directory = sys.argv[1:]
+environment = torchax.tensor.Environment
+draw = environment.get_and_rotate_prng_key
+keys = []
+
+def draw_the_first(env, generator=None):
+    key = draw(env, generator)
+    if isinstance(key, jax.core.Tracer):
+        return key  # drawn within the compiled step
+    keys.append(key)
+    return keys[0]
+
+for name, drawing in ("usual", draw), ("one_key", draw_the_first):
+    environment.get_and_rotate_prng_key = drawing
+    sys.argv = [example, "--steps", "3", "--directory", f"{directory}/{name}"]
+    runpy.run_path(example, run_name="__main__")
+assert len(keys) == 3, keys
+"""
+
+
+@pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])
+def test_each_step_has_its_own_dropout_mask(tmp_path: Path, example: Path) -> None:
+    # Were the key a constant of the compiled step, it would not matter what later steps draw.
+    outcome = run("-c", USUAL_AND_ONE_KEY, example, tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    usual, one_key = re.findall("^final state: (.+)$", outcome.output, re.MULTILINE)
+    assert usual != one_key
+
+
+def test_demo_finds_the_resumed_run_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # it writes to .demo
+    outcome = run(EXAMPLES / "demo.py")
+    assert outcome.returncode == 0, outcome.output
+    assert re.search("^  resumed: step [1-9]", outcome.output, re.MULTILINE), outcome.output
+    assert outcome.output.splitlines()[-1].startswith("IDENTICAL"), outcome.output

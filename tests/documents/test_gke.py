@@ -1,0 +1,254 @@
+"""The GKE example: manifests that fit their schemas and each other, and a script that resumes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from support import ROOT, TESTS
+from support.processes import Running
+
+from torchax_ckpt import LocalTier, planning
+
+EXAMPLE = ROOT / "examples" / "gke"
+SCHEMAS = TESTS / "schemas"
+
+
+def strict(schema: Any) -> Any:
+    """The schema with unknown fields refused, as the API server does with ``--validate=strict``."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(part) for key, part in schema.items()}
+    if isinstance(made.get("properties"), dict) and "additionalProperties" not in made:
+        made["additionalProperties"] = bool(made.get("x-kubernetes-preserve-unknown-fields"))
+    if made.pop("x-kubernetes-int-or-string", False):
+        made["type"] = ["integer", "string"]
+    return made
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())
+
+
+def validator(name: str) -> jsonschema.Draft202012Validator:
+    schema = strict(json.loads((SCHEMAS / f"{name}.json").read_text()))
+    # The API server's own fields, which a CRD leaves out.
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(schema)
+
+
+MANIFESTS = [
+    ("jobset", "jobset-v1alpha2"),
+    ("checkpoint-configuration", "checkpoint-configuration-v1"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema"), MANIFESTS)
+def test_the_manifests_fit_their_schemas(name: str, schema: str) -> None:
+    validator(schema).validate(manifest(name))
+
+
+def test_the_ramdisk_is_sized_for_what_the_local_tier_keeps() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    said = re.search(r"# ([0-9.]+) GB$", block.splitlines()[-2])
+    assert said is not None
+    named: dict[str, Any] = {}
+    *before, answer = ast.parse(block).body
+    exec(compile(ast.Module(before, []), "README.md", "exec"), named)
+    assert isinstance(answer, ast.Expr)
+    found = eval(compile(ast.Expression(answer.value), "README.md", "eval"), named)
+    assert found == planning.ramdisk_bytes_per_host(
+        12 * 70_000_000_000, hosts_per_slice=32, num_copies=LocalTier("ramdisk").keep + 1
+    )
+    assert f"{found / 1e9:.1f}" == said[1]
+
+
+def pod(jobset: dict[str, Any]) -> dict[str, Any]:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda j: j["spec"].update(failurepolicy={}),
+        lambda j: j["spec"]["failurePolicy"].update(maxRestarts="many"),
+        lambda j: j["spec"]["replicatedJobs"][0].pop("name"),
+        lambda j: pod(j)["containers"][0].update(volumeMount=[]),
+        lambda j: pod(j)["volumes"][0]["csi"].pop("driver"),
+        lambda j: pod(j).update(terminationGracePeriodSeconds="300s"),
+    ],
+)
+def test_the_schema_finds_what_is_wrong(spoil: Any) -> None:
+    jobset = manifest("jobset")
+    spoil(jobset)
+    with pytest.raises(jsonschema.ValidationError):
+        validator("jobset-v1alpha2").validate(jobset)
+
+
+def chips(topology: str) -> int:
+    return math.prod(map(int, topology.split("x")))
+
+
+def table() -> list[list[str]]:
+    """Rows of the README: TPU, accelerator, topology, hosts of a slice, machine type."""
+    rows = re.findall(r"^\| (v\w+) \|(.*)\|$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
+    return [[tpu, *(cell.strip() for cell in cells.split("|"))] for tpu, cells in rows]
+
+
+def test_the_slices_are_as_large_as_their_hosts_say() -> None:
+    assert {row[0] for row in table()} == {"v4", "v5e", "v5p", "v6e"}
+    (job,) = manifest("jobset")["spec"]["replicatedJobs"]
+    spec, node = job["template"]["spec"], pod(manifest("jobset"))["nodeSelector"]
+    per_host = pod(manifest("jobset"))["containers"][0]["resources"]["limits"]["google.com/tpu"]
+    assert job["replicas"] >= 2  # one slice has nobody to be rescued by
+    assert spec["parallelism"] == spec["completions"]
+    assert chips(node["cloud.google.com/gke-tpu-topology"]) == spec["parallelism"] * per_host
+    for _, _, topology, hosts, machine in table():
+        assert chips(topology) == int(hosts) * per_host
+        assert machine.endswith(f"-{per_host}t")
+    (row,) = (r for r in table() if r[1] == node["cloud.google.com/gke-tpu-accelerator"])
+    assert row[2] == node["cloud.google.com/gke-tpu-topology"]
+    selector = manifest("checkpoint-configuration")["spec"]["nodeSelector"]
+    assert row[4] == selector["node.kubernetes.io/instance-type"]
+
+
+def test_the_cluster_made_by_hand_has_a_node_pool_for_each_slice() -> None:
+    text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
+    (pools,) = re.findall(
+        r"for slice in (.*); do\n *(gcloud container node-pools create .*)\n", text
+    )
+    given = dict(re.findall(r"--([a-z-]+)=(\S+)", pools[1]))
+    (job,) = manifest("jobset")["spec"]["replicatedJobs"]
+    assert len(pools[0].split()) == job["replicas"]
+    made = given["tpu-topology"], given["num-nodes"], given["machine-type"]
+    node = pod(manifest("jobset"))["nodeSelector"]
+    (row,) = (r for r in table() if r[1] == node["cloud.google.com/gke-tpu-accelerator"])
+    assert made == tuple(row[2:])
+    # On the network of their host, pods have their node's rights, which default to reading.
+    assert pod(manifest("jobset"))["hostNetwork"]
+    assert given["scopes"] == "cloud-platform"
+
+
+def test_the_program_saves_where_the_ramdisk_is_mounted() -> None:
+    spec = pod(manifest("jobset"))
+    (container,), (volume,) = spec["containers"], spec["volumes"]
+    (mount,) = container["volumeMounts"]
+    assert mount["name"] == volume["name"]
+    assert volume["csi"]["driver"] == "multitier-checkpoint.csi.storage.gke.io"
+    given = dict(argument.lstrip("-").partition("=")[::2] for argument in container["args"])
+    assert given["local"].startswith(mount["mountPath"] + "/")
+    assert given["directory"].startswith("gs://")
+    assert int(given["local-period"]) < int(given["period"])
+    assert spec["terminationGracePeriodSeconds"] > 30  # CheckpointOptions.preemption_grace_secs
+    options = subprocess.run(
+        [sys.executable, str(EXAMPLE / "train.py"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ).stdout
+    assert {f"--{name}" for name in given} <= set(re.findall(r"--[a-z-]+", options))
+
+
+# What a cluster puts into the environment: who the others are. The rest is the script as it is.
+ON_TWO_HOSTS = f"""
+    import functools, runpy, sys, warnings
+    import jax
+    index, count, port, ramdisks, *arguments = sys.argv[1:]
+    sys.argv[1:] = [*arguments, f"--local={{ramdisks}}/{{index}}"]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize = functools.partial(
+        jax.distributed.initialize, f"127.0.0.1:{{port}}", int(count), int(index))
+    warnings.simplefilter("ignore")
+    runpy.run_path({str(EXAMPLE / "train.py")!r}, run_name="__main__")
+"""
+
+
+def test_two_hosts_resume_what_one_has_lost_from_the_others_ramdisk(tmp_path: Path) -> None:
+    """Two slices of one host with four devices."""
+
+    def run(name: str, *more: str) -> tuple[list[int], list[list[str]]]:
+        arguments = [
+            str(tmp_path / f"{name}-ramdisks"),
+            f"--directory={tmp_path / name}",
+            *("--distributed", "--steps=12", "--local-period=2", "--period=100"),
+            *("--width=16", "--layers=1"),
+        ]
+        with Running(ON_TWO_HOSTS, 2, *arguments, *more, devices=4) as running:
+            codes = running.wait()
+            outputs = [running.output(index) for index in range(2)]
+        assert codes != [1, 1], outputs[0][1][-3000:]
+        printed = [out.splitlines() for out, _ in outputs]
+        return codes, [[line for line in o if not line.startswith("[Gloo]")] for o in printed]
+
+    codes, straight = run("straight")
+    assert codes == [0, 0]
+    codes, killed = run("killed", "--crash-at=9")
+    # Who is slower may be ended by JAX, as the other is gone.
+    assert set(codes) <= {-signal.SIGKILL, -signal.SIGABRT}
+    assert [lines[0] for lines in killed] == ["started: no checkpoint"] * 2
+    shutil.rmtree(tmp_path / "killed-ramdisks" / "1")
+    codes, resumed = run("killed")
+    assert codes == [0, 0]
+    for lines in resumed:
+        assert lines[0] == "resumed: step 8"
+        assert lines[-1] == straight[0][-1] == straight[1][-1]
+        assert lines[-1].startswith("final state: sha256:")
+    assert (tmp_path / "killed-ramdisks" / "1" / "10").is_dir()
+
+
+@pytest.mark.long
+def test_the_script_resumes_from_the_ramdisk_after_a_kill(tmp_path: Path) -> None:
+    def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        arguments = [
+            "--directory",
+            str(tmp_path / name),
+            "--local",
+            str(tmp_path / f"{name}-local"),
+        ]
+        return subprocess.run(
+            [
+                *(sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), *arguments),
+                *(
+                    "--steps",
+                    "12",
+                    "--local-period",
+                    "2",
+                    "--period",
+                    "100",
+                    "--width",
+                    "16",
+                    *more,
+                ),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+
+    straight = run("straight")
+    assert straight.returncode == 0, straight.stderr[-2000:]
+    killed = run("killed", "--crash-at", "9")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    resumed = run("killed")
+    first, *_, last = resumed.stdout.splitlines()
+    assert first == "resumed: step 8"
+    assert last.startswith("final state: sha256:")
+    assert last == straight.stdout.splitlines()[-1]

@@ -1,0 +1,179 @@
+"""The table of MaxText's flags: what stands in it does what the flag does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import ROOT
+from support.processes import run_processes, run_python
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.storage.arrays import write_step
+
+PAGE = ROOT / "README.md"
+ROWS = {
+    match[1]: match[2].split("`")[1::2]
+    for match in re.finditer(r"^\| `(\w+)=[^`]*` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+}
+
+
+@pytest.fixture
+def written(directory: Path, tmp_path: Path) -> Callable[[str, int], Any]:
+    """The first piece of code in a row, evaluated for these paths and this N."""
+
+    def evaluate(flag: str, n: int = 2) -> Any:
+        names = {
+            "DIRECTORY": directory,
+            "RAMDISK": tmp_path / "ramdisk",
+            "N": n,
+            "policies": policies,
+            "LocalTier": LocalTier,
+            "CheckpointOptions": CheckpointOptions,
+            "TorchaxCheckpointer": TorchaxCheckpointer,
+        }
+        return eval(ROWS[flag][0], names)
+
+    return evaluate
+
+
+def run(ckpt: TorchaxCheckpointer, steps: int = 6) -> None:
+    with ckpt:
+        for step in range(1, steps + 1):
+            ckpt.save(step, state={"w": np.full(3, step)})
+            ckpt.wait_until_finished()
+
+
+def test_every_flag_stands_in_the_table_and_is_tested() -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_enable_")}
+    tested |= {"async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_period"}
+    tested |= {"local_checkpoint_directory", "local_checkpoint_period"}
+    assert set(ROWS) == tested
+    assert all(f"test_{flag}" in globals() for flag in ROWS)
+
+
+def test_enable_checkpointing(written: Any) -> None:
+    run(ckpt := written("enable_checkpointing"))
+    assert ckpt.latest_step() == 6
+
+
+def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, save = ROWS["async_checkpointing"]
+    is_writing, may_write = threading.Event(), threading.Event()
+    write = write_step.write_step
+
+    def held_open(*args: Any, **kwargs: Any) -> None:
+        is_writing.set()
+        assert may_write.wait(30), "whoever called save waited for the write"
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(write_step, "write_step", held_open)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(stateful={})
+        names = {"ckpt": ckpt, "step": 1}
+        assert eval(save, names)
+        assert is_writing.wait(30)
+        assert ckpt.all_steps() == []
+        may_write.set()
+        eval(wait, names)
+        assert ckpt.all_steps() == [1]
+
+
+def test_enable_continuous_checkpointing(written: Any) -> None:
+    run(ckpt := written("enable_continuous_checkpointing"))
+    assert ckpt.all_steps() == [4, 5, 6]
+
+
+def test_max_num_checkpoints_to_keep(written: Any) -> None:
+    run(ckpt := written("max_num_checkpoints_to_keep", 4))
+    assert ckpt.all_steps() == [3, 4, 5, 6]
+
+
+def test_checkpoint_period(written: Any) -> None:
+    run(ckpt := written("checkpoint_period", 2))
+    assert ckpt.all_steps() == [2, 4, 6]
+
+
+def test_enable_emergency_checkpoint(written: Any) -> None:
+    run(ckpt := written("enable_emergency_checkpoint"))
+    assert (ckpt.latest_step("local"), ckpt.latest_step("durable")) == (6, 6)
+
+
+def test_local_checkpoint_directory(written: Any, directory: Path, tmp_path: Path) -> None:
+    run(TorchaxCheckpointer(directory, local=written("local_checkpoint_directory")))
+    assert (tmp_path / "ramdisk" / "6").is_dir()
+
+
+def test_local_checkpoint_period(written: Any, directory: Path) -> None:
+    never = policies.SpecificStepsPolicy(())
+    local = written("local_checkpoint_period", 2)
+    run(ckpt := TorchaxCheckpointer(directory, save_decision_policy=never, local=local))
+    assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([4, 6], [])
+
+
+def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
+    program = """
+        import sys
+        from processes_program import report
+        import jax, numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+        from torchax_ckpt.storage.arrays import read_arrays
+
+        directory, row = sys.argv[4:]
+        host = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+        mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("slice", "fsdp"))
+        state = {"w": jax.make_array_from_callback(
+            host.shape, NamedSharding(mesh, P("fsdp")), lambda index: host[index])}
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.save(1, state=state, force=True)
+        read, arrival = [], read_arrays._Arrival
+
+        def counted(committed, target, piece, store):
+            read.append(piece.nbytes)
+            return arrival(committed, target, piece, store)
+
+        read_arrays._Arrival = counted
+        for options in (CheckpointOptions(), eval(row)):
+            read.clear()
+            with TorchaxCheckpointer(directory, options=options) as ckpt:
+                found = ckpt.load(1, state)["w"]
+            for shard in found.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes()
+            report(read=sum(read))
+    """
+    row = ROWS["enable_single_replica_ckpt_restoring"][0]
+    first, second = run_processes(program, 2, str(directory), row)
+    nbytes = 256 * 256 * 4
+    assert first == [{"read": nbytes}, {"read": nbytes}]
+    assert second == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
+
+
+def test_enable_autocheckpoint(written: Any, directory: Path) -> None:
+    assert written("enable_autocheckpoint") == CheckpointOptions()
+    program = """
+        import os, signal, sys
+        import torchax
+        torchax.enable_globally()
+        import numpy as np
+        from torchax_ckpt import TorchaxCheckpointer, policies
+        never = policies.SpecificStepsPolicy(())
+        with TorchaxCheckpointer(sys.argv[1], save_decision_policy=never) as ckpt:
+            ckpt.attach(stateful={})
+            os.kill(os.getpid(), signal.SIGTERM)
+            for step in range(1, 100):
+                ckpt.save(step, state={"w": np.full(3, step)})
+                if ckpt.reached_preemption(step):
+                    break
+        sys.exit(128 + signal.SIGTERM)
+    """
+    result = run_python(program, str(directory), devices=1, check=False)
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr[-2000:]
+    assert os.path.isdir(directory / "1")

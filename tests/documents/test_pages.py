@@ -1,0 +1,124 @@
+"""The pages of docs/ and README.md: the site builds without a warning, and every block runs."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.commands import BLOCK, run_commands
+from support.processes import run_python
+
+import torchax_ckpt
+from torchax_ckpt import planning, policies
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+# A block, whatever its fence; or a program that a page keeps from the reader's eyes, in a comment.
+# What a block may be: Python or commands of torchax-ckpt, which are run here; or no code, what is
+# printed or stored. The commands of a console need what no test has: an index, or a cluster.
+# "raises" provokes the message above it (test_troubleshooting).
+KINDS = {"python", "sh", "console", "text", "json", "raises"}
+DIRECTIVES = {"{toctree}", "{eval-rst}"}
+
+
+# SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
+# these get a process of their own.
+ALONE = {"lightning", "preemption"}
+
+
+@pytest.mark.usefixtures("empty_folder")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_as_one_program(page: Path) -> None:
+    text = page.read_text()
+    if page.stem in ALONE:
+        blocks = [b["body"] for b in BLOCK.finditer(text) if b["kind"] == "python"]
+        run_python("\n".join(blocks), fresh=True)
+        return
+    names = {"__name__": page.stem}
+    for block in BLOCK.finditer(text):
+        if block["kind"] == "python":
+            above = text.count("\n", 0, block.start("body"))  # so that errors name the page's lines
+            exec(compile("\n" * above + block["body"], str(page), "exec"), names)
+        elif block["kind"] == "sh":
+            run_commands(block["body"])
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *DOCS.glob("api/*.md"), ROOT / "README.md"], ids=lambda page: page.stem
+)
+def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
+    kinds = {block["kind"] for block in BLOCK.finditer(page.read_text())}
+    assert kinds <= KINDS | DIRECTIVES
+
+
+# What is indented is not run: a synopsis, whose arguments are names in capitals.
+SYNOPSIS = re.compile(r"torchax-ckpt ([a-z]+ )?[A-Z]+\b")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/gke/README.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_commands_that_are_not_run_are_synopses(page: Path) -> None:
+    indented = re.findall(r"^(?: {4}|\t)\s*(torchax-ckpt .*)$", page.read_text(), re.M)
+    assert not [line for line in indented if not SYNOPSIS.match(line)]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+def test_links_of_a_page_beside_the_site_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert links
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+# --- the site --------------------------------------------------------------------------------
+
+
+def build_site(out: Path) -> None:
+    """The pages as HTML, from scratch, where any warning is an error."""
+    result = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", DOCS, out],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def public_names() -> Iterator[str]:
+    for module in (torchax_ckpt, policies, planning):
+        for name in module.__all__:
+            if not inspect.ismodule(getattr(module, name)):
+                yield f"{module.__name__}.{name}"
+    for name, value in vars(torchax_ckpt.errors).items():
+        if inspect.isclass(value) and issubclass(value, Exception):
+            yield f"torchax_ckpt.errors.{name}"
+    for name, value in vars(torchax_ckpt.TorchaxCheckpointer).items():
+        if not name.startswith("_") and (callable(value) or isinstance(value, property)):
+            yield f"torchax_ckpt.TorchaxCheckpointer.{name}"
+
+
+def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
+    build_site(tmp_path)
+    pages = {page.stem: page.read_text() for page in (tmp_path / "api").glob("*.html")}
+    texts = {stem: html.unescape(re.sub(r"<[^>]+>", "", page)) for stem, page in pages.items()}
+    described = set(re.findall(r'id="([^"]+)"', "".join(pages.values())))
+    # Orbax's policies and types, which its own pages describe, are named in tables.
+    described |= {f"torchax_ckpt.policies.{word}" for word in re.findall(r"\w+", texts["policies"])}
+    assert not set(public_names()) - described
+    for stem, text in texts.items():
+        # A colon in the first line of what is returned would make a type of the words before it.
+        assert "Return type:" not in text, stem
+        assert "\nType:" not in text, stem
+        assert not re.search("\N{EN DASH}\\s*\n", text), f"{stem}: an item without a description"

@@ -1,0 +1,565 @@
+"""To plain torch and back: optimizers in its files, and torch.distributed.checkpoint both ways."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.commands import run, run_json
+from support.compare import bits
+from support.models import Tied, values
+from support.processes import run_python
+from support.torch_files import Evil, save_dcp
+from support.training import before_enabling, mlp, train_step
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, torchax_backend, warm_start
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.errors import (
+    CorruptCheckpointError,
+    DirectoryError,
+    MismatchError,
+    UnsupportedLeafError,
+)
+from torchax_ckpt.formats import dcp, pickle_records, scratch, untrusted_files
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, of which the second steps what the model has first."""
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    groups: list[dict[str, Any]] = [
+        {"params": second, "lr": 0.25, "betas": (0.8, 0.9)}, {"params": first}
+    ]  # fmt: skip
+    return torch.optim.AdamW(groups, lr=0.125)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    directory = tmp_path_factory.mktemp("trained") / "run"
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = optimizer_for(model)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(2):
+            train_step(model, optimizer, step)
+    return directory, model, optimizer
+
+
+# Programs of plain torch: each builds the same, loads it, and shows what it has then.
+PLAIN = """
+    import sys, warnings
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    warnings.simplefilter("ignore")
+
+    def build():
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+        return model, torch.optim.AdamW([{"params": second}, {"params": first}], lr=9.0)
+
+    def show(model, optimizer):
+        for group in optimizer.param_groups:
+            print(group["lr"], group["betas"])
+            for p in group["params"]:
+                state = optimizer.state[p]
+                for tensor in (p, state["step"], state["exp_avg"], state["exp_avg_sq"]):
+                    print(tensor.detach().numpy().tobytes().hex())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        print(optimizer.state[p]["step"].item())
+
+    model, optimizer = build()
+    saved = torch.load(sys.argv[1], weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    show(model, optimizer)
+
+    model, optimizer = build()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=sys.argv[2])
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    show(model, optimizer)
+    assert "torchax" not in sys.modules
+"""
+
+
+def shown(optimizer: torch.optim.Optimizer) -> list[str]:
+    lines = []
+    for group in optimizer.param_groups:
+        lines.append(f"{group['lr']} {group['betas']}")
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            for tensor in (parameter, state["step"], state["exp_avg"], state["exp_avg_sq"]):
+                lines.append(bits(tensor)[-1].hex())
+    return [*lines, "3.0"]
+
+
+def test_plain_torch_goes_on_with_model_and_optimizer(trained: Any, tmp_path: Path) -> None:
+    directory, _, optimizer = trained
+    paths = [tmp_path / "x.pt", tmp_path / "dcp"]
+    for path, form in zip(paths, ("pt", "dcp"), strict=True):
+        args = ("--format", form, "--optimizer", "--max-bytes", 1)
+        assert run_json("export", directory, 2, path, *args)["num_tensors"] == 4 + 4 * 3
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    expected = shown(optimizer)
+    result = run_python(PLAIN, *map(str, paths), fresh=True)
+    assert result.stdout.splitlines() == expected + expected
+
+
+def test_what_is_larger_than_the_bound_lies_in_a_file(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _, _ = trained
+    mapped: list[int] = []
+    memmap = np.memmap
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        mapped.append(kwargs["shape"][0])
+        return memmap(*args, **kwargs)
+
+    monkeypatch.setattr(scratch.np, "memmap", counted)
+    out = tmp_path / "small.pt"
+    total = run_json("export", directory, 2, out, "--format", "pt", "--optimizer")["num_bytes"]
+    assert mapped == []
+    for bound in (total, total - 1):
+        out = tmp_path / f"{bound}.pt"
+        run("export", directory, 2, out, "--format", "pt", "--optimizer", "--max-bytes", bound)
+    assert len(mapped) == 1
+    assert total <= mapped[0] <= total + 64 * 16
+    with before_enabling():
+        a, b = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in (total, total - 1))
+        assert values(a["model"]) == values(b["model"])
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(scratch.os, "posix_fallocate", full)
+    out = tmp_path / "none"
+    said = run(
+        "export",
+        directory,
+        2,
+        out,
+        "--format",
+        "dcp",
+        "--max-bytes",
+        1,
+        code=exit_codes.UNAVAILABLE,
+    )
+    assert "has no room for" in said
+    assert not out.exists()
+
+
+def test_several_optimizers_are_exported_by_name(directory: Path, tmp_path: Path) -> None:
+    models = {"g": mlp(), "d": mlp()}
+    optimizers = {n: torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}
+    optimizers["g"].add_param_group({"params": [], "lr": 0.5})
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(models, optimizers)
+        ckpt.save(1, force=True)
+    out = tmp_path / "x.pt"
+    run("export", directory, 1, out, "--format", "pt", "--optimizer", "--at", "model/g")
+    with before_enabling():
+        loaded = torch.load(out, weights_only=True)
+        assert loaded["optimizer"].keys() == {"g", "d"}
+        first, second = loaded["optimizer"]["g"]["param_groups"]
+        assert (first["params"], second["params"], second["lr"]) == ([0, 1, 2, 3], [], 0.5)
+
+
+def test_wrong_use_is_told(trained: Any, directory: Path, tmp_path: Path) -> None:
+    path, model, _ = trained
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+    for source, step, args, message in (
+        (directory, 1, ("x.pt", "--format", "pt", "--optimizer"), "found none"),
+        (path, 2, ("x.safetensors", "--optimizer"), "--at optimizer"),
+        (path, 2, ("x.pt", "--format", "dcp"), "the name of a directory"),
+        (path, 2, ("x", "--format", "dcp", "--max-shard-size", "1GB"), "for safetensors"),
+    ):
+        out, *rest = args
+        said = run("export", source, step, tmp_path / out, *rest, code=exit_codes.USAGE)
+        assert message in said
+        assert not (tmp_path / out).exists()
+
+
+# --- and back ------------------------------------------------------------------------------------
+
+
+def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model: Any = Tied()
+    model.layers[1].bfloat16()
+    model.to("jax")
+    model.head.weight = model.embed.weight
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(3, force=True)
+    run("export", directory, 3, tmp_path / "dcp", "--format", "dcp")
+    result = run_json("import", tmp_path / "dcp", tmp_path / "again")
+    assert result["files"] == [str(tmp_path / "dcp" / ".metadata")]
+    assert values(load_torch_state_dict(tmp_path / "again")) == values(dict(model.state_dict()))
+    assert "was written neither by torch.save nor by torch's DCP" in run(
+        "import", directory, tmp_path / "x", "--at", "model", code=exit_codes.USAGE
+    )
+    said = run("import", tmp_path / "dcp", tmp_path / "x", "--at", "ema", code=exit_codes.USAGE)
+    assert "found them at model" in said
+
+
+def test_tensors_come_together_from_the_chunks_of_many_ranks(tmp_path: Path) -> None:
+    program = """
+        import sys, warnings
+        import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        import torch.multiprocessing as mp
+
+        def rank(index, folder, store):
+            warnings.simplefilter("ignore")
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=2)
+            mesh = init_device_mesh("cpu", (2,))
+            whole = torch.arange(35.0).reshape(7, 5)
+            dcp.save({"model": {
+                "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+                "columns": distribute_tensor(whole + 100, mesh, [Shard(1)]),
+                "same": distribute_tensor(whole + 200, mesh, [Replicate()]),
+                "turned": (whole + 300).t(),
+                "number": torch.tensor(7.0),
+            }}, checkpoint_id=folder)
+            dist.destroy_process_group()
+
+        mp.start_processes(rank, args=tuple(sys.argv[1:]), nprocs=2, start_method="fork")
+    """
+    run_python(program, str(tmp_path / "dcp"), str(tmp_path / "store"), fresh=True)
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    whole = np.arange(35, dtype=np.float32).reshape(7, 5)
+    expected = {
+        "rows": whole, "columns": whole + 100, "same": whole + 200, "turned": (whole + 300).T,
+        "number": np.array(7, np.float32),
+    }  # fmt: skip
+    files = dcp.open_dcp(tmp_path / "dcp")
+    assert len(files.tensors["rows"].parts) == len(files.tensors["columns"].parts) == 2
+    model = nn.Module()
+    for name, array in expected.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros(array.shape, device="jax")))
+    warm_start(model, tmp_path / "dcp")
+    for name, array in expected.items():
+        assert bits(getattr(model, name))[1:] == bits(array)[1:], name
+    part = files.tensors["columns"].read((slice(2, 6), slice(1, 4)))
+    assert part.tobytes() == expected["columns"][2:6, 1:4].tobytes()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    "float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 uint8 bool uint16".split(),  # noqa: SIM905
+)
+def test_every_dtype_is_read(dtype: str, tmp_path: Path) -> None:
+    with before_enabling():
+        tensor = torch.arange(12).reshape(3, 4).float().to(getattr(torch, dtype))
+    save_dcp({"w": tensor, "none": tensor[:0]}, tmp_path / "dcp", num_files=1)
+    files = dcp.open_dcp(tmp_path / "dcp")
+    with torchax_backend.native_torch():
+        expected = torchax_backend.to_numpy(tensor)
+    found = files.tensors["w"].mapped()
+    assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
+    assert files.tensors["none"].mapped().shape == (0, 4)
+
+
+# --- a checkpoint is data ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_dcp(
+        {"model": {"w": torch.arange(6.0).reshape(2, 3)}}, tmp_path / "dcp", num_files=1
+    )
+
+
+def test_nothing_is_unpickled(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = pickle_records.read_records(pickle.dumps(Evil()), "x")
+    assert isinstance(found, pickle_records.Record)
+    assert (found.name, found.args) == ("builtins.print", ("run by a pickle",))
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CorruptCheckpointError, match="expected Metadata"):
+        dcp.open_dcp(saved)
+    assert "run by" not in capsys.readouterr().out
+
+
+def test_nothing_is_unpickled_of_a_chunk(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = saved.glob("*.distcp")
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Evil()))
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/data/0", bytes(24))
+    rewrite(saved, lambda m: setattr(stored(m), "length", file.stat().st_size))
+    with pytest.raises(CorruptCheckpointError, match="expected a tensor"):
+        dcp.open_dcp(saved).tensors["w"].mapped()
+    assert "run by" not in capsys.readouterr().out
+
+
+def metadata(folder: Path) -> Any:
+    """torch's own reading, to be changed and written again."""
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    found = metadata(folder)
+    change(found)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def stored(found: Any) -> Any:
+    return next(iter(found.storage_data.values()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(stored(m), "relative_path", "../x"),
+        lambda m: setattr(stored(m), "relative_path", "/etc/passwd"),
+        lambda m: setattr(stored(m), "relative_path", 5),
+        lambda m: setattr(stored(m), "relative_path", ".."),
+        lambda m: setattr(stored(m), "relative_path", ""),
+        lambda m: setattr(stored(m), "offset", -1),
+        lambda m: setattr(stored(m), "length", None),
+        lambda m: m.storage_data.clear(),
+        lambda m: setattr(m, "storage_data", None),
+        lambda m: setattr(m, "state_dict_metadata", {"w": 3}),
+        lambda m: setattr(m.state_dict_metadata["model.w"], "size", torch.Size((2, 4))),
+        lambda m: setattr(m.state_dict_metadata["model.w"], "size", torch.Size((2, 2))),
+        lambda m: setattr(m.state_dict_metadata["model.w"], "size", "large"),
+        lambda m: m.state_dict_metadata["model.w"].chunks.append(5),
+        lambda m: setattr(m, "planner_data", {"model.w": 5}),
+        lambda m: setattr(m, "planner_data", {"model.w": ()}),
+        lambda m: setattr(m, "planner_data", {"model.w": ("model", None)}),
+        lambda m: setattr(m, "planner_data", {5: ("model", "w")}),
+    ],
+)
+def test_metadata_that_torch_does_not_write_is_damage(change: Any, saved: Path) -> None:
+    rewrite(saved, change)
+    with pytest.raises(CorruptCheckpointError):
+        dcp.open_dcp(saved)
+
+
+# 60 lists or tuples, each of the one before, twice: to show or hash the last takes 2 ** 60 steps.
+LISTS = b"](]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(60)) + b"e"
+TUPLES = b")q\x00" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(60))
+
+
+def fields(name: bytes, **values: bytes) -> bytes:
+    """Pickled: an object of this class, with these fields."""
+    items = b"".join(b"\x8c%c%b%b" % (len(k), k.encode(), v) for k, v in values.items())
+    return b"ctorch\n" + name + b"\n)R}(" + items + b"ub"
+
+
+@pytest.mark.parametrize("shared", [LISTS, TUPLES], ids=["lists", "tuples"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: fields(b"Metadata", planner_data=b"](\x8c\x01w" + x + b"\x85\x86e"),
+        lambda x: fields(b"Metadata", planner_data=b"](" + x + b"\x8c\x01w\x85\x86e"),
+        lambda x: fields(
+            b"Metadata",
+            storage_data=b"]("
+            + fields(b"MetadataIndex", fqn=x, offset=b")")
+            + fields(b"_StorageInfo", relative_path=b"\x8c\x01f", offset=b"K\x00", length=b"K\x01")
+            + b"\x86e",
+            state_dict_metadata=b"]",
+        ),
+        lambda x: fields(
+            b"Metadata",
+            storage_data=b"]("
+            + fields(b"MetadataIndex", fqn=b"\x8c\x01w", offset=b")")
+            + fields(b"_StorageInfo", relative_path=x, offset=b"K\x00", length=b"K\x01")
+            + b"\x86e",
+            state_dict_metadata=b"]",
+        ),
+        lambda x: fields(
+            b"Metadata",
+            storage_data=b"]",
+            state_dict_metadata=b"](" + x + fields(b"TensorStorageMetadata") + b"\x86e",
+        ),
+        lambda x: b"ctorch\nMetadata\n)R}(" + x + b"Nub",
+    ],
+    ids=["place", "key of a place", "fqn", "file", "key of a tensor", "field"],
+)
+def test_parts_in_common_are_not_multiplied(place: Any, shared: bytes, saved: Path) -> None:
+    (saved / ".metadata").write_bytes(b"\x80\x04" + place(shared) + b".")
+    with pytest.raises(CorruptCheckpointError):
+        dcp.open_dcp(saved)
+
+
+@pytest.mark.parametrize(
+    "doubled",
+    [
+        b"\x8c\x04name\x8c\x04name\x93\x94" + b"h\x00h\x00\x93q\x00" * 30,
+        b"]q\x00h\x00\x93",
+        b"X\xe9\x03\x00\x00" + b"n" * 1001 + b"\x8c\x01m\x93",
+        b"c" + b"n" * 1001 + b"\nm\n",
+    ],
+    ids=["of itself", "of a list", "too long", "too long in place"],
+)
+def test_the_name_of_a_global_is_no_more_than_a_name(doubled: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="whose name is none"):
+        pickle_records.read_records(b"\x80\x04" + doubled + b".", "x")
+
+
+def test_a_size_has_dims_and_bits_as_arrays_do(saved: Path) -> None:
+    for size in ((0, *(2**40,) * 64), (2**63, 0)):
+        rewrite(saved, lambda m, s=size: setattr(m.state_dict_metadata["model.w"], "size", s))
+        with pytest.raises(CorruptCheckpointError, match="expected a size"):
+            dcp.open_dcp(saved)
+
+
+def cut(folder: Path, shape: tuple[int, ...], *chunks: tuple[Any, Any]) -> None:
+    """Says of the tensor that it has this shape, and these starts and sizes of chunks."""
+
+    def change(found: Any) -> None:
+        described, place = found.state_dict_metadata["model.w"], stored(found)
+        described.size = torch.Size(shape)
+        described.chunks = [
+            ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)) for start, sizes in chunks
+        ]
+        found.storage_data = {
+            MetadataIndex("model.w", torch.Size(start)): place for start, _ in chunks
+        }
+
+    rewrite(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((6,), [((0,), (3,)), ((2,), (3,))]),
+        ((2, 3), [((0, 0), (1, 3)), ((0, 1), (1, 2)), ((1, 0), (1, 1))]),
+        ((4, 4), [((0, 0), (4, 2)), ((2, 0), (2, 4))]),
+        ((4, 4), [((0, 0), (2, 4)), ((1, 1), (2, 3)), ((3, 0), (1, 2))]),
+    ],
+)
+def test_chunks_that_overlap_are_damage(shape: Any, chunks: Any, saved: Path) -> None:
+    """Their sizes may well add up: what they leave out would be whatever was in memory."""
+    cut(saved, shape, *chunks)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.w: chunks that"):
+        dcp.open_dcp(saved)
+
+
+def test_chunks_of_any_mesh_are_apart(saved: Path) -> None:
+    random = np.random.default_rng(0)
+    for shape in ((5,), (7, 6), (4, 5, 6)):
+        edges = [[0, *sorted(random.choice(range(1, n), 2, replace=False)), n] for n in shape]
+        boxes = list(itertools.product(*(itertools.pairwise(edge) for edge in edges)))
+        random.shuffle(boxes)
+        chunks = [
+            ([int(a) for a, _ in box], [int(b - a) for a, b in box]) for box in boxes
+        ]  # fmt: skip
+        cut(saved, shape, *chunks)
+        assert len(dcp.open_dcp(saved).tensors["w"].parts) == 3 ** len(shape)
+
+
+def test_only_regular_files_of_the_directory_are_opened(saved: Path, tmp_path: Path) -> None:
+    (file,) = saved.glob("*.distcp")
+    tensor = dcp.open_dcp(saved).tensors["w"]
+    for path, read in (
+        (file, tensor.mapped),
+        (saved / ".metadata", lambda: dcp.open_dcp(saved)),
+    ):
+        elsewhere = path.rename(tmp_path / "elsewhere")
+        path.symlink_to(elsewhere)
+        with pytest.raises(CorruptCheckpointError, match="found a symbolic link"):
+            read()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CorruptCheckpointError, match="found a folder or special file"):
+            read()
+        path.unlink()
+        elsewhere.rename(path)
+        read()
+
+
+def test_no_more_is_read_than_metadata_has(saved: Path) -> None:
+    os.truncate(saved / ".metadata", untrusted_files.MAX_METADATA_BYTES + 1)  # sparse
+    with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
+        dcp.open_dcp(saved)
+
+
+def test_no_more_is_read_than_an_archive_describes_itself_in(saved: Path) -> None:
+    (file,) = saved.glob("*.distcp")
+    size = 1 << 40
+    with open(file, "wb") as sparse:
+        sparse.seek(size)
+        sparse.write(struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, 1 << 26, 0, 0))
+    rewrite(saved, lambda m: setattr(stored(m), "length", size + 22))
+    with pytest.raises(CorruptCheckpointError, match="an archive that describes itself in"):
+        dcp.open_dcp(saved).tensors["w"].mapped()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(stored(m), "offset", 7),
+        lambda m: setattr(stored(m), "offset", 10**9),
+        lambda m: setattr(stored(m), "length", 100),
+        lambda m: setattr(stored(m), "relative_path", "gone"),
+        lambda m: setattr(m.state_dict_metadata["model.w"].properties, "dtype", torch.float64),
+    ],
+)
+def test_archives_that_do_not_hold_the_tensor_change_nothing(change: Any, saved: Path) -> None:
+    rewrite(saved, change)
+    tensor = dcp.open_dcp(saved).tensors["w"]
+    with pytest.raises((CorruptCheckpointError, DirectoryError)):
+        tensor.mapped()
+
+
+def test_archives_are_damaged_at_every_byte(saved: Path) -> None:
+    """Whatever is changed, the tensor comes out or an error of ours does."""
+    file = next(saved.glob("*.distcp"))
+    content = file.read_bytes()
+    tensor = dcp.open_dcp(saved).tensors["w"]
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(400):
+        at = int(random.integers(len(content)))
+        file.write_bytes(content[:at] + bytes([random.integers(256)]) + content[at + 1 :])
+        try:
+            assert tensor.mapped().shape == (2, 3)
+        except (CorruptCheckpointError, UnsupportedLeafError):
+            refused += 1
+    assert refused > 20
+
+
+def test_metadata_is_damaged_at_every_byte(saved: Path) -> None:
+    content = (saved / ".metadata").read_bytes()
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(1000):
+        at = int(random.integers(len(content)))
+        damaged = content[:at] + bytes([random.integers(256)]) + content[at + 1 :]
+        (saved / ".metadata").write_bytes(damaged[: int(random.integers(1, len(content) * 4))])
+        try:
+            dcp.open_dcp(saved)
+        except (CorruptCheckpointError, UnsupportedLeafError, MismatchError):
+            refused += 1
+    assert refused > 200
+
+
+def test_compressed_chunks_are_refused_by_name(saved: Path) -> None:
+    rewrite(saved, lambda m: setattr(stored(m), "transform_descriptors", ["zstd"]))
+    with pytest.raises(UnsupportedLeafError, match=r"model\.w: is compressed"):
+        dcp.open_dcp(saved)
+    shutil.rmtree(saved)
+    with pytest.raises(DirectoryError):
+        dcp.open_dcp(saved)

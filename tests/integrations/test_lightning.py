@@ -1,0 +1,790 @@
+"""Lightning: a real Trainer, killed anywhere and resumed, ends on the bits of one that was not."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import dataclasses
+import json
+import logging
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import lightning
+import numpy as np
+import pytest
+import torch
+import torchax
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_program import Run, outcome, train
+from support import PROGRAMS, ROOT, forked
+from support.compare import assert_trees_identical, training_state
+from support.processes import COMPILED_ONCE, Started, run_python
+from support.training import fsdp_mesh, fsdp_rule, mlp, train_step
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.integrations.lightning import BareLoop, TorchaxCheckpoint, TorchaxStrategy
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{warning}")
+    for warning in (
+        ".*does not have many workers",
+        ".*isinstance\\(treespec, LeafSpec\\)",  # Lightning's, of torch
+        "'set_vital' is deprecated",  # torchdata's, of torch
+        "Explicitly requested dtype",  # JAX's, of torch's int64
+        ".*NumPy array is not writable",  # torchax's, of torch
+        "You're resuming from a checkpoint that ended before the epoch ended",
+        "The given NumPy array",
+        "`LightningModule.configure_optimizers` returned `None`",
+        "The `srun` command is available",
+        "Detected call of `lr_scheduler.step",  # torch's, in a process that resumes there
+        "You defined a `validation_step` but have no `val_dataloader`",
+        "You are trying to `self.log\\(\\)`",
+        ".*Consider setting `persistent_workers",
+        "This DataLoader will create",
+        "Your `IterableDataset` has `__len__` defined",
+        ".*`_dataset_length`",
+    )
+]
+PROGRAM = PROGRAMS / "lightning_program.py"
+# First: it sets its logging up by what it finds.
+MODULES = ("lightning", "torchdata.stateful_dataloader", *forked.MODULES)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_lightning() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+def spawn(run: Run, directory: Path, seed: int, *blow: Any) -> subprocess.CompletedProcess[str]:
+    """The training in a process of its own."""
+    options = json.dumps(dataclasses.asdict(run))
+    arguments = (str(PROGRAM), str(directory), str(seed), options, json.dumps(blow))
+    return Started(*arguments, env=COMPILED_ONCE, modules=MODULES).result(200)
+
+
+def steps_of(directory: Path) -> list[int]:
+    return TorchaxCheckpointer(directory).all_steps()
+
+
+def as_left_by_a_kill(directory: Path, last: int) -> Path:
+    """What was in the directory when step ``last`` was the newest."""
+    left = directory.with_name(f"{directory.name}-{last}")
+    left.mkdir()
+    for step in steps_of(directory):
+        if step <= last:
+            shutil.copytree(directory / str(step), left / str(step))
+    return left
+
+
+def assert_same_end(resumed: Any, expected: Any, *, but: str = "nothing") -> None:
+    """The rest of the batches, and then the same bits everywhere."""
+    seen = expected["seen"][len(expected["seen"]) - len(resumed["seen"]) :]
+    assert resumed["seen"] == seen
+    different = {
+        k
+        for k in resumed["state"].keys() | expected["state"].keys()
+        if resumed["state"].get(k) != expected["state"].get(k)
+    }
+    assert {k for k in different if not k.startswith(but)} == set()
+
+
+# --- resuming ----------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": Run(save_at=(6, 14)),
+    "validation-within-epochs": Run(val_check_interval=3, save_at=(6, 8)),
+    "accumulation": Run(accumulate=2, val_check_interval=0.5, save_at=(4, 6)),
+    "steps-and-limits": Run(
+        max_epochs=-1, max_steps=24, generator=True, limit_train_batches=5, save_at=(10, 16)
+    ),
+    "validation-across-epochs": Run(
+        check_val_every_n_epoch=None, val_check_interval=5, generator=True, save_at=(10, 14)
+    ),
+    "steps-and-epochs": Run(max_steps=26, save_at=(14, 16)),
+    "workers": Run(workers=2, save_at=(6, 14)),
+    "no-length": Run(loader="stream", save_at=(6, 14, 18)),
+    "sampler-without-state": Run(loader="by-epoch", save_at=(14, 18)),
+    "torch-loader": Run(loader="torch", save_at=(14,)),
+    "sharded": Run(sharded=True, save_at=(6, 14)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_resumed_anywhere_ends_on_the_same_bits(variant: str, directory: Path) -> None:
+    run = VARIANTS[variant]
+    uninterrupted = dataclasses.replace(run, save_at=()).checkpoint(directory / "uninterrupted")
+    expected = train(run, 1, uninterrupted if run.sharded else None)
+    saving = train(run, 1, run.checkpoint(directory))
+    assert_same_end(saving, expected)
+    assert len(saving["seen"]) == len(expected["seen"])
+    for cut in run.save_at:
+        left = as_left_by_a_kill(directory, cut)
+        resumed = train(run, 22, run.checkpoint(left))
+        assert 0 < len(resumed["seen"]) < len(expected["seen"])
+        assert_same_end(resumed, expected)
+        assert steps_of(left) == steps_of(directory)
+
+
+@pytest.mark.long
+def test_so_does_a_run_that_is_killed_and_told_to_end_again_and_again(directory: Path) -> None:
+    run = Run(max_epochs=3, save_at=(2, 4))
+    for seed, blow, code, saved in (
+        (1, ("SIGKILL", "step", 0, 3), -signal.SIGKILL, 4),
+        (21, ("SIGTERM", "step", 0, 4), 143, 10),  # within an epoch; saved whatever the policy says
+        (22, ("SIGTERM", "validation", 0, 0), 143, 14),  # in a validation, which is begun anew
+        (23, ("SIGTERM", "validation", 1, 1), 143, 28),  # at the end of an epoch
+    ):
+        process = spawn(run, directory, seed, *blow)
+        assert process.returncode == code, process.stderr[-3000:]
+        assert steps_of(directory)[-1] == saved
+    assert_same_end(train(run, 24, run.checkpoint(directory)), train(run, 1))
+    assert steps_of(directory) == [2, 4, 10, 14, 28, 42]
+
+
+def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
+    run = Run(sharded=True, save_at=(18,))
+    killed = spawn(run, directory, 1, "SIGKILL", "step", 1, 3)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert steps_of(directory) == [18]
+    expected = train(run, 1, run.checkpoint(directory.with_name("uninterrupted")))
+    resumed = train(run, 22, run.checkpoint(directory))
+    assert_same_end(resumed, expected)
+    assert set(resumed["devices"]) == set(expected["devices"]) == {4}
+
+
+@pytest.mark.parametrize(
+    ("blow", "raised", "saved"),
+    [
+        (("error", "step", 1, 3), RuntimeError, [20]),
+        (("error", "scratch", 1, 3), RuntimeError, []),
+        (("error", "between", 1, 3), RuntimeError, []),
+        (("error", "validation", 1, 1), RuntimeError, [28]),
+        (("error", "validated", 1, 0), RuntimeError, [28]),
+        (("interrupt", "step", 0, 4), SystemExit, [8]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
+    blow: Any, raised: type[BaseException], saved: list[int], directory: Path
+) -> None:
+    run = Run()
+    with pytest.raises(raised):
+        train(run, 1, run.checkpoint(directory), *blow)
+    assert steps_of(directory) == saved
+    assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1 if saved else 22))
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch", "saved"), [(1, 4, 6), (1, 0, 4)], ids=["within-an-epoch", "across-epochs"]
+)
+def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
+    epoch: int, batch: int, saved: int, directory: Path
+) -> None:
+    run = Run(accumulate=3)  # in the last batch of an epoch no optimizer steps
+    with pytest.raises(RuntimeError, match="asked for"):
+        train(run, 1, run.checkpoint(directory), "error", "step", epoch, batch)
+    assert steps_of(directory) == [saved]
+    assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1))
+
+
+# --- ends and beginnings -----------------------------------------------------------------------
+
+
+def test_a_longer_run_goes_on_from_a_shorter_one(directory: Path) -> None:
+    for short, long in (
+        (Run(max_steps=8, val_check_interval=2), Run(max_steps=18, val_check_interval=2)),
+        (Run(max_epochs=1), Run()),
+        (Run(max_epochs=1, accumulate=3), Run(accumulate=3)),
+    ):
+        shutil.rmtree(directory, ignore_errors=True)
+        train(short, 1, short.checkpoint(directory))
+        assert_same_end(train(long, 22, long.checkpoint(directory)), train(long, 1))
+
+
+def test_a_run_that_was_stopped_goes_on(directory: Path) -> None:
+    run = Run()
+    train(run, 1, run.checkpoint(directory), "stop", "step", 0, 2)
+    assert steps_of(directory) == [6]
+    # Lightning has validated at the stop, so it is not the same run any more. But no batch is lost.
+    resumed = train(run, 22, run.checkpoint(directory))
+    assert resumed["seen"][0][:2] == [0, 3]
+    assert len(resumed["seen"]) == 11
+    assert steps_of(directory) == [6, 28]
+
+
+def test_a_finished_run_trains_and_saves_nothing(directory: Path) -> None:
+    run = Run(max_epochs=1)
+    finished = train(run, 1, run.checkpoint(directory))
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    again = train(run, 22, run.checkpoint(directory))
+    assert again["seen"] == []
+    # The loader was asked for an iterator, which draws a seed.
+    assert_same_end(again, {**finished, "seen": []}, but="/rng/torch")
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+
+def test_one_trainer_fits_several_times(directory: Path) -> None:
+    run = Run(max_epochs=1)
+    module, checkpoint = run.module(1), run.checkpoint(directory)
+    trainer = run.trainer(checkpoint)
+    trainer.fit(module, *run.loaders())
+    assert steps_of(directory)[-1] == 14
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, *run.loaders())
+    assert steps_of(directory)[-1] == 28
+    assert trainer.global_step == 28
+    assert_same_end(outcome(trainer, module), train(Run(), 1), but="/logger_step")
+
+
+def test_every_fit_listens_for_sigterm_also_after_one_that_failed(directory: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run = Run(max_epochs=1)
+    with pytest.raises(RuntimeError, match="asked for"):
+        train(run, 1, run.checkpoint(directory), "error", "step", 0, 1)
+    # Lightning has put the handler back that was there when it began, which is this package's.
+    train(run, 1, run.checkpoint(directory))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_nothing_is_written_but_by_training(directory: Path) -> None:
+    run = Run(max_epochs=1)
+    module, checkpoint = run.module(1), run.checkpoint(directory)
+    _, loader = run.loaders()
+    run.trainer(checkpoint).validate(module, loader, verbose=False)
+    run.trainer(checkpoint).test(module, loader, verbose=False)
+    trainer = run.trainer(checkpoint, fast_dev_run=True)
+    trainer.fit(module, *run.loaders())
+    assert trainer.global_step == 2
+    assert not directory.exists()
+
+
+def test_fast_dev_run_leaves_a_run_as_it_is(directory: Path) -> None:
+    run = Run(max_epochs=1)
+    train(run, 1, run.checkpoint(directory))
+    before = steps_of(directory)
+    tried = train(run, 1, run.checkpoint(directory), fast_dev_run=True)
+    assert [seen[1] for seen in tried["seen"]] == [0]
+    assert steps_of(directory) == before
+
+
+def test_sanity_checks_run_once_and_not_in_a_resumed_run(directory: Path) -> None:
+    run = Run(max_epochs=1, save_at=(4,))
+    expected = train(run, 1, run.checkpoint(directory), num_sanity_val_steps=2)
+    left = as_left_by_a_kill(directory, 4)
+    resumed = train(run, 22, run.checkpoint(left), num_sanity_val_steps=2)
+    assert_same_end(resumed, expected)
+
+
+def logged(folder: Path) -> dict[tuple[str, str], list[str]]:
+    """Step and name -> what a CSVLogger has written of it, as text."""
+    found: dict[tuple[str, str], list[str]] = {}
+    with open(folder / "csv" / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if name not in ("step", "epoch") and value:
+                    found.setdefault((row["step"], name), []).append(value)
+    return found
+
+
+def test_a_logger_is_told_the_same_across_a_resume(directory: Path) -> None:
+    run = Run(val_check_interval=3)
+
+    def train_and_log(name: str, seed: int, checkpoint: Any, *blow: Any) -> None:
+        logger = CSVLogger(directory.with_name(name), name="", version="csv")
+        train(run, seed, checkpoint, *blow, logger=logger, log_every_n_steps=1)
+
+    train_and_log("all", 1, run.checkpoint(directory / "uninterrupted"))
+    with pytest.raises(RuntimeError, match="asked for"):
+        train_and_log("first", 1, run.checkpoint(directory / "cut"), "error", "step", 1, 4)
+    train_and_log("second", 9, run.checkpoint(directory / "cut"))
+    expected, first, second = (logged(directory.with_name(n)) for n in ("all", "first", "second"))
+    assert first.keys().isdisjoint(second)  # no step is logged twice
+    told = {**first, **second}
+    names = {name for _, name in expected}
+    assert names == {"loss_step", "loss_epoch", "val_loss"}
+    assert told.keys() == expected.keys()
+    # The mean of the epoch that was cut is that of the batches since.
+    means = {key: value for key, value in expected.items() if key[1] == "loss_epoch"}
+    different = {key for key in expected if told[key] != expected[key]}
+    assert different == {max(means, key=lambda key: int(key[0]))}
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+
+class Losses(lightning.LightningModule):
+    """Validates to what it is told."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.losses = losses
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.weight.grad = torch.ones_like(self.weight)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        self.log("step_loss", self.weight.sum())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.full((), self.losses[self.current_epoch], device="jax"))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight], lr=1e-2)
+
+
+def trainer_with(*callbacks: Any, **options: Any) -> Any:
+    defaults = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
+    return lightning.Trainer(
+        **{
+            "strategy": TorchaxStrategy(),
+            "callbacks": list(callbacks),
+            "enable_checkpointing": any(isinstance(c, TorchaxCheckpoint) for c in callbacks),
+            "num_sanity_val_steps": 0,
+            "max_epochs": 1,
+            **defaults,
+            **options,
+        }
+    )
+
+
+def numbers(count: int, kind: Any = StatefulDataLoader, **options: Any) -> Any:
+    return kind(range(count), **options)
+
+
+def fit_losses(checkpoint: TorchaxCheckpoint, losses: list[float]) -> None:
+    trainer = trainer_with(checkpoint, max_epochs=len(losses))
+    trainer.fit(Losses(losses), numbers(6, batch_size=2), numbers(2))
+
+
+def test_the_best_steps_by_a_monitored_metric_are_kept(directory: Path) -> None:
+    checkpoint = TorchaxCheckpoint(
+        directory,
+        monitor="val_loss",
+        num_best=2,
+        save_decision_policy=policies.SpecificStepsPolicy([4]),
+        preservation_policy=policies.LatestN(1),
+    )
+    fit_losses(checkpoint, [3.0, 1.0, 2.0, 5.0, 4.0])
+    ckpt = checkpoint.checkpointer
+    assert ckpt is not None
+    assert ckpt.all_steps() == [6, 9, 15]
+    assert ckpt.best_step() == 6
+    assert {step: ckpt.metrics(step)["val_loss"] for step in (6, 9, 15)} == {6: 1, 9: 2, 15: 4}
+
+
+def test_a_metric_is_saved_with_the_step_it_was_measured_at_and_no_other(directory: Path) -> None:
+    checkpoint = TorchaxCheckpoint(
+        directory,
+        monitor="val_loss",
+        save_decision_policy=policies.FixedIntervalPolicy(1),
+        preservation_policy=policies.PreserveAll(),
+    )
+    fit_losses(checkpoint, [3.0, float("nan")])
+    ckpt = checkpoint.checkpointer
+    assert ckpt is not None
+    assert ckpt.all_steps() == [1, 2, 3, 4, 5, 6]
+    assert [s for s in ckpt.all_steps() if "val_loss" in ckpt.metrics(s)] == [3]
+    assert ckpt.metrics(5)["step_loss"] == pytest.approx(-0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_metric_of_some_batches_is_saved_with_their_steps_alone(
+    every: int, directory: Path
+) -> None:
+    class Sometimes(Losses):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch_idx % 4 == 1:
+                self.log("rare", self.weight.sum())
+
+    checkpoint = TorchaxCheckpoint(
+        directory,
+        monitor="rare",
+        save_decision_policy=policies.FixedIntervalPolicy(every),
+        preservation_policy=policies.PreserveAll(),
+    )
+    trainer_with(checkpoint).fit(Sometimes([1.0]), numbers(11))
+    ckpt = checkpoint.checkpointer
+    assert ckpt is not None
+    assert ckpt.all_steps()[-1] == 11
+    ranked = {step for step in ckpt.all_steps() if "rare" in ckpt.metrics(step)}
+    assert ranked == {2, 6, 10}.intersection(ckpt.all_steps())
+    assert len(ranked) == (3 if every == 1 else 1)  # 2, 6, 10; of 3, 6, 9, 11 only 6
+
+
+def test_a_metric_that_is_never_logged_is_an_error(directory: Path) -> None:
+    checkpoint = TorchaxCheckpoint(directory, monitor="accuracy")
+    with pytest.raises(
+        MisconfigurationException, match="nothing was logged under that name.*step_loss, val_loss"
+    ):
+        fit_losses(checkpoint, [1.0, 2.0])
+    assert steps_of(directory)[-1] == 3
+    with pytest.raises(PolicyError, match="mode must be"):
+        TorchaxCheckpoint(directory, monitor="loss", mode="least")  # type: ignore[arg-type]
+
+
+def test_callbacks_and_metrics_take_device_scalars(directory: Path) -> None:
+    class Accurate(Losses):
+        def __init__(self) -> None:
+            super().__init__([1.0, 2.0])
+            self.mean = torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.mean(batch.float())
+            self.log("mean", self.mean, on_step=True, on_epoch=True, prog_bar=True)
+
+    TorchaxStrategy()  # from here on metrics can be made
+    module = Accurate()
+    stopping = EarlyStopping("val_loss", patience=1, verbose=True)
+    checkpoint = TorchaxCheckpoint(directory)
+    callbacks = (stopping, TQDMProgressBar(), checkpoint)
+    trainer = trainer_with(*callbacks, max_epochs=5, enable_progress_bar=True)
+    trainer.fit(module, numbers(6, batch_size=2), numbers(2))
+    assert trainer.callback_metrics["mean_epoch"] == 2.5
+    assert stopping.stopped_epoch == 1
+    assert copy.deepcopy(module).weight is not module.weight
+
+
+# --- what it refuses, and warns of -------------------------------------------------------------
+
+
+def test_automatic_optimization_is_refused_with_what_to_do_instead(directory: Path) -> None:
+    module = Losses([1.0])
+    module.automatic_optimization = True
+    with pytest.raises(MisconfigurationException, match="Losses asks for automatic.*jax_value_and"):
+        trainer_with().fit(module, numbers(2))
+    module.automatic_optimization = False
+    module.training_step = lambda batch, batch_idx: module.manual_backward(module.weight.sum())  # type: ignore[method-assign]
+    with pytest.raises(MisconfigurationException, match="manual_backward cannot work"):
+        trainer_with(TorchaxCheckpoint(directory)).fit(module, numbers(2))
+    assert not directory.exists()
+
+
+def test_checkpoints_of_lightning_are_refused(directory: Path) -> None:
+    theirs = directory.with_suffix(".ckpt")
+    with torchax_backend.native_torch():
+        state = {"state_dict": {"weight": torch.zeros(2)}, "epoch": 0, "global_step": 0}
+        torch.save({**state, "pytorch-lightning_version": lightning.__version__}, theirs)
+    with pytest.raises(MisconfigurationException, match="goes on from what is in"):
+        trainer_with(TorchaxCheckpoint(directory)).fit(Losses([1.0]), numbers(2), ckpt_path=theirs)
+    trainer = trainer_with(TorchaxCheckpoint(directory))
+    trainer.fit(Losses([1.0]), numbers(2))
+    with pytest.raises(MisconfigurationException, match="TorchaxCheckpoint\\(directory\\)"):
+        trainer.save_checkpoint(directory / "lightning.ckpt")
+
+
+def test_state_that_only_lightnings_checkpoints_would_hold_is_refused(directory: Path) -> None:
+    module = Losses([1.0])
+    averaging = LambdaCallback(on_save_checkpoint=lambda *_: None)
+    with pytest.raises(
+        MisconfigurationException, match="LambdaCallback.on_save_checkpoint.*state_"
+    ):
+        trainer_with(averaging, TorchaxCheckpoint(directory)).fit(module, numbers(2))
+    assert not directory.exists()
+
+
+def test_what_cannot_be_resumed_exactly_is_said(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for loader, is_exact in ((numbers(2, DataLoader), False), (numbers(2), True)):
+        caplog.clear()
+        trainer_with(TorchaxCheckpoint(directory / str(is_exact))).fit(Losses([1.0]), loader)
+        assert ("starts its epoch anew" not in caplog.text) == is_exact
+
+
+def test_a_module_that_steps_no_optimizer_is_told_that_nothing_is_saved(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Losses([1.0])
+    module.training_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    trainer_with(TorchaxCheckpoint(directory)).fit(module, numbers(2))
+    assert "nothing was saved: no optimizer step was counted" in caplog.text
+    assert not directory.exists()
+
+
+# --- the strategy ------------------------------------------------------------------------------
+
+
+def test_a_module_keeps_its_parameters_ties_and_shardings() -> None:
+    run = Run(max_epochs=1)
+    module = run.module(1)
+    before = dict(module.named_parameters())
+    run.trainer().fit(module, *run.loaders())
+    assert {n: id(p) for n, p in module.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert module.net[2].weight is module.head.weight
+    assert {p.device.type for p in module.parameters()} == {"jax"}
+
+    rule = fsdp_rule(fsdp_mesh(4))
+    for name, parameter in module.named_parameters():
+        array = torchax_backend.buffer(parameter)
+        torchax_backend.set_buffer(parameter, jax.device_put(array, rule(name, array)))
+    sharding = torchax_backend.buffer(module.net[0].weight).sharding
+    assert len(sharding.device_set) == 4
+    run.trainer().validate(module, run.loaders()[1], verbose=False)
+    assert torchax_backend.buffer(module.net[0].weight).sharding == sharding
+
+
+def test_it_enables_torchax_where_the_program_has_not() -> None:
+    result = run_python(
+        """
+        import warnings; warnings.simplefilter("ignore")
+        import lightning, torch, torchax
+        from torch.utils.data import DataLoader
+        from torchax_ckpt.integrations.lightning import TorchaxStrategy
+
+        class Module(lightning.LightningModule):
+            automatic_optimization = False
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(2))
+            def training_step(self, batch, batch_idx):
+                self.weight.grad = self.weight * batch
+                self.optimizers().step()
+                self.log("sum", self.weight.sum(), prog_bar=True)
+            def configure_optimizers(self):
+                return torch.optim.SGD([self.weight], lr=0.5)
+
+        module = Module()
+        trainer = lightning.Trainer(
+            strategy=TorchaxStrategy(), max_epochs=1, enable_checkpointing=False, logger=False)
+        trainer.fit(module, DataLoader([1.0, 1.0]))
+        print(module.weight.device, module.weight.tolist(), trainer.callback_metrics)
+        """
+    )
+    assert "jax:0 [0.25, 0.25] {'sum': tensor(0.5000)}" in result.stdout
+
+
+# --- a bare loop -------------------------------------------------------------------------------
+
+
+def test_the_hooks_work_in_a_loop_without_a_trainer(directory: Path) -> None:
+    def run(directory: Path, last: int) -> Any:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        checkpoint = TorchaxCheckpoint(directory, monitor="loss", num_best=1)
+        loop = BareLoop(optimizers=[optimizer], lr_schedulers=[scheduler])
+        checkpoint.on_fit_start(loop, model)
+        began = loop.global_step
+        for step in range(began + 1, last + 1):
+            loop.callback_metrics = {"loss": train_step(model, optimizer, seed=step)}
+            scheduler.step()
+            loop.global_step = step
+            checkpoint.on_train_batch_end(loop, model)
+        checkpoint.on_train_end(loop, model)
+        checkpoint.teardown(loop, model, "fit")
+        assert checkpoint.checkpointer is not None
+        assert checkpoint.checkpointer.metrics(last).keys() == {"loss"}
+        assert checkpoint.checkpointer.best_step() is not None
+        return began, [*training_state(model, optimizer), scheduler.state_dict()]
+
+    torch.manual_seed(0), torchax.default_env().manual_seed(0)
+    _, expected = run(directory / "uninterrupted", 8)
+    torch.manual_seed(0), torchax.default_env().manual_seed(0)
+    run(directory / "resumed", 5)
+    torch.manual_seed(5), torchax.default_env().manual_seed(5)
+    began, resumed = run(directory / "resumed", 8)
+    assert began == 5
+    assert_trees_identical(resumed, expected)
+
+
+class Bare:
+    """A training in a loop of one's own: noise, an order of batches, a schedule and momentum."""
+
+    def __init__(self, directory: Path, save_at: list[int]) -> None:
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.loader = StatefulDataLoader(range(12), shuffle=True)
+        self.checkpoint = TorchaxCheckpoint(
+            directory,
+            save_decision_policy=policies.SpecificStepsPolicy(save_at),
+            preservation_policy=policies.PreserveAll(),
+        )
+        self.loop = BareLoop(
+            optimizers=[self.optimizer],
+            lr_schedulers=[self.scheduler],
+            train_dataloader={"train": self.loader},
+        )
+        self.seen: list[Any] = []
+
+    def train(self, fail: str = "", at: int = 0) -> list[Any]:
+        """Eight steps; what must come back. Fails in the step it is told to, at that place."""
+        loop, model = self.loop, self.model
+        self.checkpoint.on_fit_start(loop, model)
+        batches = iter(self.loader)
+        try:
+            while loop.global_step < 8:
+                step = loop.global_step + 1
+                noise = np.random.random()
+                self.seen.append((int(next(batches)), noise))
+                self.scheduler.step()
+                if (fail, at) == ("before", step):
+                    raise RuntimeError("asked for")
+                train_step(model, self.optimizer, seed=self.seen[-1][0] + int(noise * 1000))
+                if (fail, at) == ("after", step):
+                    raise RuntimeError("asked for")
+                loop.global_step = step
+                self.checkpoint.on_train_batch_end(loop, model)
+            self.checkpoint.on_train_end(loop, model)
+        except BaseException as error:
+            self.checkpoint.on_exception(loop, model, error)
+            raise
+        finally:
+            self.checkpoint.teardown(loop, model, "fit")
+        return [*training_state(model, self.optimizer), self.scheduler.state_dict()]
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed), torchax.default_env().manual_seed(seed), np.random.seed(seed)
+
+
+@pytest.mark.parametrize(("fail", "saved"), [("before", [2, 5]), ("after", [2])])
+def test_an_exception_in_a_bare_loop_saves_the_step_that_is_still_there(
+    fail: str, saved: list[int], directory: Path
+) -> None:
+    seeded(0)
+    uninterrupted = Bare(directory / "uninterrupted", [])
+    expected = uninterrupted.train()
+    seeded(0)
+    failing = Bare(directory / "failing", [2])
+    with pytest.raises(RuntimeError, match="asked for"):
+        failing.train(fail, at=6)
+    assert steps_of(directory / "failing") == saved
+    seeded(5)
+    resumed = Bare(directory / "failing", [])  # the lease is free
+    assert_trees_identical(resumed.train(), expected)
+    assert resumed.seen == uninterrupted.seen[saved[-1] :]
+
+
+def test_a_loop_that_catches_nothing_ends_at_a_sigterm_with_a_code_to_restart_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Bare(directory, [])
+    bare.checkpoint.on_fit_start(bare.loop, bare.model)
+    bare.loop.global_step = 1
+    monkeypatch.setattr(TorchaxCheckpointer, "reached_preemption", lambda self: True)
+    with pytest.raises(SystemExit) as ended:
+        bare.checkpoint.on_train_batch_end(bare.loop, bare.model)
+    assert ended.value.code == 128 + signal.SIGTERM
+    bare.checkpoint.teardown(bare.loop, bare.model, "fit")
+
+
+def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:
+    page = (ROOT / "docs/lightning.md").read_text()
+    section = page.partition("## A loop without a Trainer")[2]
+    block = section.partition("```python\n")[2].partition("```")[0]
+    documented = re.sub(r"\.\.\. +# train on a batch", "train_on_a_batch()", block)
+    assert documented != block
+    program = f"""
+import os, signal, sys, time, torch, torchax
+torchax.enable_globally()
+from support.training import mlp, train_step
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchax_ckpt import policies
+from torchax_ckpt.integrations.lightning import TorchaxCheckpoint
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+loader = StatefulDataLoader(torch.zeros(2))
+never = policies.SpecificStepsPolicy([])
+checkpoint = TorchaxCheckpoint({str(directory)!r}, save_decision_policy=never)
+total, loss = 100_000, 0.5
+def train_on_a_batch():
+    train_step(model, optimizer, seed=0)
+    print(loop.global_step + 1, flush=True)
+    if loop.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+{documented}
+print("went on")
+"""
+    result = run_python(program, check=False)
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    last = int(result.stdout.splitlines()[-1])
+    assert steps_of(directory) == [last]
+
+
+def test_a_monitored_scalar_on_a_device_is_not_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps, saved or not: a look at it would wait for all that the step computes."""
+
+    def bare(loss: Any) -> TorchaxCheckpoint:
+        checkpoint = TorchaxCheckpoint(
+            directory / "bare",
+            monitor="loss",
+            save_decision_policy=policies.FixedIntervalPolicy(2),
+            preservation_policy=policies.PreserveAll(),
+        )
+        model = mlp()
+        loop = BareLoop(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+        checkpoint.on_fit_start(loop, model)
+        for step in (1, 2, 3, 4):
+            loop.global_step, loop.callback_metrics = step, {"loss": loss(step)}
+            checkpoint.on_train_batch_end(loop, model)
+        checkpoint.on_train_end(loop, model)
+        checkpoint.teardown(loop, model, "fit")
+        return checkpoint
+
+    looked_at: list[str] = []
+    training = threading.current_thread()
+    for name in ("__float__", "item"):
+        original = getattr(torchax.tensor.Tensor, name)
+
+        def look(tensor: Any, original: Any = original, name: str = name) -> Any:
+            if threading.current_thread() is training:
+                looked_at.append(name)
+            return original(tensor)
+
+        monkeypatch.setattr(torchax.tensor.Tensor, name, look)
+    values = {1: 3.0, 2: float("nan"), 3: 1.0, 4: 2.0}
+    ckpt = bare(lambda step: torch.full((), values[step], device="jax")).checkpointer
+    assert not looked_at
+    assert ckpt is not None
+    assert ckpt.all_steps() == [2, 4]
+    assert ckpt.best_step() == 4  # NaN ranks nothing
+
+    checkpoint = TorchaxCheckpoint(
+        directory / "trainer",
+        monitor="step_loss",
+        save_decision_policy=policies.FixedIntervalPolicy(1),
+        preservation_policy=policies.PreserveAll(),
+    )
+    trainer_with(checkpoint).fit(Losses([1.0]), numbers(6))
+    assert looked_at == ["__float__"]  # at the end of the epoch, where what it is decides
+    assert steps_of(directory / "trainer") == [1, 2, 3, 4, 5, 6]
+
+
+# --- installing --------------------------------------------------------------------------------
+
+
+def test_without_the_extra_one_line_says_what_to_install() -> None:
+    result = run_python(
+        """
+        import sys
+        sys.modules["lightning"] = None
+        import torchax_ckpt
+        import torchax_ckpt.integrations.lightning
+        """,
+        check=False,
+        fresh=True,
+    )
+    assert result.stderr.splitlines()[-1] == (
+        "ImportError: torchax_ckpt.integrations.lightning needs its extra: "
+        'pip install "torchax-ckpt[lightning]"'
+    )

@@ -1,0 +1,182 @@
+"""The plan: where each leaf is stored, found again exactly once."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from support.compare import bits
+from support.strategies import JAX_DTYPES, random_bits
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt.layout.storage_plan import (
+    MAX_STACK_BYTES,
+    MAX_STACKED_LEAF_BYTES,
+    LeafSpec,
+    Plan,
+    plan_leaves,
+)
+from torchax_ckpt.options import Layout
+from torchax_ckpt.snapshot.stacking import execute
+
+Specs = dict[str, LeafSpec]
+LAYOUTS: list[Layout] = ["auto", "stacked", "flat"]
+
+layouts = st.sampled_from(LAYOUTS)
+
+
+def spec(
+    shape: tuple[int, ...], dtype: str = "float32", placement: Any = True, on_host: bool = True
+) -> LeafSpec:
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return LeafSpec(shape, dtype, nbytes=nbytes, placement=placement, on_host=on_host)
+
+
+def plan_of(specs: Specs, layout: Layout = "auto") -> Plan:
+    return plan_leaves(list(specs), list(specs.values()), layout)
+
+
+# Few names, dtypes and shapes, so that leaves often have much in common.
+_parts = st.sampled_from(["w", "0", "1", "2", "10", "a.0.w", "a.1.w", "1a", "", "%2A", "0.1"])
+_names = st.lists(_parts, min_size=1, max_size=3).map(lambda parts: "/".join(["state", *parts]))
+_shapes: st.SearchStrategy[tuple[int, ...]] = st.sampled_from([(), (), (3,), (0,), (2, 0), (2, 3)])
+_dtypes = st.sampled_from(["int64", "float32", "bfloat16"])
+_specs = st.dictionaries(
+    _names,
+    st.builds(spec, _shapes, _dtypes, st.sampled_from(["x", "y", None]), st.booleans()),
+    max_size=12,
+)
+_host_specs = st.dictionaries(_names, st.builds(spec, _shapes, _dtypes), max_size=12)
+
+
+@given(_specs, layouts)
+def test_the_same_leaves_give_the_same_plan(specs: Specs, layout: Layout) -> None:
+    assert plan_of(specs, layout) == plan_of(dict(specs), layout)
+
+
+@given(_specs, layouts)
+def test_every_leaf_is_found_exactly_once(specs: Specs, layout: Layout) -> None:
+    plan = plan_of(specs, layout)
+    stacked = [member for members in plan.stacks.values() for member in members]
+    assert len(stacked) == len(set(stacked))
+    assert set(stacked) <= specs.keys()
+    assert plan.empty == {n for n, s in specs.items() if math.prod(s.shape) == 0}
+    assert not plan.empty & set(stacked)
+    assert not plan.stacks.keys() & specs.keys()
+
+
+@given(_host_specs, layouts, st.booleans())
+def test_every_leaf_is_stored_where_it_is_located(specs: Specs, layout: Layout, copy: bool) -> None:
+    leaves = {n: random_bits(s.dtype, s.shape, i) for i, (n, s) in enumerate(specs.items())}
+    plan = plan_of(specs, layout)
+    stored = execute(plan, leaves, copy=copy)
+    located = plan.locate()
+    alone = specs.keys() - located.keys() - plan.empty
+    assert stored.keys() == alone | {name for name, _ in located.values()}
+    for name in specs.keys() - plan.empty:
+        if name in located:
+            stack, index = located[name]
+            found = np.asarray(stored[stack])[index, ...]
+        else:
+            found = np.asarray(stored[name])
+        assert bits(found) == bits(leaves[name])
+
+
+@given(_specs, layouts)
+def test_a_stack_holds_leaves_that_differ_in_indices_only(specs: Specs, layout: Layout) -> None:
+    for stored, members in plan_of(specs, layout).stacks.items():
+        assert len(members) > 1
+        looks = {specs[m] for m in members}
+        assert {s.placement for s in looks} != {None}
+        if stored.startswith("host_scalars/"):
+            dtype = re.sub(r"\*.*", "", stored.removeprefix("host_scalars/"))
+            assert {(s.shape, s.dtype, s.on_host) for s in looks} == {((), dtype, True)}
+        else:
+            assert len(looks) == 1
+            assert len({re.sub(r"\d+", "0", m) for m in members}) == 1
+            assert "*" in stored
+
+
+@given(_specs)
+def test_a_flat_layout_stacks_nothing(specs: Specs) -> None:
+    assert plan_of(specs, "flat").stacks == {}
+
+
+@given(_host_specs)
+def test_host_scalars_of_one_dtype_share_one_array(specs: Specs) -> None:
+    for dtype in ("int64", "float32", "bfloat16"):
+        scalars = tuple(n for n, s in specs.items() if (s.shape, s.dtype) == ((), dtype))
+        expected = {f"host_scalars/{dtype}": scalars} if len(scalars) > 1 else {}
+        stacks = plan_of(specs).stacks
+        found = {n: m for n, m in stacks.items() if n.startswith(f"host_scalars/{dtype}")}
+        assert found == expected
+
+
+def test_layers_are_stacked_under_their_pattern() -> None:
+    kinds = {"attn.weight": (4, 4), "attn.bias": (4,)}
+    specs = {
+        f"model/layers.{i}.{kind}": spec(shape) for i in range(12) for kind, shape in kinds.items()
+    }
+    specs["model/embed.weight"] = spec((4, 4))
+    plan = plan_of(specs)
+    assert plan.stacks == {
+        f"model/layers.*.{kind}": tuple(f"model/layers.{i}.{kind}" for i in range(12))
+        for kind in kinds
+    }
+
+
+def test_leaves_of_another_look_are_stacked_apart() -> None:
+    specs = {
+        **{f"model/{i}.w": spec((4,)) for i in (0, 1)},
+        **{f"model/{i}.w": spec((5,)) for i in (2, 3)},
+        **{f"model/{i}.w": spec((5,), "bfloat16") for i in (4, 5)},
+        **{f"model/{i}.w": spec((5,), placement="elsewhere") for i in (6, 7)},
+        **{f"model/{i}.w": spec((5,), placement=None) for i in (8, 9)},
+    }
+    stacks = plan_of(specs).stacks
+    assert sorted(stacks.values()) == [
+        tuple(f"model/{i}.w" for i in pair) for pair in ((0, 1), (2, 3), (4, 5), (6, 7))
+    ]
+
+
+@pytest.mark.parametrize(("layout", "is_stacked"), [("auto", False), ("stacked", True)])
+def test_large_leaves_are_stacked_only_on_request(layout: Layout, is_stacked: bool) -> None:
+    side = MAX_STACKED_LEAF_BYTES // 4 + 1
+    specs = {f"model/{i}.w": spec((side,)) for i in range(3)}
+    assert bool(plan_of(specs, layout).stacks) is is_stacked
+
+
+@pytest.mark.parametrize("layout", ["auto", "stacked"])
+def test_no_stack_outgrows_its_bound(layout: Layout) -> None:
+    side = MAX_STACKED_LEAF_BYTES // 4
+    specs = {f"model/{i}.w": spec((side,)) for i in range(150)}
+    stacks = plan_of(specs, layout).stacks
+    assert sum(map(len, stacks.values())) == 150
+    for members in stacks.values():
+        assert sum(specs[m].nbytes for m in members) <= MAX_STACK_BYTES
+
+
+@pytest.mark.parametrize("dtype", JAX_DTYPES)
+@pytest.mark.parametrize("where", ["uncommitted", "rows"])
+def test_device_leaves_are_stacked_bit_for_bit_on_their_devices(dtype: str, where: str) -> None:
+    target = NamedSharding(fsdp_mesh(), P("fsdp")) if where == "rows" else None
+    leaves: dict[str, Any] = {
+        f"model/{i}.w": jax.device_put(random_bits(dtype, (8, 2), i), target) for i in range(3)
+    }
+    plan = Plan({"model/*.w": tuple(leaves)}, frozenset())
+    stored = execute(plan, leaves, copy=True)
+    assert stored.keys() == {"model/*.w"}
+    stack: Any = stored["model/*.w"]
+    assert stack.sharding.device_set == leaves["model/0.w"].sharding.device_set
+    assert stack.sharding.shard_shape(stack.shape)[1:] == leaves["model/0.w"].sharding.shard_shape(
+        (8, 2)
+    )
+    for i, leaf in enumerate(leaves.values()):
+        assert np.asarray(stack)[i].tobytes() == np.asarray(leaf).tobytes()

@@ -1,0 +1,445 @@
+"""Processes speak to each other in rounds, which end alike on all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+from support.group import Group, Service
+
+from torchax_ckpt import CheckpointOptions, errors
+from torchax_ckpt.errors import (
+    CorruptCheckpointError,
+    MismatchError,
+    ProcessError,
+    ProcessTimeoutError,
+    StepNotFoundError,
+    UnusableStateError,
+)
+from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.restoring.load import load_state
+from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state.component import Captured, Form
+from torchax_ckpt.storage.arrays import block_digests, orbax_barriers, write_step
+from torchax_ckpt.storage.directory import step_files
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+
+
+def test_process_0_gathers_and_shares() -> None:
+    def act(member: Processes) -> tuple[Any, ...]:
+        with member.round("testing"):
+            gathered = member.gather(b"from %d" % member.index)
+            shared = member.share(b"of %d" % member.index)
+            return gathered, shared, member.first(lambda: {"index": member.index})
+
+    first, *others = Group()(act)
+    assert first == ([b"from 0", b"from 1", b"from 2"], b"of 0", {"index": 0})
+    assert others == [([], b"of 0", {"index": 0})] * 2
+
+
+def test_one_process_speaks_to_nobody() -> None:
+    with ALONE.round("testing"):
+        ALONE.meet()
+        assert ALONE.gather(b"x") == [b"x"]
+        assert ALONE.share(b"x") == b"x"
+        assert ALONE.first(lambda: 3) == 3
+    with pytest.raises(ValueError, match="as it is"), ALONE.round("testing"):
+        raise ValueError("as it is")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("after_meeting", [False, True])
+def test_an_error_of_one_is_raised_by_all(failing: int, after_meeting: bool) -> None:
+    found = CorruptCheckpointError("the bytes differ", step=3, path="/run/3")
+
+    def act(member: Processes) -> None:
+        with member.round("reading"):
+            if after_meeting:
+                member.meet()
+            if member.index == failing:
+                raise found
+            if not after_meeting:
+                member.meet()
+
+    told = Group()(act)
+    assert told[failing] is found
+    for error in told[:failing] + told[failing + 1 :]:
+        assert type(error) is CorruptCheckpointError
+        assert str(error) == f"process {failing}: the bytes differ"
+        assert (error.step, error.path) == (3, "/run/3")
+
+
+def test_of_several_errors_all_raise_one() -> None:
+    def act(member: Processes) -> None:
+        with member.round("reading"):
+            kinds = [None, CorruptCheckpointError, StepNotFoundError]
+            if (kind := kinds[member.index]) is not None:
+                raise kind("mine")
+            member.meet()
+
+    told = Group()(act)
+    assert {type(error) for error in told} == {CorruptCheckpointError}
+    assert [str(error) for error in told] == ["process 1: mine", "mine", "process 1: mine"]
+
+
+def test_an_error_of_no_kind_of_ours_is_named() -> None:
+    def act(member: Processes) -> None:
+        with member.round("writing"):
+            if member.index == 2:
+                raise OSError(28, "No space left on device")
+
+    told = Group()(act)
+    assert type(told[0]) is type(told[1]) is ProcessError
+    assert "process 2: OSError: [Errno 28] No space left on device" in str(told[0])
+
+
+def test_an_error_keeps_what_it_speaks_of() -> None:
+    def act(member: Processes) -> None:
+        with member.round("reading"):
+            if member.index == 1:
+                raise UnusableStateError("gone") from CorruptCheckpointError("damaged")
+
+    told = Group()(act)
+    assert isinstance(told[0].__cause__, CorruptCheckpointError)
+    assert isinstance(told[2].__cause__, CorruptCheckpointError)
+
+
+def test_every_error_of_the_package_can_be_told() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.CheckpointError):
+
+            def act(member: Processes, kind: Any = kind) -> None:
+                with member.round("testing"):
+                    if member.index == 0:
+                        raise kind("told")
+
+            assert type(Group()(act)[1]) is kind, name
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_who_does_not_come_is_named(missing: int) -> None:
+    def act(member: Processes) -> None:
+        if member.index != missing:
+            with member.round("saving step 7"):
+                member.meet()
+
+    began = time.monotonic()
+    told = Group(timeout_secs=0.3)(act)
+    assert time.monotonic() - began < 10
+    assert told[missing] is None
+    for error in told[:missing] + told[missing + 1 :]:
+        assert isinstance(error, ProcessTimeoutError)
+        assert f"saving step 7: process {missing} of 3 has not come" in str(error)
+
+
+def test_who_comes_too_late_hears_how_it_ended_and_the_next_round_is_whole() -> None:
+    group = Group(timeout_secs=0.3)
+
+    def act(member: Processes) -> list[Any]:
+        seen: list[Any] = []
+        if member.index == 1:
+            time.sleep(1.5)
+        try:
+            with member.round("first"):
+                member.meet()
+        except ProcessTimeoutError as error:
+            seen.append(str(error))
+        if member.index != 1:
+            time.sleep(1.5)
+        member.timeout_secs = 30
+        with member.round("second"):
+            seen.append(member.gather(b"%d" % member.index))
+        return seen
+
+    told = group(act)
+    for seen in told:
+        assert "first: process 1 of 3 has not come" in seen[0]
+    assert told[0][1] == [b"0", b"1", b"2"]
+
+
+def test_messages_are_deleted_once_all_have_come_to_the_next_round() -> None:
+    group = Group()
+
+    def act(member: Processes) -> None:
+        for number in range(20):
+            with member.round(f"round {number}"):
+                member.gather(b"x" * 1000)
+                member.share(b"y")
+
+    assert group(act) == [None] * 3
+    assert len({key.split("/")[1] for key in group.service.known}) <= 2
+    assert len(group.service.known) < 20
+
+
+def test_those_who_do_different_things_never_meet_and_the_next_round_is_whole() -> None:
+    """One process has a save less than the others, as its call of save raised."""
+    group = Group(timeout_secs=0.3)
+    saved: list[int] = []
+
+    def act(member: Processes) -> list[Any]:
+        seen: list[Any] = []
+        for step in (10, 12):
+            if step == 10 and member.index == 1:
+                continue
+            if step == 12:
+                time.sleep(1.5 * (member.index != 1))
+                member.timeout_secs = 30
+            try:
+                with member.round(f"saving step {step}"):
+                    member.meet()
+                    if member.is_first:
+                        saved.append(step)
+                seen.append(step)
+            except ProcessTimeoutError as error:
+                seen.append(str(error))
+        return seen
+
+    first, second, third = group(act)
+    assert saved == [12]
+    for seen in (first, third):
+        assert "saving step 10: process 1 of 3 has not come" in seen[0]
+        assert seen[1] == 12
+    assert second == [12]
+
+
+def test_two_saves_are_never_joined_into_one() -> None:
+    def act(member: Processes) -> None:
+        with member.round(f"saving step {10 + 2 * (member.index == 1)}"):
+            member.first(lambda: None)
+
+    told = Group(timeout_secs=0.3)(act)
+    assert {type(error) for error in told} == {ProcessTimeoutError}
+    assert "saving step 10: process 1 of 3 has not come" in str(told[0])
+    assert "saving step 12: process 0 of 3 has not come" in str(told[1])
+
+
+def test_the_threads_of_a_process_are_in_one_round_at_a_time() -> None:
+    def act(member: Processes) -> list[Any]:
+        def verify() -> list[bytes]:
+            entered.wait(30)
+            with member.round("verifying"):
+                return member.gather(b"verified")
+
+        entered = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            verified = pool.submit(verify)
+            with member.round("loading"):
+                entered.set()
+                time.sleep(0.1)
+                loaded = member.gather(b"loaded")
+            return [loaded, verified.result(30)]
+
+    assert Group()(act)[0] == [[b"loaded"] * 3, [b"verified"] * 3]
+
+
+def test_who_fails_while_it_waits_for_the_end_fails_the_round() -> None:
+    """It has come there before the others, and has said so."""
+    group = Group()
+    wait = group.members[1]._wait
+
+    def failing(key: str, secs: float) -> bytes | None:
+        if "verdict" in key or "the end" in key:
+            raise ProcessError("UNAVAILABLE")
+        return wait(key, secs)
+
+    group.members[1]._wait = failing  # type: ignore[method-assign]
+
+    def act(member: Processes) -> None:
+        with member.round("saving"):
+            while member.index != 1 and not any(
+                "/failed/1" in key for key in list(group.service.known)
+            ):
+                time.sleep(0.01)
+
+    assert [str(error) for error in group(act)] == [
+        "process 1: UNAVAILABLE",
+        "UNAVAILABLE",
+        "process 1: UNAVAILABLE",
+    ]
+
+
+class Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [ProcessError("UNAVAILABLE"), Interrupted()], ids=repr)
+def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException) -> None:
+    """Process 1 fails when the verdict is there, and has not read it."""
+    group = Group()
+    wait = group.members[1]._wait
+
+    def late(key: str, secs: float) -> bytes | None:
+        message = wait(key, secs)
+        if message is not None and ("verdict" in key or "the end" in key):
+            raise error
+        return message
+
+    group.members[1]._wait = late  # type: ignore[method-assign]
+
+    def act(member: Processes) -> Any:
+        try:
+            with member.round("saving"):
+                pass
+        except Interrupted:
+            return "interrupted"
+
+    began = time.monotonic()
+    expected = "interrupted" if isinstance(error, Interrupted) else None
+    assert group(act) == [None, expected, None]
+    assert time.monotonic() - began < 20
+
+
+def test_two_threads_of_a_process_may_speak_in_one_round() -> None:
+    def act(member: Processes) -> list[bytes]:
+        with member.round("writing"):
+            # In another order on each process.
+            beside = threading.Thread(target=member.meet, args=("a barrier of Orbax's",))
+            if member.index == 0:
+                beside.start()
+            time.sleep(0.05 * member.index)
+            gathered = member.gather(b"digests")
+            if member.index != 0:
+                beside.start()
+            beside.join(30)
+            return gathered
+
+    assert Group()(act)[0] == [b"digests"] * 3
+
+
+def test_a_mismatch_is_told_as_one() -> None:
+    def act(member: Processes) -> None:
+        with member.round("restoring"):
+            if member.index == 1:
+                raise MismatchError("differs", missing=["model/w"], step=4)
+
+    told = Group()(act)
+    assert isinstance(told[0], MismatchError)
+    assert told[0].step == 4
+
+
+def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
+    stored: dict[str, Any] = {
+        "model/w": jnp.zeros((6, 4)),
+        "model/b": jnp.zeros(3),
+        "rng/torch": np.zeros(2),
+    }
+    blocks = {"model/w": (1, 4), "model/b": (3,), "rng/torch": (2,)}
+
+    def taken(index: int) -> dict[str, Digests]:
+        values = {"model/w": np.zeros(6, "<u8"), "model/b": np.zeros(1, "<u8")}
+        values["model/w"][2 * index : 2 * index + 2] = 10 + index
+        if index == 1:
+            values["model/b"][0] = 7
+        if index == 0:  # which stores host arrays
+            values["rng/torch"] = np.full(1, 5, "<u8")
+        return {name: Digests(blocks[name], v.tobytes()) for name, v in values.items()}
+
+    def act(member: Processes) -> Any:
+        mine = taken(member.index)
+        with member.round("saving"):
+            return block_digests.gathered(mine, {name: stored[name] for name in mine}, member)
+
+    found = Group()(act)[0]
+    assert {name: np.frombuffer(known.values, "<u8").tolist() for name, known in found.items()} == {
+        "model/w": [10, 10, 11, 11, 12, 12],
+        "model/b": [7],
+        "rng/torch": [5],
+    }
+
+    def differ(member: Processes) -> Any:
+        mine = taken(member.index)
+        if member.index == 2:
+            del mine["model/b"]
+        with member.round("saving"):
+            return block_digests.gathered(mine, {name: stored[name] for name in mine}, member)
+
+    told = Group()(differ)
+    assert {type(error) for error in told} == {ProcessError}
+    assert all("process 2 saves other device arrays than process 0" in str(e) for e in told)
+
+
+def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
+    def captured(seed: int) -> dict[str, Captured]:
+        node = {"dict": [["state", {"array": "rng/torch", "kind": "torch"}], ["n", seed]]}
+        return {
+            "model": Captured(Form({}, ("model/w",)), [np.zeros(3)]),
+            "rng": Captured(Form(node, ("rng/torch",)), [np.full(2, seed, np.uint8)]),
+        }
+
+    shared, _, _ = per_process_state.split(captured(0))
+    assert shared == ["model/w"]
+    sent = [per_process_state.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
+    document, leaves = per_process_state.joined(sent)
+    assert {name: leaf.tolist() for name, leaf in leaves.items()} == {
+        "rng/torch": [4, 4],
+        "processes/1/rng/torch": [5, 5],
+    }
+    others = dict(document["processes"]["dict"])
+    assert others["2"] is None  # as process 0
+    place = [SimpleNamespace(index=i, count=3) for i in range(3)]
+    nodes = [per_process_state.document_of(document, p, "step 1")["rng"]["dict"] for p in place]
+    assert [dict(node)["state"]["array"] for node in nodes] == [
+        "rng/torch",
+        "processes/1/rng/torch",
+        "rng/torch",
+    ]
+    # If they are all alike, nothing is said of processes, and any number of them may restore it.
+    assert per_process_state.joined(sent[::2])[0].keys() == {"rng"}
+    with pytest.warns(UserWarning, match="restored by 2.*those of processes 2 to 2 are left out"):
+        per_process_state.document_of(document, SimpleNamespace(index=0, count=2), "step 1")
+
+
+def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process comes to the save first, the other to the load."""
+    ocp.save(tmp_path / "1", {"w": np.arange(3)})
+    committed = CommittedStep(1, epath.Path(tmp_path / "1"), 0)
+    service, here = Service(), threading.local()
+    locks = [threading.RLock(), threading.RLock()]
+
+    class OfThisProcess:
+        def __enter__(self) -> None:
+            locks[here.index].acquire()
+
+        def __exit__(self, *_: object) -> None:
+            locks[here.index].release()
+
+    together = {kind: threading.Barrier(2) for kind in ("saving", "loading")}
+    load = ocp.load
+
+    def load_together(*args: Any) -> Any:
+        together["loading"].wait(5)
+        return load(*args)
+
+    monkeypatch.setattr(orbax_barriers, "one_at_a_time", OfThisProcess())
+    monkeypatch.setattr(write_step.ocp, "load", load_together)
+
+    def act(index: int, kind: str, delay_secs: float) -> Any:
+        here.index = index
+        time.sleep(delay_secs)
+        processes = Processes(kind, 30, index=index, count=2, client=service)
+        processes._place = kind
+        with processes.round(kind):
+            if kind == "loading":
+                options = CheckpointOptions()
+                return load_state(committed, step_files.read_manifest, None, options, processes)
+            with orbax_barriers.one_order(processes):
+                together["saving"].wait(5)
+            return None
+
+    tasks = [(0, "saving", 0), (1, "loading", 0), (1, "saving", 0.3), (0, "loading", 0.3)]
+    with ThreadPoolExecutor(4) as pool:
+        saved, loaded, *others = pool.map(lambda task: act(*task), tasks)
+    assert (saved, others[0]) == (None, None)
+    assert loaded["w"].tolist() == others[1]["w"].tolist() == [0, 1, 2]

@@ -1,0 +1,290 @@
+"""Going back: newer steps are abandoned, but not before a new one is durable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_trees_identical, training_state
+from support.damage import killed_before_setting_aside
+from support.processes import run_python
+from support.training import mlp, train_step
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import StepError
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import seals
+
+KEEP_ALL = policies.PreserveAll()
+
+
+def trained(directory: Path, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict]:
+    """A run that saved every step; what each held."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    held = {}
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in range(1, steps + 1):
+            train_step(model, optimizer, step)
+            ckpt.save(step, force=True)
+            held[step] = training_state(model, optimizer)
+    return model, optimizer, held
+
+
+def entries(directory: Path) -> set[str]:
+    """Steps of any kind: neither the lease nor the events."""
+    return {child.name for child in directory.iterdir() if child.is_dir()} - {"events"}
+
+
+def test_newer_steps_stay_until_a_new_one_is_durable_and_are_then_set_aside(
+    directory: Path,
+) -> None:
+    model, optimizer, held = trained(directory, 6)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(model, optimizer)
+        report = ckpt.restore(3)
+        assert report.step == 3
+        assert_trees_identical(training_state(model, optimizer), held[3])
+        assert entries(directory) == {"1", "2", "3", "4", "5", "6"}
+        train_step(model, optimizer, 100)
+        assert ckpt.save(4, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 2, 3, 4]
+        assert entries(directory) == {"1", "2", "3", "4"} | {f"abandoned-{s}" for s in (4, 5, 6)}
+        new = training_state(model, optimizer)
+        train_step(model, optimizer, 101)
+        assert ckpt.save(5, force=True)
+    fresh = mlp()
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters())
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(fresh, fresh_optimizer) == 5
+        ckpt.restore(4)
+        assert_trees_identical(training_state(fresh, fresh_optimizer), new)
+
+
+def test_going_back_twice_keeps_every_abandoned_branch(directory: Path) -> None:
+    model, optimizer, _ = trained(directory, 3)
+    for _ in range(2):
+        with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+            ckpt.attach(model, optimizer)
+            ckpt.restore(2)
+            ckpt.save(3, force=True)
+    assert entries(directory) == {"1", "2", "3", "abandoned-3", "abandoned-3-2"}
+
+
+def test_going_back_without_saving_changes_nothing(directory: Path) -> None:
+    model, optimizer, _ = trained(directory, 3)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.restore(1)
+    assert TorchaxCheckpointer(directory).latest_step() == 3
+
+
+def test_starting_afresh_in_a_used_directory_abandons_what_is_there(directory: Path) -> None:
+    trained(directory, 3)
+    model = mlp()
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert ckpt.attach(model, resume=False) == 0
+        assert ckpt.all_steps() == [1, 2, 3]
+        assert ckpt.save(1, force=True)
+    assert entries(directory) == {"1", "abandoned-1", "abandoned-2", "abandoned-3"}
+
+
+def test_an_unreadable_newest_step_is_skipped_and_then_abandoned(directory: Path) -> None:
+    model, optimizer, held = trained(directory, 3)
+    for file in (directory / "3" / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.unlink()
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        with pytest.warns(UserWarning, match="skipping an unreadable checkpoint: step 3 in"):
+            assert ckpt.attach(model, optimizer) == 2
+        assert_trees_identical(training_state(model, optimizer), held[2])
+        with pytest.warns(UserWarning, match="step 3"):
+            assert ckpt.restore().skipped_steps == (3,)
+        assert ckpt.save(3, force=True)
+        ckpt.wait_until_finished()
+        assert entries(directory) == {"1", "2", "3", "abandoned-3"}
+
+
+def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:
+    model, optimizer, _ = trained(directory, 3)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        with pytest.raises(StepError, match="step 2 is below step 3"):
+            ckpt.save(2, force=True)
+        ckpt.restore(1)
+        assert ckpt.save(2, force=True)
+
+
+def test_going_back_and_forth_abandons_only_what_is_newer_in_the_end(directory: Path) -> None:
+    model, optimizer, _ = trained(directory, 3)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.restore(1)
+        ckpt.restore(3)
+        ckpt.save(4, force=True)
+    assert entries(directory) == {"1", "2", "3", "4"}
+    assert ckpt.all_steps() == [1, 2, 3, 4]
+
+
+def test_restoring_in_the_loop_goes_on_from_there(directory: Path) -> None:
+    model, optimizer, held = trained(directory, 3)
+    bodies = []
+    with TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.FixedIntervalPolicy(1),
+        preservation_policy=KEEP_ALL,
+    ) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(5):
+            bodies.append(step)
+            if bodies == [4]:
+                ckpt.restore(2)  # the loss has spiked, say
+                assert_trees_identical(training_state(model, optimizer), held[2])
+                continue
+            train_step(model, optimizer, step)
+    assert bodies == [4, 3, 4, 5]
+    assert ckpt.all_steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_step_removed_by_hand_does_not_stop_pruning(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.LatestN(2)) as ckpt:
+        for step in range(1, 6):
+            if step == 3:
+                shutil.rmtree(directory / "1")
+            ckpt.save(step, state={"w": np.zeros(2)}, force=True)
+            ckpt.wait_until_finished()
+    assert entries(directory) == {"4", "5"}
+
+
+def test_deleting_the_newest_step_does_not_bring_an_abandoned_branch_back(
+    directory: Path,
+) -> None:
+    killed_before_setting_aside(directory)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert ckpt.all_steps() == [10, 11]
+        ckpt.delete(11)
+        assert ckpt.all_steps() == [10]
+
+
+def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
+    directory: Path,
+) -> None:
+    killed_before_setting_aside(directory)
+    record = directory / "30" / "_CHECKPOINT_METADATA"
+    ahead = json.loads(record.read_text())["commit_timestamp_nsecs"] + 60 * 10**9
+    commit_record.set_time(directory / "30", ahead)
+    summary = directory / "11" / "summary" / "data.json"
+    content = seals.unseal(json.loads(summary.read_text()))
+    content["abandons"] = [[s, ahead if s == 30 else t] for s, t in content["abandons"]]
+    summary.write_text(json.dumps(seals.seal(content)))
+    assert TorchaxCheckpointer(directory).all_steps() == [10, 11]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_incoming_step_abandons_its_branch_even_if_it_can_no_longer_say_so(
+    is_damaged: bool, directory: Path
+) -> None:
+    model, optimizer, held = trained(directory, 4)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.restore(2)
+        ckpt.save(3, force=True)
+    # As if it had been killed before it set the old branch aside.
+    for now, then in (("3", "incoming-3"), ("abandoned-3", "3"), ("abandoned-4", "4")):
+        (directory / now).rename(directory / then)
+    if is_damaged:
+        (directory / "incoming-3" / "summary" / "data.json").write_text("{}")
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert ckpt.all_steps() == [1, 2, 3]
+        if not is_damaged:
+            assert ckpt.attach(model, optimizer) == 3
+            return
+        with pytest.warns(UserWarning, match="skipping an unreadable"):
+            assert ckpt.attach(model, optimizer) == 2
+        assert_trees_identical(training_state(model, optimizer), held[2])
+        ckpt.save(3, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 2, 3]
+
+
+def test_without_attach_what_is_newer_than_the_first_save_is_abandoned(directory: Path) -> None:
+    trained(directory, 4)
+    state = {"w": np.zeros(2)}
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert not ckpt.save(4, state=state, force=True)  # it is there
+        assert ckpt.save(3, state=state, force=True) is False
+        ckpt.delete(3)
+        assert ckpt.save(3, state=state, force=True)
+    assert entries(directory) == {"1", "2", "3", "abandoned-4"}
+
+
+def test_a_thousand_steps_cost_no_more_than_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(directory, 3)
+    listed = 0
+    steps = StepDirectory.steps
+
+    def counted(self: StepDirectory) -> object:
+        nonlocal listed
+        listed += 1
+        return steps(self)
+
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        ckpt.attach(stateful={}, resume=False)
+        ckpt.save(4, state={"w": np.zeros(2)}, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(StepDirectory, "steps", counted)
+        for step in range(5, 9):
+            ckpt.save(step, state={"w": np.zeros(2)}, force=True)
+        ckpt.wait_until_finished()
+        assert listed == 0  # the writer knows what is there
+
+
+KILLED_BETWEEN = """
+    import os, signal, sys
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer, policies
+    from torchax_ckpt.storage.directory.run_directory import StepDirectory
+
+    def kill(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ckpt = TorchaxCheckpointer(sys.argv[1], preservation_policy=policies.PreserveAll())
+    ckpt.attach(stateful={})
+    for step in (1, 2, 3, 4):
+        ckpt.save(step, state={"w": np.full(3, step)}, force=True)
+    ckpt.wait_until_finished()
+    ckpt.restore(2)
+    setattr(StepDirectory, sys.argv[2], kill)
+    ckpt.save(int(sys.argv[3]), state={"w": np.full(3, 100)}, force=True)
+    ckpt.wait_until_finished()
+"""
+
+
+@pytest.mark.parametrize(("moment", "step"), [("set_aside", 3), ("set_aside", 5), ("settle", 3)])
+def test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back(
+    moment: str, step: int, directory: Path
+) -> None:
+    result = run_python(KILLED_BETWEEN, str(directory), moment, str(step), check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr[-2000:]
+    reader = TorchaxCheckpointer(directory)
+    before = entries(directory)
+    assert reader.all_steps() == [1, 2, step]  # a reader sees the new branch, and changes nothing
+    np.testing.assert_array_equal(reader.load()["w"], np.full(3, 100))
+    assert entries(directory) == before
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        assert ckpt.attach(stateful={}) == step
+        ckpt.save(step + 1, state={"w": np.zeros(3)}, force=True)
+    assert ckpt.all_steps() == [1, 2, step, step + 1]
+    assert entries(directory) == {"1", "2", str(step), str(step + 1), "abandoned-3", "abandoned-4"}

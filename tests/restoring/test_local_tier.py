@@ -1,0 +1,323 @@
+"""Slices: what the hosts of one have lost comes back from those of another, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, strategies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.multihost import multislice
+from support.processes import run_processes
+from support.slices import assert_ends_alike, killed, resumed, straight
+
+from torchax_ckpt.restoring.shard_exchange import routes
+
+
+@pytest.fixture(scope="module")
+def two_slices(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where a killed run of two slices has left its steps, and how one that was not killed ends."""
+    place = tmp_path_factory.mktemp("slices")
+    killed(place / "run", place / "ramdisks", 2, at=6)
+    return place, straight(place, 2)
+
+
+def left(place: Path, tmp_path: Path, *lost: int) -> tuple[Path, Path]:
+    """What is left after the loss of some hosts: the run's directory, and the ramdisks."""
+    for name in ("run", "ramdisks"):
+        shutil.copytree(place / name, tmp_path / name)
+    for index in lost:
+        shutil.rmtree(tmp_path / "ramdisks" / str(index))
+    return tmp_path / "run", tmp_path / "ramdisks"
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_lost_slice_comes_back_from_the_other(
+    lost: int, tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    place, never_killed = two_slices
+    found = resumed(*left(place, tmp_path, lost), 2)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
+    assert_ends_alike(found, never_killed)
+
+
+def test_two_lost_slices_come_back_from_the_durable_tier_and_what_a_host_kept_is_stale(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    place, never_killed = two_slices
+    directory, ramdisks = left(place, tmp_path, 0, 1)
+    for _ in range(2):
+        found = resumed(directory, ramdisks, 2)
+        assert [(report["start"], report["tier"]) for report in found] == [(4, "durable")] * 2
+        assert_ends_alike(found, never_killed)
+        # The run went on without the first host, which comes back as it was; the second is lost.
+        shutil.rmtree(ramdisks)
+        shutil.copytree(place / "ramdisks" / "0", ramdisks / "0")
+
+
+def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """A host has lost its steps, and still has those of the same numbers of another run."""
+    place, never_killed = two_slices
+    killed(tmp_path / "other", tmp_path / "others", 2, at=6, seed=5)
+    directory, ramdisks = left(place, tmp_path, 0)
+    shutil.copytree(tmp_path / "others" / "0", ramdisks / "0")
+    found = resumed(directory, ramdisks, 2)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
+    assert_ends_alike(found, never_killed)
+
+
+def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
+    tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """The time of a commit is part of what a step is known by; here each host commits its own."""
+    _, never_killed = two_slices
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    # Fresh: what is imported finds the clocks wrong.
+    killed(directory, ramdisks, 2, at=6, env={"SKEW_SECS": "3600"}, fresh=True)
+    shutil.rmtree(ramdisks / "0")
+    found = resumed(directory, ramdisks, 2, env={"SKEW_SECS": "-3600"}, fresh=True)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
+    assert_ends_alike(found, never_killed)
+
+
+def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) -> None:
+    """Two slices of two hosts; the two that are left come up as each other's process."""
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    killed(directory, ramdisks, 4, at=6)
+    for index in (1, 2):
+        shutil.rmtree(ramdisks / str(index))
+    (ramdisks / "0").rename(ramdisks / "was 0")
+    (ramdisks / "3").rename(ramdisks / "0")
+    (ramdisks / "was 0").rename(ramdisks / "3")
+    found = resumed(directory, ramdisks, 4)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
+    assert_ends_alike(found, straight(tmp_path, 4))
+
+
+@given(strategies.data())
+def test_routes_bring_every_part_to_all_that_need_it(data: strategies.DataObject) -> None:
+    count = data.draw(strategies.integers(1, 40))
+    part = strategies.sampled_from("abcde")
+    needs = data.draw(strategies.lists(part, min_size=count, max_size=count))
+    any_or_none = strategies.one_of(strategies.none(), part)
+    holds = data.draw(strategies.lists(any_or_none, min_size=count, max_size=count))
+    slices = data.draw(strategies.lists(strategies.integers(0, 2), min_size=count, max_size=count))
+    if not set(needs) <= set(holds):
+        with pytest.raises(LookupError):
+            routes(needs, holds, slices)
+        return
+    rounds = routes(needs, holds, slices)
+    has = list(holds)
+    for pairs in rounds:
+        senders, receivers = zip(*pairs, strict=True)
+        # What a collective permute asks for; and who has what it needs receives nothing.
+        assert len(set(senders)) == len(set(receivers)) == len(pairs)
+        assert all(has[i] != needs[i] for i in receivers)
+        for sender, i in pairs:
+            near = {j for j in range(count) if has[j] == needs[i] and slices[j] == slices[i]}
+            assert slices[sender] == slices[i] or near <= set(senders)
+        for i, sent in zip(receivers, [has[i] for i in senders], strict=True):
+            has[i] = sent
+    assert has == needs
+    # Who has received sends on, so that one copy is enough for many.
+    assert len(rounds) <= math.ceil(math.log2(count + 1))
+
+
+PLACES = """
+    import itertools, json, logging, pathlib, shutil, sys
+    from processes_program import INDEX, report
+    import jax, ml_dtypes, numpy as np, torchax
+    from jax.experimental.multihost_utils import sync_global_devices
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+    torchax.enable_globally()
+    logging.getLogger("torchax_ckpt.restoring.restore.local_tier").setLevel(logging.INFO)
+    directory, ramdisks, places = sys.argv[4], pathlib.Path(sys.argv[5]), json.loads(sys.argv[6])
+    # A host is one place of replica and fsdp, and has all of tp.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "fsdp", "tp"))
+    random = np.random.default_rng(0)
+    expected, shardings = {}, {}
+    dtypes = ["float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "int8", "int4", "uint32"]
+    specs = [P("fsdp"), P("tp", "fsdp"), P(None, "tp"), P(), P(("fsdp", "tp"))]
+    for dtype, (i, spec) in itertools.product(dtypes, enumerate(specs)):
+        kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        bits = random.integers(0, 256, (8, 4 * kind.itemsize), np.uint8)
+        if dtype in ("bool", "int4"):
+            array = (bits & 1).astype(kind)
+        else:
+            array = bits.view(kind)  # any bits: zeros with signs, NaNs with payloads
+        expected[f"{dtype} {i}"], shardings[f"{dtype} {i}"] = array, NamedSharding(mesh, spec)
+    for name, array in {"scalar": np.float32(-0.0), "empty": np.zeros((0, 4), np.float32)}.items():
+        expected[name], shardings[name] = np.asarray(array), NamedSharding(mesh, P())
+    turned = {"float32 0": P(None, ("tp", "fsdp")), "uint32 1": P("replica")}
+
+    def bits(array):
+        return np.ascontiguousarray(array).tobytes()
+
+    def put(name):
+        array = expected[name]
+        return jax.make_array_from_callback(array.shape, shardings[name], lambda at: array[at])
+
+    class Place:
+        value = f"of {INDEX}"
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    def opened(mine):
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=policies.SpecificStepsPolicy(()),
+            local=LocalTier(mine, save_decision_policy=policies.FixedIntervalPolicy(1)),
+        )
+
+    with opened(ramdisks / str(INDEX)) as ckpt:
+        ckpt.attach(stateful={"place": Place()})
+        ckpt.save(1, state={name: put(name) for name in expected})
+    sync_global_devices("saved")
+    for number, hosts in enumerate(places):
+        mine = ramdisks / f"{number}-{INDEX}"
+        if hosts[INDEX] is not None:
+            shutil.copytree(ramdisks / str(hosts[INDEX]), mine)
+        sync_global_devices(f"moved {number}")
+        place = Place()
+        place.value = "none"
+        with opened(mine) as ckpt:
+            start = ckpt.attach(stateful={"place": place})
+            wanted = {
+                name: jax.ShapeDtypeStruct(
+                    array.shape,
+                    array.dtype,
+                    sharding=NamedSharding(mesh, turned[name])
+                    if name in turned
+                    else shardings[name],
+                )
+                for name, array in expected.items()
+            }
+            try:
+                found = ckpt.load(start, wanted)
+            except Exception as error:
+                report(hosts=hosts, error=type(error).__name__)
+                continue
+        wrong = [
+            name
+            for name, array in found.items()
+            if array.sharding != wanted[name].sharding
+            or array.dtype != expected[name].dtype
+            or any(bits(s.data) != bits(expected[name][s.index]) for s in array.addressable_shards)
+        ]
+        report(hosts=hosts, start=start, own=place.value, wrong=wrong)
+"""
+
+
+def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Path) -> None:
+    """Every dtype and way to shard; hosts 0 and 1 are one slice, and 2 and 3 the other."""
+    places = [
+        (0, 1, 2, 3),
+        (1, 0, 3, 2),  # exchanged within the slices
+        (2, 1, 0, 3),  # across slices
+        (1, 2, 3, 0),
+        (None, 1, 2, None),  # lost, and none of the slices is whole
+        (1, 3, 0, None),  # two have one part, and one the other
+        (None, 0, None, 1),
+        (1, None, 3, None),  # nobody has the first half
+    ]
+    arguments = str(tmp_path / "run"), str(tmp_path / "ramdisks"), json.dumps(places)
+    for index, reports in enumerate(run_processes(PLACES, 4, *arguments)):
+        *found, lost = reports
+        told = {"start": 1, "own": f"of {index}", "wrong": []}
+        assert found == [{"hosts": list(hosts), **told} for hosts in places[:-1]]
+        assert lost["error"] in ("CorruptCheckpointError", "StepNotFoundError")
+
+
+SAME_PARTS = """
+    import pathlib, sys
+    import processes_program as program
+    from processes_program import INDEX, Training, digest, report
+    import jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+    directory, mine = sys.argv[4], pathlib.Path(sys.argv[5], str(INDEX))
+    program.MESH = MESH = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
+    program.rule = lambda name, abstract: NamedSharding(MESH, P())
+
+    def opened():
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=policies.SpecificStepsPolicy(()),
+            local=LocalTier(mine, save_decision_policy=policies.FixedIntervalPolicy(1)),
+        )
+
+    def held(training):
+        return {n: digest(np.asarray(a.addressable_data(0))) for n, a in training.arrays().items()}
+
+    training = Training()
+    with opened() as ckpt:
+        training.attach(ckpt)
+        training.step()
+        ckpt.save(1)
+    if INDEX in (0, 3):
+        for file in (mine / "1" / "state").rglob("d/*"):
+            content = bytearray(file.read_bytes())
+            content[-20] ^= 1
+            file.write_bytes(content)
+    fresh = Training(77)
+    with opened() as ckpt:
+        start = fresh.attach(ckpt)
+        tier = ckpt.restore().tier
+        found = held(fresh)
+        ckpt.save(2)
+        ckpt.wait_until_finished()
+        is_verified = (mine / "1" / "verified").exists()
+    report(start=start, tier=tier, alike=found == held(training), verified=is_verified)
+"""
+
+
+@pytest.mark.long
+def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path) -> None:
+    """And a damaged copy is not taken for verified because another host's was."""
+    reports = run_processes(SAME_PARTS, 4, str(tmp_path / "run"), str(tmp_path / "ramdisks"))
+    told = {"start": 1, "tier": "local", "alike": True}
+    verified = [False, True, True, False]
+    assert [report for (report,) in reports] == [{**told, "verified": v} for v in verified]
+
+
+LOST_BY_SUMS = {
+    "the sign of zero": np.array([-0.0, 1, 2, 3], np.float32),
+    "a signalling NaN": np.array([0x7F800001, 0, 0, 0], np.uint32).view(np.float32),
+    "bool": np.array([True, False, True, False]),
+    "int8": np.array([1, -2, 3, -4], np.int8),
+}
+
+
+@pytest.mark.parametrize("value", LOST_BY_SUMS.values(), ids=LOST_BY_SUMS)
+def test_orbax_still_loses_bits_on_the_way_to_other_slices(value: np.ndarray) -> None:
+    """Where it no longer does, docs/multi-tier.md has a reason less not to build on it."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "fsdp"))
+    value = np.tile(value, mesh.shape["fsdp"])
+
+    def arrived(sent: np.ndarray) -> np.ndarray:
+        first = NamedSharding(Mesh(mesh.devices[0], ("fsdp",)), PartitionSpec("fsdp"))
+        given = (jax.device_put(sent, first),)
+        (found,), _ = multislice.broadcast_one_replica_to_all(
+            given, mesh, 0, True, memory_limit_bytes=1 << 20
+        )
+        return np.asarray(found)
+
+    plain = np.arange(value.size, dtype=np.float32)
+    assert arrived(plain).tobytes() == plain.tobytes()
+    found = arrived(value)
+    assert (found.dtype, found.tobytes()) != (value.dtype, value.tobytes())

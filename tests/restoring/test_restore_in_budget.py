@@ -1,0 +1,153 @@
+"""Restoring in budget: what is replaced is freed before the new arrives, part by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pytest
+import torch
+from support.compare import bits
+from support.training import mlp, train_step
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import MismatchError, UnsupportedLeafError, UnusableStateError
+from torchax_ckpt.options import Layout
+from torchax_ckpt.restoring import restore
+from torchax_ckpt.storage.arrays import read_arrays
+
+IN_BUDGET = CheckpointOptions(restore_in_budget=True, layout="flat")
+layouts = pytest.mark.parametrize("layout", get_args(Layout))
+
+
+def deep() -> torch.nn.Module:
+    """Layers that are alike, which are stored as stacks."""
+    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6))).to("jax")
+
+
+def trained(
+    directory: Path, model: torch.nn.Module | None = None, layout: Layout = "flat"
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = model or mlp(width=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = CheckpointOptions(layout=layout)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(2):
+            train_step(model, optimizer, step)
+    return model, optimizer
+
+
+def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The bytes of everything: the arrays themselves are going to be deleted."""
+    moments = [optimizer.state[p] for p in model.parameters()]
+    return [bits(t) for t in [*model.parameters(), *(m[k] for m in moments for k in sorted(m))]]
+
+
+def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    """Has every device say that it has no more left over than this."""
+    monkeypatch.setattr(restore, "free_device_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(restore, "_LEAST_PART_BYTES", 1)
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@layouts
+@pytest.mark.parametrize("in_budget", [True, False])
+def test_old_buffers_are_freed_as_new_ones_arrive(
+    in_budget: bool, layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(directory, deep(), layout)
+    expected = content(model, optimizer)
+    for parameter in model.parameters():
+        torchax_backend.set_buffer(parameter, torchax_backend.buffer(parameter) * 0)
+        parameter.grad = None
+    size = sum(torchax_backend.buffer(p).nbytes for p in model.parameters()) * 3
+    expected_bytes = live_bytes()
+    leave_free(monkeypatch, size // 3)
+    peak = 0
+    read = read_arrays.read_arrays
+
+    def probe(*args: Any, **kwargs: Any) -> Any:
+        nonlocal peak
+        result = read(*args, **kwargs)
+        peak = max(peak, live_bytes() if result else 0)
+        return result
+
+    monkeypatch.setattr(read_arrays, "read_arrays", probe)
+    options = CheckpointOptions(restore_in_budget=in_budget)
+    ckpt = TorchaxCheckpointer(directory, options=options)
+    ckpt.attach(model, optimizer)
+    assert content(model, optimizer) == expected
+    if in_budget:
+        # The random key is read, and tried, before anything is freed.
+        assert peak <= expected_bytes + torchax_backend.prng_key().nbytes
+    else:
+        assert peak >= expected_bytes + size
+
+
+@layouts
+def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
+    layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(directory, deep(), layout)
+    expected = content(model, optimizer)
+    leave_free(monkeypatch, 0)
+    reads = 0
+    read = read_arrays.read_arrays
+
+    def fail_later(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        if reads > 3:
+            raise OSError("the medium is gone")
+        return read(*args, **kwargs)
+
+    ckpt = TorchaxCheckpointer(directory, options=IN_BUDGET)
+    ckpt.attach(model, optimizer, rng=True)
+    monkeypatch.setattr(read_arrays, "read_arrays", fail_later)
+    with pytest.raises(UnusableStateError, match=r"step 2 .* holds no state any more"):
+        ckpt.restore(2)
+    for parameter in model.parameters():
+        assert torchax_backend.buffer(parameter).is_deleted()
+        assert torchax_backend.buffer(optimizer.state[parameter]["exp_avg"]).is_deleted()
+    with pytest.raises(UnsupportedLeafError, match="is gone"):
+        ckpt.save(3, force=True)
+    monkeypatch.setattr(read_arrays, "read_arrays", read)
+    ckpt.restore(2)  # and it can be tried again
+    assert content(model, optimizer) == expected
+
+
+def test_attach_goes_on_to_an_older_step_when_the_newest_is_damaged(directory: Path) -> None:
+    model, optimizer = trained(directory)
+    with TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(3, force=True)
+    needle = np.asarray(torchax_backend.buffer(next(model.parameters()))).tobytes()[:64]
+    (file,) = (
+        path
+        for path in (directory / "3").rglob("*")
+        if path.is_file() and needle in path.read_bytes()
+    )
+    file.write_bytes(file.read_bytes().replace(needle, bytes(64)))
+    with (
+        TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt,
+        pytest.warns(UserWarning, match="skipping an unreadable checkpoint.*step 3"),
+    ):
+        assert ckpt.attach(model, optimizer) == 2
+    assert not any(
+        torchax_backend.buffer(parameter).is_deleted() for parameter in model.parameters()
+    )
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_freed(directory: Path) -> None:
+    trained(directory)
+    other = mlp(width=32)
+    before = [torchax_backend.buffer(p) for p in other.parameters()]
+    with pytest.raises(MismatchError):
+        TorchaxCheckpointer(directory, options=IN_BUDGET).attach(other)
+    assert not any(array.is_deleted() for array in before)

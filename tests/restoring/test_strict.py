@@ -1,0 +1,386 @@
+"""Strict restores change nothing unless all fits; others take what fits and report the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_trees_identical, bits, copied, training_state
+from support.training import mlp, train_step
+from torch import nn
+from torch.optim import lr_scheduler
+
+from torchax_ckpt import RestoreReport, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import MismatchError
+
+
+def save(directory: Path, *attached: Any, **more: Any) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(*attached, resume=False, **more)
+        assert ckpt.save(1, force=True)
+
+
+def refused(directory: Path, *attached: Any, **more: Any) -> MismatchError:
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(*attached, **more)
+    return caught.value
+
+
+def restore_what_fits(directory: Path, *attached: Any, **more: Any) -> RestoreReport:
+    """Also asserts that a strict restore names the same differences."""
+    error = refused(directory, *attached, **more)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(*attached, resume=False, **more)
+        report = ckpt.restore(strict=False)
+    assert dataclasses.replace(report, is_verified=False) == RestoreReport(
+        1, error.missing, error.unexpected, error.mismatched
+    )
+    return report
+
+
+def on_jax(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with torchax_backend.native_torch():
+        tensor = torch.tensor(values, dtype=dtype)
+    return tensor.to("jax")
+
+
+def parameters(**tensors: torch.Tensor) -> nn.Module:
+    return nn.ParameterDict(tensors)
+
+
+def values(model: Any) -> dict[str, list[float]]:
+    return {n: torchax_backend.buffer(t).tolist() for n, t in model.state_dict().items()}
+
+
+# --- strict ------------------------------------------------------------------------------------
+
+
+def wider_head() -> nn.Module:
+    model: Any = mlp()
+    model[2] = nn.Linear(16, 5).to("jax")
+    return model
+
+
+def shorter() -> nn.Module:
+    return nn.Sequential(*list(mlp())[:2])  # type: ignore[call-overload]
+
+
+def longer() -> nn.Module:
+    return nn.Sequential(*mlp(), nn.Linear(4, 4).to("jax"))  # type: ignore[misc]
+
+
+def other_dtype() -> nn.Module:
+    model: Any = mlp()
+    model[0].bias = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16, device="jax"))
+    return model
+
+
+def tied_biases() -> nn.Module:
+    model: Any = mlp()
+    model[0].again = model[0].bias
+    return model
+
+
+@pytest.mark.parametrize("build", [wider_head, shorter, longer, other_dtype, tied_biases])
+def test_a_refused_checkpoint_changes_no_byte_of_anything(
+    directory: Path, build: Callable[[], nn.Module]
+) -> None:
+    def attach_all(model: Any) -> tuple[Any, Any, dict[str, Any]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return model, optimizer, {"lr_scheduler": lr_scheduler.StepLR(optimizer, 3)}
+
+    model, optimizer, more = attach_all(mlp())
+    optimizer.param_groups[0]["lr"] = 0.5
+    save(directory, model, optimizer, **more)
+
+    fresh, optimizer, more = attach_all(build())
+
+    def everything() -> Any:
+        with torchax_backend.native_torch():
+            generator = torch.get_rng_state()
+        return copied(
+            [
+                training_state(fresh, optimizer),
+                more["lr_scheduler"].state_dict(),
+                [torchax_backend.prng_key(), generator, random.getstate()],
+                np.random.get_state(legacy=False)["state"]["key"],
+            ]
+        )
+
+    objects, before = [id(p) for p in fresh.parameters()], everything()
+    refused(directory, fresh, optimizer, **more)
+    assert_trees_identical(everything(), before)
+    assert [id(p) for p in fresh.parameters()] == objects
+
+
+def test_a_value_that_would_have_to_be_cast_is_refused(directory: Path) -> None:
+    save(directory, parameters(w=on_jax(1.0, 2.0)))
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        error = refused(directory, parameters(w=on_jax(0.0, 0.0, dtype=dtype)))
+        assert error.mismatched == {"model/w": f"expected {name}[2], found float32[2]"}
+
+
+def test_a_value_that_would_have_to_be_broadcast_is_refused(directory: Path) -> None:
+    save(directory, parameters(w=on_jax(1.0)))
+    error = refused(directory, parameters(w=on_jax(0.0, 0.0)))
+    assert error.mismatched == {"model/w": "expected float32[2], found float32[1]"}
+    error = refused(directory, parameters(w=on_jax(0.0).reshape(())))
+    assert error.mismatched == {"model/w": "expected float32[], found float32[1]"}
+
+
+@pytest.mark.parametrize("saved_on_cpu", [True, False])
+def test_a_buffer_goes_to_where_the_live_one_is(directory: Path, saved_on_cpu: bool) -> None:
+    def build(on_cpu: bool, value: float) -> nn.Module:
+        model = parameters(w=on_jax(1.0))
+        with torchax_backend.native_torch():
+            buffer = torch.tensor([value])
+        model.register_buffer("b", buffer if on_cpu else buffer.to("jax"))
+        return model
+
+    save(directory, build(saved_on_cpu, 5.0))
+    fresh: Any = build(not saved_on_cpu, 0.0)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(fresh)
+    kind = "torchax" if saved_on_cpu else "torch"
+    assert bits(fresh.b) == (kind, "float32", (1,), np.float32(5).tobytes())
+
+
+# --- not strict --------------------------------------------------------------------------------
+
+
+def test_what_fits_is_restored_and_the_rest_reported_by_name(directory: Path) -> None:
+    save(
+        directory,
+        parameters(
+            same=on_jax(1.0, 2.0), shape=on_jax(1.0), dtype=on_jax(1.0), old=on_jax(1.0, 1.0)
+        ),
+    )
+    model = parameters(
+        same=on_jax(7.0, 7.0),
+        shape=on_jax(7.0, 7.0),
+        dtype=on_jax(7.0, dtype=torch.float16),
+        new=on_jax(7.0),
+    )
+    report = restore_what_fits(directory, model)
+    assert report == RestoreReport(
+        step=1,
+        missing=("model/new",),
+        unexpected=("model/old",),
+        mismatched={
+            "model/shape": "expected float32[2], found float32[1]",
+            "model/dtype": "expected float16[1], found float32[1]",
+        },
+    )
+    assert values(model) == {"same": [1.0, 2.0], "shape": [7.0, 7.0], "dtype": [7.0], "new": [7.0]}
+
+
+def test_a_restore_without_differences_reports_none(directory: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(3, force=True)
+        assert ckpt.restore(strict=False) == ckpt.restore() == RestoreReport(3, is_verified=True)
+
+
+def test_a_parameter_that_does_not_fit_gets_no_state_and_can_be_trained(directory: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer, 0)
+    save(directory, model, optimizer)
+    fresh: Any = wider_head()
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    report = restore_what_fits(directory, fresh, fresh_optimizer)
+    assert {"model/2.weight", "model/2.bias"} <= report.mismatched.keys()
+    assert [p in fresh_optimizer.state for p in fresh.parameters()] == [True, True, False, False]
+    assert_trees_identical(
+        training_state(fresh, fresh_optimizer)[1]["moments"][:2],
+        training_state(model, optimizer)[1]["moments"][:2],
+    )
+    train_step(fresh, fresh_optimizer, 1)
+
+
+def test_state_of_a_parameter_that_does_not_fit_keeps_its_bytes(directory: Path) -> None:
+    def build(model: Any) -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        train_step(model, optimizer, 0)
+        return model, optimizer
+
+    (model, optimizer), (fresh, fresh_optimizer) = build(mlp()), build(wider_head())
+    save(directory, model, optimizer)
+    before = training_state(fresh, fresh_optimizer)[1]["moments"]
+    restore_what_fits(directory, fresh, fresh_optimizer)
+    after = training_state(fresh, fresh_optimizer)[1]["moments"]
+    assert_trees_identical(after[2:], before[2:])
+    assert_trees_identical(after[:2], training_state(model, optimizer)[1]["moments"][:2])
+
+
+def test_an_optimizer_of_another_class_is_left_as_it_is(directory: Path) -> None:
+    model, fresh = mlp(), mlp()
+    save(directory, model, torch.optim.Adam(model.parameters()))
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.25, momentum=0.9)
+    train_step(fresh, optimizer, 0)
+    before = training_state(optimizer)
+    report = restore_what_fits(directory, fresh, optimizer)
+    assert report.mismatched == {"optimizer": "expected SGD, found Adam"}
+    assert_trees_identical(training_state(optimizer), before)
+    assert_trees_identical(training_state(fresh), training_state(model))
+
+
+def test_a_new_parameter_keeps_its_group_and_has_no_state(directory: Path) -> None:
+    model, fresh = mlp(), longer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    train_step(model, optimizer, 0)
+    save(directory, model, optimizer)
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    report = restore_what_fits(directory, fresh, fresh_optimizer)
+    assert set(report.missing) == {
+        "model/3.weight", "model/3.bias", "optimizer/3.weight", "optimizer/3.bias"
+    }  # fmt: skip
+    assert fresh_optimizer.param_groups[0]["lr"] == 0.125
+    assert [p in fresh_optimizer.state for p in fresh.parameters()] == [True] * 4 + [False] * 2
+
+
+# --- components --------------------------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_components_that_only_one_side_has_are_reported(directory: Path) -> None:
+    def build() -> tuple[Any, Any, Any]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, lr_scheduler.StepLR(optimizer, 2)
+
+    model, optimizer, scheduler = build()
+    save(directory, model, optimizer, stateful={"seen": Box(1), "old": Box(2)})
+    model, optimizer, scheduler = build()
+    boxes = {"seen": Box(0), "new": Box(0)}
+    report = restore_what_fits(directory, model, optimizer, lr_scheduler=scheduler, stateful=boxes)
+    assert set(report.missing) == {"lr_scheduler", "stateful/new"}
+    assert report.unexpected == ("stateful/old",)
+    assert {name: box.state for name, box in boxes.items()} == {"seen": 1, "new": 0}
+
+
+def test_an_optimizer_in_the_checkpoint_that_is_not_attached_is_unexpected(directory: Path) -> None:
+    model, fresh = mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_step(model, optimizer, 0)
+    save(directory, model, optimizer)
+    report = restore_what_fits(directory, fresh)
+    assert report.missing == ()
+    assert all(name.startswith("optimizer") for name in report.unexpected)
+    assert report.unexpected
+    assert_trees_identical(training_state(fresh), training_state(model))
+
+
+def test_one_of_several_models_may_be_missing(directory: Path) -> None:
+    save(directory, {"a": parameters(w=on_jax(1.0)), "old": parameters(w=on_jax(2.0))})
+    models = {"new": parameters(w=on_jax(7.0)), "a": parameters(w=on_jax(7.0))}
+    report = restore_what_fits(directory, models)
+    assert (report.missing, report.unexpected) == (("model/new",), ("model/old",))
+    assert [values(m) for m in models.values()] == [{"w": [7.0]}, {"w": [1.0]}]
+
+
+@pytest.mark.parametrize("saved_as_dict", [True, False])
+def test_one_model_is_not_taken_for_a_dict_of_one(directory: Path, saved_as_dict: bool) -> None:
+    def build(as_dict: bool, value: float) -> Any:
+        model = parameters(w=on_jax(value))
+        return {"w": model} if as_dict else model
+
+    save(directory, build(saved_as_dict, 1.0))
+    fresh = build(not saved_as_dict, 7.0)
+    report = restore_what_fits(directory, fresh)
+    assert (len(report.missing), len(report.unexpected), report.mismatched) == (1, 1, {})
+    assert values(fresh["w"] if isinstance(fresh, dict) else fresh) == {"w": [7.0]}
+
+
+class WithExtraState(nn.Linear):
+    extra: Any = "live"
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_state_that_only_one_side_has_is_reported(directory: Path) -> None:
+    def build(first: type[nn.Linear], second: type[nn.Linear]) -> Any:
+        return nn.Sequential(first(2, 2), second(2, 2)).to("jax")
+
+    save(directory, build(WithExtraState, nn.Linear))
+    fresh = build(nn.Linear, WithExtraState)
+    report = restore_what_fits(directory, fresh)
+    assert report.missing == ("model/1/_extra_state",)
+    assert report.unexpected == ("model/0/_extra_state",)
+    assert fresh[1].extra == "live"
+
+
+# --- ties --------------------------------------------------------------------------------------
+
+
+def pair(tied: bool, first: float, second: float) -> nn.Module:
+    model = parameters(other=on_jax(first))
+    a = nn.Parameter(on_jax(first))
+    model.register_parameter("a", a)
+    model.register_parameter("b", a if tied else nn.Parameter(on_jax(second)))
+    return model
+
+
+def test_a_tie_that_the_checkpoint_lacks_is_refused(directory: Path) -> None:
+    save(directory, pair(tied=False, first=1.0, second=2.0))
+    model: Any = pair(tied=True, first=7.0, second=7.0)
+    report = restore_what_fits(directory, model)
+    assert report.mismatched == {
+        "model/a": "expected a tied to b, found a on its own, b on its own"
+    }
+    assert (report.missing, report.unexpected) == ((), ())
+    assert values(model) == {"other": [1.0], "a": [7.0], "b": [7.0]}
+    assert model.a is model.b
+
+
+def test_a_tie_that_only_the_checkpoint_has_is_refused(directory: Path) -> None:
+    save(directory, pair(tied=True, first=1.0, second=1.0))
+    model: Any = pair(tied=False, first=7.0, second=8.0)
+    report = restore_what_fits(directory, model)
+    assert report.mismatched == {
+        "model/a": "expected a on its own, found a tied to b",
+        "model/b": "expected b on its own, found a tied to b",
+    }
+    assert values(model) == {"other": [1.0], "a": [7.0], "b": [8.0]}, "mismatched: as it was"
+
+
+def test_a_tie_among_other_names_is_refused(directory: Path) -> None:
+    def build(*groups: str) -> nn.Module:
+        model = nn.Module()
+        for value, group in enumerate(groups):
+            shared = nn.Parameter(on_jax(float(value)))
+            for name in group:
+                model.register_parameter(name, shared)
+        return model
+
+    save(directory, build("ab", "cd"))
+    error = refused(directory, build("ac", "bd"))
+    assert error.mismatched == {
+        "model/a": "expected a tied to c, found a tied to b, c tied to d",
+        "model/b": "expected b tied to d, found a tied to b, c tied to d",
+    }

@@ -1,0 +1,675 @@
+"""Warm starts: weights from another run, from Hugging Face's files, from torch's DCP."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from jax.sharding import NamedSharding
+from support.compare import assert_trees_identical, bits, training_state
+from support.damage import damage
+from support.models import values
+from support.processes import run_python
+from support.torch_files import save_dcp
+from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, train_step
+from torch import nn
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
+from torchax_ckpt.errors import (
+    AttachError,
+    CorruptCheckpointError,
+    MismatchError,
+    SelectionError,
+    StepNotFoundError,
+    UninitializedLeafError,
+    UnsupportedLeafError,
+    UnusableStateError,
+)
+from torchax_ckpt.formats import safetensors_io, tensor_files, untrusted_files
+
+
+class Gpt(nn.Module):
+    """Names as in Hugging Face's GPT-2, a tie, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(32, 16)
+        self.h = nn.ModuleList(nn.ModuleDict({"attn": nn.Linear(16, 16)}) for _ in range(3))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("scale", torch.full((), 0.5))
+
+
+class Mine(nn.Module):
+    """The same under other names, with an adapter that no file has."""
+
+    def __init__(self, num_classes: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.ModuleDict({"attention": nn.Linear(16, 16)}) for _ in "123")
+        self.lora_A = nn.Linear(16, 2, bias=False)
+        self.head = nn.Linear(16, num_classes or 32, bias=False)
+        if num_classes is None:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((), 0.25))
+
+
+RENAME = {"wte": "embed", "h.*.attn": "layers.*.attention"}
+
+
+def gpt() -> Any:
+    with before_enabling():
+        torch.manual_seed(5)
+        return Gpt()
+
+
+def on_jax(model: Any) -> Any:
+    model.to("jax")
+    if model.head.weight.shape == model.embed.weight.shape:
+        model.head.weight = model.embed.weight  # moving a module unties it
+    return model
+
+
+def on_meta(build: Any) -> Any:
+    with before_enabling(), torch.device("meta"):
+        return build()
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    with before_enabling():
+        return dict(model.state_dict())
+
+
+def save_hub(tensors: dict[str, Any], folder: Path, *, num_files: int = 2) -> Path:
+    """Several files and an index, as Hugging Face writes them."""
+    folder.mkdir()
+    weight_map: dict[str, str] = {}
+    with before_enabling():
+        for number in range(num_files):
+            file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+            part = {n: t for i, (n, t) in enumerate(tensors.items()) if i % num_files == number}
+            safetensors.torch.save_file(part, folder / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def save_run(model: Any, folder: Path) -> Path:
+    with TorchaxCheckpointer(folder) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(7, force=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def origins(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], dict[str, Any]]:
+    """The same weights in every form, and what they are."""
+    root = tmp_path_factory.mktemp("origins")
+    model = gpt()
+    tensors = state(model)
+    hub = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
+    with before_enabling():
+        safetensors.torch.save_model(model, str(root / "one.safetensors"))
+    live = gpt().to("jax")
+    live.head.weight = live.wte.weight
+    return {
+        "file": root / "one.safetensors",
+        "hub": save_hub(hub, root / "hub"),
+        "index": root / "hub/model.safetensors.index.json",
+        "dcp": save_dcp({"model": hub, "optimizer": {"lr": 0.1}}, root / "dcp"),
+        "flat_dcp": save_dcp(hub, root / "flat_dcp"),
+        "run": save_run(live, root / "run"),
+    }, values(tensors)
+
+
+FORMS = ["file", "hub", "index", "dcp", "flat_dcp", "run"]
+
+
+def expect_mine(model: nn.Module, expected: dict[str, Any]) -> None:
+    found = values(dict(model.state_dict()))
+    assert found["embed.weight"] == found["head.weight"] == expected["wte.weight"]
+    assert found["scale"] == expected["scale"]
+    for i in range(3):
+        for key in ("weight", "bias"):
+            assert found[f"layers.{i}.attention.{key}"] == expected[f"h.{i}.attn.{key}"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_takes_its_first_weights(form: str, origins: Any) -> None:
+    paths, expected = origins
+    model = on_jax(Mine())
+    objects = list(model.parameters())
+    adapter = bits(model.lora_A.weight)
+    report = warm_start(model, paths[form], exclude="lora_A", rename=RENAME)
+    expect_mine(model, expected)
+    assert bits(model.lora_A.weight) == adapter
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+    assert model.head.weight is model.embed.weight
+    assert report.step == (7 if form == "run" else None)
+    assert report.left_out == ("model/lora_A.weight",)
+    assert (report.missing, report.unexpected, report.mismatched) == ((), (), {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_on_the_meta_device_is_filled_on_a_mesh(form: str, origins: Any) -> None:
+    paths, expected = origins
+    model = on_meta(Mine)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rule = fsdp_rule(fsdp_mesh())
+
+    def init(name: str, abstract: Any) -> Any:
+        assert name == "lora_A.weight"
+        return np.ones(abstract.shape, abstract.dtype)
+
+    warm_start(model, paths[form], exclude="lora_A", rename=RENAME, shardings=rule, init=init)
+    expect_mine(model, expected)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        array = torchax_backend.buffer(tensor)
+        assert array.sharding.is_equivalent_to(rule(name, array), array.ndim), name
+    assert (np.asarray(torchax_backend.buffer(model.lora_A.weight)) == 1).all()
+    assert model.head.weight is model.embed.weight
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in model.parameters()
+    }
+
+
+def grid(name: str, abstract: Any) -> NamedSharding:
+    """Rows and columns on different axes, so that no part lies in one piece in a file."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    return NamedSharding(mesh, P(*("x", "y")[: len(abstract.shape)]))
+
+
+@pytest.mark.parametrize("form", ["hub", "dcp", "run"])
+def test_live_shardings_decide(form: str, origins: Any) -> None:
+    paths, expected = origins
+    model = on_jax(Mine())
+    warm_start(model, paths[form], exclude="lora_A", rename=RENAME, shardings=grid)
+    expect_mine(model, expected)
+    array = torchax_backend.buffer(model.embed.weight)
+    assert array.sharding.is_equivalent_to(grid("", array), 2)
+
+
+# --- a run of its own ---------------------------------------------------------------------------
+
+
+def test_the_new_run_begins_at_its_own_first_step(directory: Path, tmp_path: Path) -> None:
+    first = mlp()
+    first_optimizer = torch.optim.AdamW(first.parameters())
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(first, first_optimizer)
+        for step in ckpt.steps(5):
+            train_step(first, first_optimizer, step)
+    before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
+
+    def program(total: int) -> tuple[list[int], Any, Any]:
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to("jax")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        with TorchaxCheckpointer(tmp_path / "new") as ckpt:
+            if ckpt.latest_step() is None:
+                report = warm_start(model, directory, exclude="2")
+                assert report.step == 5
+                assert not optimizer.state
+                assert bits(model[0].weight) == bits(first[0].weight)  # type: ignore[index]
+            start = ckpt.attach(model, optimizer)
+            steps = []
+            for step in ckpt.steps(total):
+                train_step(model, optimizer, step)
+                steps.append(step)
+        return [start, *steps], model, optimizer
+
+    assert program(2)[0] == [0, 1, 2]
+    again, _, optimizer = program(4)
+    assert again == [2, 3, 4]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    # Nothing was written to the run it came from, the lease among it.
+    assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
+
+
+def test_random_state_stays_as_it_is(origins: Any) -> None:
+    def state() -> Any:
+        key = np.asarray(jax.random.key_data(torchax_backend.prng_key()))
+        numpy_state = np.random.get_state(legacy=False)["state"]
+        with torchax_backend.native_torch():
+            return key.tobytes(), torch.get_rng_state().tolist(), str(numpy_state)
+
+    models = [on_jax(Mine()) for _ in FORMS]
+    before = state()
+    for form, model in zip(FORMS, models, strict=True):
+        warm_start(model, origins[0][form], exclude="lora_A", rename=RENAME)
+    assert state() == before
+
+
+def test_the_files_may_be_links_as_in_hugging_faces_cache(origins: Any, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for number, file in enumerate(sorted(origins[0]["hub"].iterdir())):
+        (tmp_path / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{number}")
+    model = on_jax(Mine())
+    warm_start(model, tmp_path / "snapshot", exclude="lora_A", rename=RENAME)
+    expect_mine(model, origins[1])
+
+
+def test_the_directory_of_a_running_training_can_be_read(directory: Path) -> None:
+    model = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        fresh = mlp()
+        assert warm_start(fresh, directory).is_verified is False  # its random state is not read
+        assert_trees_identical(training_state(fresh), training_state(model))
+        ckpt.save(2, force=True)
+
+
+def test_a_named_step_of_several_models_and_of_functional_state(
+    directory: Path, tmp_path: Path
+) -> None:
+    models = {"g": mlp(), "d": mlp()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(models)
+        ckpt.save(1, force=True)
+    params = {n: torchax_backend.buffer(p) for n, p in models["g"].named_parameters()}
+    with TorchaxCheckpointer(tmp_path / "functional") as ckpt:
+        ckpt.save(4, state={"params": params}, force=True)
+    for source, at, step in (
+        (directory, "model/g", 1),
+        (tmp_path / "functional", "state/params", 4),
+    ):
+        fresh = mlp()
+        assert warm_start(fresh, source, step=step, at=at).step == step
+        assert_trees_identical(training_state(fresh), training_state(models["g"]))
+        with pytest.raises(StepNotFoundError):
+            warm_start(fresh, source, step=9, at=at)
+    with pytest.raises(MismatchError, match="model/d, model/g"):
+        warm_start(mlp(), directory)
+
+
+def test_a_damaged_newest_step_is_skipped(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        models = [nn.Linear(64, 64).to("jax") for _ in range(2)]
+        for step, model in enumerate(models, 1):
+            ckpt.save(step, state=dict(model.state_dict()), force=True)
+    weight = np.asarray(torchax_backend.buffer(models[1].weight))
+    damage(directory / "2", weight.tobytes()[:64])
+    fresh = nn.Linear(64, 64).to("jax")
+    with pytest.raises(CorruptCheckpointError):
+        warm_start(fresh, directory, at="state", step=2)
+    with pytest.warns(UserWarning, match="skipping an unreadable checkpoint"):
+        report = warm_start(fresh, directory, at="state")
+    assert (report.step, report.skipped_steps) == (1, (2,))
+    assert_trees_identical(training_state(fresh), training_state(models[0]))
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["hub", "dcp", "run"])
+def test_everything_that_differs_is_named_and_nothing_is_touched(form: str, origins: Any) -> None:
+    paths, _ = origins
+    model: Any = on_jax(Mine(num_classes=5))
+    model.scale = torch.zeros((), dtype=torch.bfloat16, device="jax")
+    before = training_state(model)
+    with pytest.raises(MismatchError) as caught:
+        warm_start(model, paths[form], rename={"wte": "head", "h.*.attn": "layers.*.attention"})
+    error = caught.value
+    assert set(error.missing) == {"model/embed.weight", "model/lora_A.weight"}
+    assert error.mismatched == {
+        "model/head.weight": "expected float32[5, 16], found float32[32, 16]",
+        "model/scale": "expected bfloat16[], found float32[]",
+    }
+    assert error.step == (7 if form == "run" else None)
+    assert_trees_identical(training_state(model), before)
+    report = warm_start(
+        model, paths[form], rename={"wte": "head", "h.*.attn": "layers.*.attention"}, strict=False
+    )
+    assert set(report.mismatched) == set(error.mismatched)
+    assert report.missing == error.missing
+    assert bits(model.layers[0].attention.weight) != before[0]["layers.0.attention.weight"]
+
+
+def test_weights_without_a_place_are_unexpected(origins: Any) -> None:
+    paths, _ = origins
+    model = on_jax(Mine())
+    with pytest.raises(MismatchError) as caught:
+        warm_start(model, paths["hub"], exclude="lora_A", rename={"wte": "embed"})
+    assert set(caught.value.unexpected) == {
+        f"model/h.{i}.attn.{key}" for i in range(3) for key in ("bias", "weight")
+    }
+    with pytest.raises(SelectionError, match=r"nothing matches exclude: 'lora_a'"):
+        warm_start(model, paths["hub"], exclude="lora_a", rename=RENAME)
+
+
+def test_what_nothing_fills_is_named(origins: Any) -> None:
+    paths, _ = origins
+    model = on_meta(Mine)
+    with pytest.raises(UninitializedLeafError, match=r"model/lora_A\.weight"):
+        warm_start(model, paths["hub"], exclude="lora_A", rename=RENAME)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_model_on_the_cpu_is_refused(origins: Any) -> None:
+    with pytest.raises(AttachError, match="on the CPU"):
+        warm_start(gpt(), origins[0]["hub"])
+    with pytest.raises(AttachError, match=r"expected a torch\.nn\.Module"):
+        warm_start({"g": mlp()}, origins[0]["hub"])
+
+
+def test_what_is_no_source_is_named(directory: Path, origins: Any) -> None:
+    model = mlp()
+    with pytest.raises(StepNotFoundError, match="found none of them"):
+        warm_start(model, directory)
+    with pytest.raises(SelectionError, match="files have no steps"):
+        warm_start(model, origins[0]["hub"], step=3)
+    with pytest.raises(SelectionError, match="no places"):
+        warm_start(model, origins[0]["hub"], at="model")
+    with pytest.raises(MismatchError, match="found them at model"):
+        warm_start(model, origins[0]["dcp"], at="ema")
+    with pytest.raises(AttachError, match="init: expected a callable"):
+        warm_start(model, origins[0]["hub"], init=3)  # type: ignore[arg-type]
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "bool"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_arrives_as_it_is(dtype: str, tmp_path: Path) -> None:
+    array = np.arange(-8, 8).astype(np.dtype(dtype)).reshape(8, 2)
+    safetensors.numpy.save_file({"w": array}, tmp_path / "x.safetensors")
+    model = nn.Module()
+    model.register_buffer("w", torchax_backend.wrap(jax.numpy.zeros((8, 2), array.dtype)))
+    warm_start(model, tmp_path / "x.safetensors", shardings=fsdp_rule(fsdp_mesh()))
+    assert bits(model.w)[1:] == bits(array)[1:]
+
+
+@pytest.mark.parametrize("form", ["file", "run", "dcp"])
+def test_nothing_is_cast_unless_that_is_asked_for(form: str, tmp_path: Path) -> None:
+    stored = np.linspace(-3, 3, 16, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(8, 2)
+    if form == "file":
+        source = tmp_path / "x.safetensors"
+        safetensors.numpy.save_file({"w": stored}, source)
+    elif form == "dcp":
+        source = save_dcp({"w": torchax_backend.from_numpy(stored)}, tmp_path / "dcp")
+    else:
+        origin = nn.Module()
+        origin.register_buffer("w", torchax_backend.wrap(jax.numpy.asarray(stored)))
+        source = save_run(origin, tmp_path / "run")
+    model = nn.Module()
+    model.register_buffer("w", torchax_backend.wrap(jax.numpy.zeros((8, 2), np.float32)))
+    rule = fsdp_rule(fsdp_mesh())
+    with pytest.raises(MismatchError, match=r"expected float32\[8, 2\], found bfloat16\[8, 2\]"):
+        warm_start(model, source, shardings=rule)
+    warm_start(model, source, shardings=rule, cast=True)
+    assert bits(model.w)[1:] == bits(stored.astype(np.float32))[1:]
+    array = torchax_backend.buffer(model.w)
+    assert array.sharding.is_equivalent_to(rule("w", array), 2)
+
+
+def test_wide_integers_are_narrowed_only_where_they_fit(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    model = nn.Module()
+    model.register_buffer("ids", torchax_backend.wrap(jax.numpy.zeros((3,), np.int32)))
+    safetensors.numpy.save_file({"ids": np.array([1, -(2**31), 2**31 - 1])}, path)
+    warm_start(model, path)
+    before = bits(model.ids)
+    assert before[1:] == bits(np.array([1, -(2**31), 2**31 - 1], np.int32))[1:]
+    safetensors.numpy.save_file({"ids": np.array([1, 2, 2**31])}, path)
+    with pytest.raises(MismatchError, match="ids: expected int64 that fits into int32"):
+        warm_start(model, path)
+    assert bits(model.ids) == before
+    safetensors.numpy.save_file({"ids": np.zeros(3, np.float32)}, path)
+    with pytest.raises(MismatchError, match="found float32"):
+        warm_start(model, path, cast=True)
+
+
+def test_what_stays_on_the_cpu_stays_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(
+        {
+            "w": np.ones(4, np.float32),
+            "ids": np.array([2**40]),
+            "none": np.zeros((0, 2), np.float32),
+        },
+        path,
+    )
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.zeros(4, device="jax")))
+    with torchax_backend.native_torch():
+        model.register_buffer("ids", torch.zeros(1, dtype=torch.int64))
+    model.register_buffer("none", torch.zeros(0, 2, device="jax"))
+    ids: Any = model.ids
+    warm_start(model, path)
+    assert model.ids is ids
+    assert bits(ids) == ("torch", "int64", (1,), np.array([2**40]).tobytes())
+
+
+# --- ties ----------------------------------------------------------------------------------------
+
+
+def tied(is_tied: bool = True) -> Any:
+    model: Any = nn.Module()
+    model.a, model.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    model.to("jax")
+    if is_tied:
+        model.b.weight = model.a.weight
+    return model
+
+
+@pytest.mark.parametrize("name", ["a.weight", "b.weight"])
+def test_a_tied_weight_is_found_under_any_of_its_names(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({name: np.ones((2, 2), np.float32)}, path)
+    model = tied()
+    warm_start(model, path)
+    assert model.a.weight is model.b.weight
+    assert (np.asarray(torchax_backend.buffer(model.a.weight)) == 1).all()
+    with pytest.raises(MismatchError) as caught:
+        warm_start(tied(is_tied=False), path)
+    assert caught.value.missing == (
+        {"a.weight": "model/b.weight", "b.weight": "model/a.weight"}[name],
+    )
+
+
+def test_two_values_for_one_tied_weight_are_a_question(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    arrays = {"a.weight": np.ones((2, 2), np.float32), "b.weight": np.zeros((2, 2), np.float32)}
+    safetensors.numpy.save_file(arrays, path)
+    model = tied()
+    with pytest.raises(
+        MismatchError, match="expected a.weight tied to b.weight, found a.weight on"
+    ):
+        warm_start(model, path)
+    warm_start(model, path, exclude="a")
+    assert (np.asarray(torchax_backend.buffer(model.a.weight)) == 0).all()
+
+
+def test_one_value_does_not_go_to_two_weights(directory: Path) -> None:
+    source = save_run(tied(), directory)
+    model = tied(is_tied=False)
+    with pytest.raises(MismatchError, match="found a.weight tied to b.weight"):
+        warm_start(model, source)
+    b = bits(model.b.weight)
+    warm_start(model, source, exclude="b")
+    assert bits(model.b.weight) == b != bits(model.a.weight)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_files_pass_through_the_host_part_by_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {f"w{i}": np.full((256, 256), i, np.float32) for i in range(8)}
+    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
+    with before_enabling(), torch.device("meta"):
+        model: Any = nn.Module()
+        for name in arrays:
+            model.register_parameter(name, nn.Parameter(torch.zeros(256, 256)))
+    log: list[int] = []
+    read, wait = tensor_files.FileTensor.read, jax.block_until_ready
+    on_its_way = 0
+
+    def counted(self: Any, index: Any) -> Any:
+        nonlocal on_its_way
+        result = read(self, index)
+        on_its_way += result.nbytes
+        log.append(on_its_way)
+        return result
+
+    def waited(arrays: Any) -> Any:
+        nonlocal on_its_way
+        on_its_way -= sum(array.nbytes for array in arrays)
+        return wait(arrays)
+
+    monkeypatch.setattr(tensor_files.FileTensor, "read", counted)
+    monkeypatch.setattr(jax, "block_until_ready", waited)
+    bound = 100_000
+    rule = fsdp_rule(fsdp_mesh())
+    options = CheckpointOptions(max_host_bytes=bound)
+    warm_start(model, tmp_path / "x.safetensors", shardings=rule, options=options)
+    assert len(log) == 64, "one part for each device"
+    assert bound // 2 < max(log) <= bound
+    for name, array in arrays.items():
+        assert bits(getattr(model, name))[1:] == bits(array)[1:]
+
+
+def test_replicas_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors.numpy.save_file({"weight": np.ones((4, 4), np.float32)}, tmp_path / "x.safetensors")
+    reads: list[Any] = []
+    read = tensor_files.FileTensor.read
+
+    def counted(self: Any, index: Any) -> Any:
+        reads.append(index)
+        return read(self, index)
+
+    monkeypatch.setattr(tensor_files.FileTensor, "read", counted)
+    model = nn.Linear(4, 4, bias=False).to("jax")
+    mesh = fsdp_mesh()
+    warm_start(model, tmp_path / "x.safetensors", shardings=lambda n, a: NamedSharding(mesh, P()))
+    assert len(reads) == 1
+
+
+def test_buffers_can_be_freed_first(origins: Any, tmp_path: Path) -> None:
+    options = CheckpointOptions(restore_in_budget=True)
+    for form in ("hub", "run"):
+        model = on_jax(Mine())
+        warm_start(model, origins[0][form], exclude="lora_A", rename=RENAME, options=options)
+        expect_mine(model, origins[1])
+    source = save_hub({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "hub")
+    file = source / "model-00002-of-00002.safetensors"
+    model = nn.Linear(2, 2).to("jax")
+    original = tensor_files.FileTensor.read
+
+    def broken(self: Any, index: Any) -> Any:
+        file.write_bytes(b"")
+        return original(self, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_files.FileTensor, "read", broken)
+        with pytest.raises(UnusableStateError, match="holds no state any more"):
+            warm_start(model, source, options=options)
+
+
+# --- files are data ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.safetensors", b""),
+        ("x.safetensors", b"\xff" * 64),
+        ("x.safetensors", (2).to_bytes(8, "little") + b"{}" + b"left over"),
+        (
+            "x.safetensors",
+            (71).to_bytes(8, "little")
+            + b'{"weight":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4]}}'
+            + b"\0" * 4,
+        ),
+        ("model.safetensors.index.json", b"{"),
+        ("model.safetensors.index.json", json.dumps({"weight_map": {"w": "../x"}}).encode()),
+        ("model.safetensors.index.json", json.dumps({"weight_map": {"w": "/x"}}).encode()),
+        ("model.safetensors.index.json", json.dumps({"weight_map": {"w": "gone"}}).encode()),
+    ],
+)
+def test_damaged_files_change_nothing(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    model = mlp()
+    before = training_state(model)
+    with pytest.raises(CorruptCheckpointError):
+        warm_start(model, tmp_path / name)
+    assert_trees_identical(training_state(model), before)
+
+
+def test_only_regular_files_of_some_size_are_opened(tmp_path: Path) -> None:
+    """Links may be, as in Hugging Face's cache; but not to a pipe, which blocks forever."""
+    index, pipe = tmp_path / "model.safetensors.index.json", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    model = mlp()
+    for file in ("pipe", "link", "..", ""):
+        index.write_text(json.dumps({"weight_map": {"0.weight": file}}))
+        with pytest.raises(CorruptCheckpointError, match="special file|no name of a file"):
+            warm_start(model, tmp_path)
+    index.unlink()
+    index.symlink_to(pipe)
+    with pytest.raises(CorruptCheckpointError, match="found a folder or special file"):
+        safetensors_io.open_safetensors(tmp_path)
+    index.unlink()
+    with open(index, "wb") as sparse:
+        sparse.truncate(untrusted_files.MAX_METADATA_BYTES + 1)
+    with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
+        warm_start(model, tmp_path)
+
+
+def test_headers_are_damaged_at_every_byte(origins: Any, tmp_path: Path) -> None:
+    content = origins[0]["file"].read_bytes()
+    path = tmp_path / "x.safetensors"
+    random = np.random.default_rng(0)
+    model = on_jax(Mine())
+    refused = 0
+    for _ in range(300):
+        at = int(random.integers(800))
+        path.write_bytes(content[:at] + bytes([random.integers(256)]) + content[at + 1 :])
+        try:
+            warm_start(model, path, exclude="lora_A", rename=RENAME)
+        except (CorruptCheckpointError, MismatchError, SelectionError, UnsupportedLeafError):
+            refused += 1
+    assert refused > 100
+
+
+def test_shapes_are_compared_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    header = b'{"weight":{"dtype":"U8","shape":[1099511627776],"data_offsets":[0,1099511627776]}}'
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2**40)  # sparse
+    with pytest.raises(MismatchError, match=r"found uint8\[1099511627776\]"):
+        warm_start(nn.Linear(2, 2, bias=False).to("jax"), path)
+
+
+def test_the_package_needs_no_safetensors(origins: Any) -> None:
+    program = """
+        import sys
+        sys.modules["safetensors"] = None
+        import torch, torchax, torchax_ckpt
+        torchax.enable_globally()
+        model = torch.nn.Linear(2, 2).to("jax")
+        try:
+            torchax_ckpt.warm_start(model, sys.argv[1])
+        except ImportError as error:
+            print(error)
+    """
+    result = run_python(program, str(origins[0]["hub"]), fresh=True)
+    assert "pip install safetensors" in result.stdout

@@ -1,0 +1,417 @@
+"""Calls from where they cannot work, the process's end, and saves that are stuck."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from support.processes import run_python
+from support.training import mlp
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.errors import CallError, SaveTimeoutError
+from torchax_ckpt.storage.arrays import write_step
+
+STATE = {"w": np.arange(3)}
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Storage that hangs until the event is set."""
+    opened = threading.Event()
+    write = write_step.write_step
+
+    def stuck_in_storage(*args: Any, **kwargs: Any) -> None:
+        assert opened.wait(60)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(write_step, "write_step", stuck_in_storage)
+    yield opened
+    opened.set()
+
+
+def training_calls(ckpt: TorchaxCheckpointer) -> dict[str, Callable[[], Any]]:
+    return {
+        "attach": ckpt.attach,
+        "restore": lambda: ckpt.restore(1),
+        "save": lambda: ckpt.save(2, state=STATE),
+        "steps": lambda: ckpt.steps(3),
+        "delete": lambda: ckpt.delete(1),
+    }
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def on_a_thread(call: Callable[[], Any], name: str = "other") -> Any:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(60)
+    assert outcome, "it hangs"
+    return outcome[0]
+
+
+def test_training_calls_are_refused_on_a_second_thread(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        for name, call in training_calls(ckpt).items():
+            error = on_a_thread(call)
+            assert isinstance(error, CallError), name
+            assert f"{name} was called on thread 'other'" in str(error)
+            assert "belongs to thread 'MainThread'" in str(error)
+        # What does not touch the training's state works anywhere.
+        assert on_a_thread(ckpt.wait_until_finished) is None
+        assert on_a_thread(ckpt.all_steps) == [1]
+        np.testing.assert_array_equal(on_a_thread(ckpt.load)["w"], STATE["w"])
+        assert on_a_thread(lambda: ckpt.reached_preemption(1)) is False
+        assert on_a_thread(ckpt.close) is None
+
+
+def test_a_checkpointer_may_be_made_on_one_thread_and_train_on_another(directory: Path) -> None:
+    ckpt = TorchaxCheckpointer(directory)
+    model = mlp()
+    assert on_a_thread(lambda: (ckpt.attach(model), ckpt.save(1)), "trainer") == (0, True)
+    with pytest.raises(CallError, match=r"save was called on thread 'MainThread' .* 'trainer'"):
+        ckpt.save(2)
+    ckpt.close()
+    assert ckpt.all_steps() == [1]
+
+
+# --- calls within calls --------------------------------------------------------------------------
+
+
+def test_a_call_within_a_call_is_refused_and_the_next_one_works(directory: Path) -> None:
+    class Curious:
+        """Calls the checkpointer in the middle of a save, as a signal handler would."""
+
+        call: Callable[[], Any] | None = None
+
+        def state_dict(self) -> dict[str, int]:
+            if self.call is not None:
+                self.call()
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    curious = Curious()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp(), stateful={"curious": curious})
+        ckpt.save(1)
+        calls = training_calls(ckpt) | {
+            "load": ckpt.load,
+            "wait_until_finished": ckpt.wait_until_finished,
+            "close": ckpt.close,
+        }
+        for name, call in calls.items():
+            curious.call = call
+            with pytest.raises(CallError, match=f"{name} was called while save is running on the "):
+                ckpt.save(2, force=True)
+        curious.call = ckpt.all_steps  # reads names only
+        assert ckpt.save(2, force=True)
+    assert ckpt.all_steps() == [1, 2]
+
+
+def test_signal_handlers_that_call_in_at_any_moment_never_hang(directory: Path) -> None:
+    source = """
+        import collections, signal, sys, time
+        import torchax; torchax.enable_globally()
+        import torch
+        from torchax_ckpt import TorchaxCheckpointer, policies
+        from torchax_ckpt.errors import CallError
+
+        model = torch.nn.Linear(8, 8).to("jax")
+        outcomes = collections.Counter()
+        with TorchaxCheckpointer(
+            sys.argv[1], save_decision_policy=policies.FixedIntervalPolicy(1)
+        ) as ckpt:
+            ckpt.attach(model)
+
+            def handler(signum, frame):
+                try:
+                    ckpt.save(ckpt._position or 0, force=True)
+                    ckpt.wait_until_finished()
+                    outcomes["worked"] += 1
+                except CallError:
+                    outcomes["refused"] += 1
+
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0037)
+            deadline = time.monotonic() + 2.5
+            for step in ckpt.steps(100_000):
+                time.sleep(0.003)
+                if time.monotonic() > deadline:
+                    break
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            ckpt.wait_until_finished()
+            assert ckpt.all_steps()[-1] == step - 1
+        assert outcomes["refused"] > 5 and outcomes["worked"] > 0, outcomes
+    """
+    run_python(source, str(directory), devices=1, timeout_secs=60)
+
+
+def test_an_interrupt_leaves_the_checkpointer_usable(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+
+            def interrupt(*args: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(ckpt._snapshotter, "take", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(1, state=STATE)
+        assert ckpt.save(1, state=STATE)
+
+
+# --- tracing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])
+def test_calls_within_a_traced_function_are_refused(transform: Any, directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        x = jnp.ones(2) if transform is jax.vmap else jnp.ones(())
+        for name, call in {**training_calls(ckpt), "load": ckpt.load}.items():
+
+            def function(x: jax.Array, call: Callable[[], Any] = call) -> jax.Array:
+                call()
+                return x
+
+            with pytest.raises(CallError, match=f"{name} was called while JAX traces a function"):
+                transform(function)(x)
+        assert ckpt.save(2, state=STATE, force=True)  # and outside of it they work
+
+
+# --- forked processes ----------------------------------------------------------------------------
+
+
+def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Path) -> None:
+    source = """
+        import multiprocessing, os, signal, sys, threading, time
+        import torchax; torchax.enable_globally()
+        import numpy as np, torch
+        from torchax_ckpt import TorchaxCheckpointer, policies
+        from torchax_ckpt.runtime import preemption
+        from torchax_ckpt.errors import CallError
+        from torchax_ckpt.storage.arrays import write_step
+
+        fork = multiprocessing.get_context("fork")
+        STATE = {"w": np.arange(3)}
+        ckpt = TorchaxCheckpointer(
+            sys.argv[1], save_decision_policy=policies.FixedIntervalPolicy(1)
+        )
+        ckpt.attach()
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+
+        class Examples(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, i):
+                assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL or os.getpid() == parent
+                assert ckpt.all_steps() == [1]
+                refused = []
+                for call in (
+                    lambda: ckpt.save(9, state=STATE), ckpt.attach, ckpt.load, ckpt.close,
+                    ckpt.restore, lambda: ckpt.delete(1), ckpt.wait_until_finished,
+                    lambda: TorchaxCheckpointer(sys.argv[1]).load(),
+                ):
+                    try:
+                        call()
+                    except CallError as error:
+                        assert "which was forked from process" in str(error), error
+                        refused.append(str(error).split()[0])
+                return ",".join(refused)
+
+        # DataLoader's workers, which it ends by SIGTERM if they do not end by themselves.
+        parent = os.getpid()
+        loader = torch.utils.data.DataLoader(
+            Examples(), batch_size=2, num_workers=2, persistent_workers=True, collate_fn=list
+        )
+        expected = "save,attach,load,close,restore,delete,wait_until_finished,load"
+        assert {item for batch in loader for item in batch} == {expected}
+        workers = list(loader._iterator._workers)
+        del loader
+        for worker in workers:
+            worker.join(20)
+            assert worker.exitcode == 0, worker.exitcode
+
+        # Ended by SIGTERM right after the fork or later: that is the child's own affair.
+        for delay in [0] * 20 + [0.2] * 2:
+            child = fork.Process(target=time.sleep, args=(60,))
+            child.start()
+            time.sleep(delay)
+            child.terminate()
+            child.join(20)
+            assert child.exitcode == -signal.SIGTERM, child.exitcode
+        time.sleep(0.2)
+        assert preemption._watch.noticed_at is None
+        assert not ckpt.reached_preemption(1)
+
+        # A child that runs to the end of the program while a save is in flight.
+        write = write_step.write_step
+        def slow(*args, **kwargs):
+            time.sleep(1.5)
+            write(*args, **kwargs)
+        write_step.write_step = slow
+        ckpt.save(2, state=STATE)
+        pid = os.fork()
+        if pid == 0:
+            threading._shutdown()  # not sys.exit: JAX's own end in a fork may crash
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert ckpt.all_steps() == [1]  # the child did not wait for its parent's save
+        os.kill(os.getpid(), signal.SIGTERM)
+        ckpt.save(3, state=STATE)
+        assert ckpt.all_steps() == [1, 2, 3] and ckpt.reached_preemption(3)
+        print("done")
+    """
+    result = run_python(
+        source,
+        str(directory),
+        devices=1,
+        env={"PYTHONWARNINGS": "ignore"},
+        timeout_secs=120,
+        fresh=True,
+    )
+    assert "done" in result.stdout
+    assert result.stderr.count("finishing the save") == 0
+
+
+# --- a save that is stuck ------------------------------------------------------------------------
+
+
+def test_a_stuck_save_is_named_by_log_and_by_whoever_waits(
+    directory: Path, opened: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(save_timeout_secs=0.3))
+    ckpt.save(1, state=STATE)
+    ckpt.check_for_errors()  # not late yet
+    stands = r"step 1 .*transferring the arrays from the devices, for \d+\.\d s"
+    for call in (
+        ckpt.wait_until_finished,
+        lambda: ckpt.save(2, state=STATE, force=True),
+        ckpt.attach,
+        ckpt.check_for_errors,
+    ):
+        with pytest.raises(SaveTimeoutError, match=stands) as caught:
+            call()
+        assert (caught.value.step, caught.value.path) == (1, str(directory))
+    ckpt.check_for_errors()  # said once
+    time.sleep(1.5)
+    late = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert 2 <= len(late) <= 3  # after 0.3, 0.6 and 1.2 s
+    assert "stuck_in_storage" in late[0].getMessage()  # where its thread stands
+    with pytest.raises(SaveTimeoutError, match=stands):
+        ckpt.close()
+    opened.set()
+    deadline = time.monotonic() + 30
+    while ckpt.all_steps() != [1] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ckpt.all_steps() == [1]  # it went on
+    time.sleep(0.2)
+    ckpt.check_for_errors()
+
+
+def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Event) -> None:
+    opened.set()
+    seen = []
+    with TorchaxCheckpointer(directory) as ckpt:
+        begin = ckpt._saver.begin
+
+        def began(capture: Any) -> None:
+            begin(capture)
+            save = ckpt._saver._in_flight
+            assert save is not None
+            enter = save.enter
+            save.enter = lambda phase: (seen.append(phase), enter(phase))  # type: ignore[assignment, method-assign, func-returns-value]
+
+        fetched = threading.Event()
+        ckpt._saver.begin = began  # type: ignore[method-assign]
+        recover = ckpt._directory.recover
+
+        def held() -> None:
+            assert fetched.wait(60)
+            recover()
+
+        ckpt._directory.recover = held  # type: ignore[method-assign]
+        ckpt.save(1, state={"w": jnp.arange(3)}, metrics={"loss": jnp.ones(())})
+        save = ckpt._saver._in_flight
+        assert save is not None
+        deadline = time.monotonic() + 30  # until its thread has had its turn
+        while save.where().startswith("starting its thread") and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert save.where().startswith("cleaning up the directory, for 0.")
+        fetched.set()
+    # Its thread may have begun before it was listened to.
+    assert [phase for phase in seen if phase != "cleaning up the directory"] == [
+        "fetching metrics from the devices",
+        "stacking the arrays",
+        "transferring the arrays from the devices",
+        "digesting and writing the arrays",
+        "writing and committing",
+        "deleting what no rule keeps",
+    ]
+
+
+def test_a_transfer_that_is_stuck_does_not_hold_the_training_thread_forever(
+    directory: Path, opened: threading.Event
+) -> None:
+    options = CheckpointOptions(save_timeout_secs=0.3, snapshot="transfer")
+    ckpt = TorchaxCheckpointer(directory, options=options)
+    with pytest.raises(SaveTimeoutError, match="transferring"):
+        ckpt.save(1, state={"w": jnp.arange(3)})
+    opened.set()
+    deadline = time.monotonic() + 30
+    while ckpt.all_steps() != [1] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ckpt.all_steps() == [1]
+
+
+def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -> None:
+    source = """
+        import sys, time
+        import torchax; torchax.enable_globally()
+        import numpy as np
+        from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+        from torchax_ckpt.storage.arrays import write_step
+        write_step.write_step = lambda *args, **kwargs: time.sleep(600)
+        ckpt = TorchaxCheckpointer(
+            sys.argv[1], options=CheckpointOptions(save_timeout_secs=0.5)
+        )
+        ckpt.save(1, state={"w": np.arange(3)})
+    """
+    result = run_python(source, str(directory), devices=1, timeout_secs=60, fresh=True)
+    assert "giving up: the save of step 1" in result.stderr
+    assert "transferring the arrays" in result.stderr
+
+
+def test_without_a_limit_a_wait_names_the_phase_too(
+    directory: Path, opened: threading.Event
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(torch.nn.Linear(2, 2).to("jax"))
+        ckpt.save(1)
+        with pytest.raises(SaveTimeoutError, match="It stands at: transferring the arrays"):
+            ckpt.wait_until_finished(timeout_secs=0.2)
+        opened.set()

@@ -1,0 +1,233 @@
+"""Progress: a bar where a person watches, and nothing where nobody does."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.training import mlp
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.cli.convert import export
+from torchax_ckpt.cli.prune import copy
+from torchax_ckpt.runtime import progress
+from torchax_ckpt.storage.arrays import write_step
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Somebody watches from now on, and sees even what takes no time.
+
+    No fixture: pytest puts its own stderr in place once fixtures are there.
+    """
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "_DELAY_SECS", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH_SECS", 0.001)
+    return terminal
+
+
+def test_nobody_watches_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with progress.bar("reading", lambda: 1 // 0) as on_bytes:  # nobody asks how much it is
+        on_bytes(10)
+    thread = threading.Thread(target=time.sleep, args=(0.01,))
+    thread.start()
+    progress.join(thread, None, lambda: str(1 // 0))
+    assert not thread.is_alive()
+    assert log.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", None)  # as in a program without a console
+    assert not progress.is_watched()
+
+
+class Writer:
+    """What programs put in place of a stream: it writes, and no more."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["closed", "writer"])
+def test_an_odd_stream_is_no_terminal_and_harms_nothing(
+    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO() if kind == "closed" else Writer()
+    if isinstance(stream, io.StringIO):
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(3, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:  # nobody holds the lease any more
+        assert ckpt.attach(mlp()) == 3
+        ckpt.verify(3)
+        ckpt.load(3)
+        ckpt.save(4, force=True)
+
+
+def test_a_bar_shows_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    before = threading.active_count()
+    with progress.bar("reading step 5", lambda: 4000) as on_bytes:
+        for _ in range(4):
+            time.sleep(0.11)  # it is drawn ten times a second
+            on_bytes(1000)
+    text = terminal.getvalue()
+    assert "reading step 5" in text
+    assert "2.00k/4.00k" in text
+    assert text.endswith("\r")  # nothing is left on the screen
+    assert threading.active_count() == before
+
+
+def test_parts_may_be_told_of_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch)
+    told: list[float] = []
+
+    def add(bar: progress._Bar, nbytes: float) -> None:
+        before = bar.n
+        time.sleep(0.001)  # another thread's turn
+        bar.n = before + nbytes
+        told.append(bar.n)
+
+    monkeypatch.setattr(progress._Bar, "update", add)
+    with (
+        progress.bar("copying", lambda: 64) as on_bytes,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(on_bytes, [1] * 64))
+    assert told == list(range(1, 65))
+
+
+def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(3, state={"w": np.zeros(1000, np.float32)})
+    kept, out = directory.with_name("kept"), directory.with_name("out")
+    copy(str(directory), str(kept), max_bytes=None, as_json=True)
+    assert re.search(r"\rcopying: ", terminal.getvalue())
+    for format, said in (("safetensors", "writing"), ("pt", "reading step 3"), ("dcp", "reading")):
+        before = len(terminal.getvalue())
+        export(
+            str(directory),
+            3,
+            out / f"of.{format}",
+            format=format,
+            max_shard_size=None,
+            with_optimizer=False,
+            at="state",
+            max_bytes=None,
+            as_json=True,
+        )
+        assert re.search(rf"\r{said}", terminal.getvalue()[before:])
+
+
+def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.bar("reading", lambda: 10) as on_bytes:
+        on_bytes(10)
+    assert terminal.getvalue().strip() == ""
+
+
+def test_restores_and_verifying_show_a_bar(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = watched(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(3, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        assert "reading step 3" in terminal.getvalue()
+        ckpt.verify(3)
+        assert re.search(r"\rstep 3: ", terminal.getvalue())
+
+
+def test_waiting_at_the_end_says_what_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    write = write_step.write_step
+
+    def slow(*args: object, **kwargs: object) -> None:
+        time.sleep(0.3)
+        write(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(write_step, "write_step", slow)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(7, state={"w": np.arange(3)})
+    assert "finishing the save of step 7: " in terminal.getvalue()
+    assert ckpt.all_steps() == [7]
+
+
+SLOW = """
+    import sys, time
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    from torchax_ckpt.storage.arrays import write_step
+    write = write_step.write_step
+    def slow(*args, **kwargs):
+        time.sleep(1.5)
+        write(*args, **kwargs)
+    write_step.write_step = slow
+    ckpt = TorchaxCheckpointer(sys.argv[1])
+    ckpt.save(7, state={"w": np.arange(3)})
+"""  # and it ends without close
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
+    is_terminal: bool, directory: Path
+) -> None:
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        termios.tcsetwinsize(ours, (24, 100))
+    program = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SLOW), str(directory)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while True:
+            assert select.select([ours], [], [], 120)[0], said
+            try:
+                more = os.read(ours, 4096)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not more:
+                break
+            said += more
+        assert program.wait(60) == 0, said
+    finally:
+        program.kill()
+        program.wait()
+        os.close(ours)
+    assert b"the program is ending without close()" in said
+    assert (b"\rfinishing the save of step 7: " in said) == is_terminal
+    assert (b"\r\x1b" in said or b"\r " in said) == is_terminal
+    assert b"step 7 is saved" in said
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.all_steps() == [7]

@@ -1,0 +1,123 @@
+"""The loop: ``steps`` and ``record``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import mlp, train_step
+
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import AttachError, MetricsError, StepTypeError
+from torchax_ckpt.runtime import preemption
+
+EVERY_STEP = policies.FixedIntervalPolicy(1)
+NEVER = policies.SpecificStepsPolicy(())
+KEEP_ALL = policies.PreserveAll()
+
+
+def test_steps_go_from_the_restored_one_to_the_total(directory: Path) -> None:
+    for total, expected in ((3, [1, 2, 3]), (5, [4, 5]), (5, []), (2, [])):
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(mlp())
+            assert list(ckpt.steps(total)) == expected
+
+
+def test_the_last_step_is_saved_whatever_the_policy_says(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
+        ckpt.attach(mlp())
+        list(ckpt.steps(4))
+        assert list(ckpt.steps(6)) == [5, 6]
+    assert ckpt.all_steps() == [4, 6]
+
+
+def test_break_leaves_without_saving_the_unfinished_body(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=EVERY_STEP) as ckpt:
+        ckpt.attach(mlp())
+        for step in ckpt.steps(10):
+            if step == 3:
+                break
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 2]
+        assert next(iter(ckpt.steps(10))) == 3
+
+
+def test_an_exception_leaves_without_saving_the_unfinished_body(directory: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        TorchaxCheckpointer(directory, save_decision_policy=EVERY_STEP) as ckpt,
+    ):
+        ckpt.attach(mlp())
+        for step in ckpt.steps(10):
+            if step == 3:
+                raise ZeroDivisionError
+    assert ckpt.latest_step() == 2
+
+
+def test_the_loop_saves_what_the_policy_says(directory: Path) -> None:
+    policy = policies.AnySavePolicy(
+        [policies.FixedIntervalPolicy(3), policies.SpecificStepsPolicy([4])]
+    )
+    with TorchaxCheckpointer(
+        directory, save_decision_policy=policy, preservation_policy=KEEP_ALL
+    ) as ckpt:
+        ckpt.attach(mlp())
+        list(ckpt.steps(8))
+    assert ckpt.all_steps() == [3, 4, 6, 8]
+
+
+def test_recorded_metrics_belong_to_their_step(directory: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = {}
+    with TorchaxCheckpointer(
+        directory, save_decision_policy=EVERY_STEP, preservation_policy=KEEP_ALL
+    ) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(3):
+            losses[step] = train_step(model, optimizer, step)
+            ckpt.record(loss=losses[step])
+            if step == 2:
+                ckpt.record(note="halfway", loss=0.5)
+    assert ckpt.metrics(1) == {"loss": float(torchax_backend.buffer(losses[1]))}
+    assert ckpt.metrics(2) == {"loss": 0.5, "note": "halfway"}
+    assert ckpt.metrics(3) == {"loss": float(torchax_backend.buffer(losses[3]))}
+
+
+def test_metrics_of_a_step_that_is_not_saved_are_dropped(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.record(val=1.0)
+        assert not ckpt.save(1)
+        assert ckpt.save(2, metrics={"loss": 2.0}, force=True)
+    assert ckpt.metrics(2) == {"loss": 2.0}
+
+
+def test_record_refuses_what_is_no_metric(directory: Path) -> None:
+    with pytest.raises(MetricsError, match="'loss'"):
+        TorchaxCheckpointer(directory).record(loss=object())
+
+
+def test_a_preemption_saves_waits_and_ends_the_loop(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
+        ckpt.attach(mlp())
+        for step in ckpt.steps(10):
+            if step == 3:
+                monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+        assert step == 3
+        assert ckpt.all_steps() == [3]
+        assert ckpt.reached_preemption(3)
+    assert ckpt.reached_preemption()
+
+
+def test_steps_needs_attach_and_an_int(directory: Path) -> None:
+    ckpt = TorchaxCheckpointer(directory)
+    with pytest.raises(AttachError, match="steps was called before attach"):
+        ckpt.steps(3)
+    ckpt.attach(mlp())
+    with pytest.raises(StepTypeError, match=r"expected an int, found 3\.0"):
+        ckpt.steps(3.0)  # type: ignore[arg-type]

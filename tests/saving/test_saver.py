@@ -1,0 +1,531 @@
+"""The life of a save: in the background, one at a time, never lost by accident."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+from orbax.checkpoint._src.serialization import tensorstore_utils
+from support.compare import assert_trees_identical, entries
+from support.processes import run_python
+from support.training import mlp, train_step
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import (
+    ClosedError,
+    DirectoryError,
+    SaveError,
+    SaveTimeoutError,
+    UnsupportedLeafError,
+)
+from torchax_ckpt.storage.arrays import write_step
+
+
+class Gate:
+    """Holds every write until it is opened."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.entered.set()
+        assert self.opened.wait(60)
+        self._write(*args, **kwargs)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(write_step.write_step)
+    monkeypatch.setattr(write_step, "write_step", gate)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Storage that fails from now on; the answer ends that."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write = write_step.write_step
+    monkeypatch.setattr(write_step, "write_step", fail)
+    return lambda: monkeypatch.setattr(write_step, "write_step", write)
+
+
+STATE = {"w": np.arange(3)}
+
+
+def test_save_returns_while_the_step_is_still_being_written(directory: Path, gate: Gate) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE)
+        assert gate.entered.wait(30)
+        assert ckpt.all_steps() == []
+        assert not ckpt.should_save(2)  # continuous: not while a save is in flight
+        assert not ckpt.save(2, state=STATE)
+        with pytest.raises(SaveTimeoutError, match="step 1 .* still in flight after 0"):
+            ckpt.wait_until_finished(timeout_secs=0.05)
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+        assert ckpt.should_save(2)
+
+
+def test_a_forced_save_waits_for_the_one_in_flight(directory: Path, gate: Gate) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        threading.Timer(0.3, gate.opened.set).start()
+        assert ckpt.save(2, state=STATE, force=True)
+        assert 1 in ckpt.all_steps()
+    assert ckpt.all_steps() == [1, 2]
+
+
+def test_forcing_a_step_that_is_there_or_on_its_way_does_nothing(
+    directory: Path, gate: Gate
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE, force=True)
+        threading.Timer(0.3, gate.opened.set).start()
+        assert not ckpt.save(1, state=STATE, force=True)  # waits to see whether it succeeds
+        assert ckpt.all_steps() == [1]
+        assert not ckpt.save(1, state=STATE, force=True)
+
+
+def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_step(model, optimizer, 0)
+    host = np.arange(4)
+    device = jnp.arange(4.0)
+    weight = np.array(torchax_backend.buffer(model.get_parameter("0.weight")))
+    options = CheckpointOptions(snapshot="copy")
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.attach(model, optimizer, stateful={"s": Counter()})
+        ckpt.save(1, force=True)
+        train_step(model, optimizer, 1)  # steps the CPU counters in place
+        for parameter in model.parameters():
+            torchax_backend.buffer(parameter).delete()
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        gate.opened.clear()
+        ckpt.save(2, state={"host": host, "device": device}, force=True)
+        host[:] = -1
+        device.delete()
+        gate.opened.set()
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(2)
+    np.testing.assert_array_equal(loaded["host"], np.arange(4))
+    np.testing.assert_array_equal(loaded["device"], np.arange(4.0))
+    saved = ckpt.load(1)
+    np.testing.assert_array_equal(np.asarray(saved["model"]["0.weight"].jax()), weight)
+    assert saved["optimizer"]["state"]["0.weight"]["step"].item() == 1
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_donating_right_after_save_is_safe(directory: Path) -> None:
+    step_fn = jax.jit(lambda x: x * 2, donate_argnums=0)
+    state = jnp.ones((256, 256))
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in range(1, 6):
+            state = step_fn(state)
+            ckpt.save(step, state={"x": state}, force=True)
+        for step in range(1, 6):
+            ckpt.wait_until_finished()
+            np.testing.assert_array_equal(ckpt.load(step)["x"], np.full((256, 256), 2.0**step))
+
+
+def test_a_storage_failure_is_logged_kept_until_read_and_raised_by_close(
+    directory: Path, failing: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = TorchaxCheckpointer(directory)
+    with caplog.at_level(logging.ERROR, logger="torchax_ckpt"):
+        assert ckpt.save(1, state=STATE)
+        ckpt._saver.wait()
+    assert "saving step 1" in caplog.text
+    assert str(directory) in caplog.text
+    assert "No space left" in caplog.text
+    assert ckpt.all_steps() == []
+    assert ckpt.latest_step() is None
+    with pytest.raises(SaveError, match=r"saving step 1 to .*No space left") as caught:
+        ckpt.check_for_errors()
+    assert caught.value.step == 1
+    assert caught.value.path == str(directory)
+    ckpt.check_for_errors()  # read once
+    with pytest.raises(SaveError, match="step 1"):
+        ckpt.close()
+    ckpt.close()
+
+
+def test_saving_goes_on_after_a_failure(directory: Path, failing: Callable[[], None]) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished()
+        failing()
+        assert ckpt.save(1, state=STATE, force=True)  # the failed step is not taken to be there
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+
+
+def test_a_forced_save_tries_again_when_the_one_on_its_way_fails(
+    directory: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = gate._write
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        gate._write = write
+        raise OSError("once")
+
+    gate._write = fail_once
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(1, state=STATE)
+    threading.Timer(0.2, gate.opened.set).start()
+    assert ckpt.save(1, state=STATE, force=True)
+    with pytest.raises(SaveError, match="once"):
+        ckpt.wait_until_finished()
+    ckpt.close()
+    assert ckpt.all_steps() == [1]
+
+
+def test_the_mediums_own_error_is_reported_even_if_buffers_were_donated_meanwhile(
+    directory: Path, gate: Gate
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    gate._write = fail
+    x = jnp.ones(4)
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference"))
+    ckpt.save(1, state={"x": x})
+    assert gate.entered.wait(60)
+    x.delete()
+    gate.opened.set()
+    with pytest.raises(SaveError, match="No space left"):
+        ckpt.wait_until_finished()
+
+
+def test_a_failed_save_keeps_no_copy_of_the_state_alive(
+    directory: Path, failing: Callable[[], None]
+) -> None:
+    x = jnp.ones((256, 256))
+    gc.collect()
+    before = len(jax.live_arrays())
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="copy"))
+    ckpt.save(1, state={"x": x}, force=True)
+    ckpt._saver.wait()
+    assert ckpt._saver.newest_failure is not None
+    ckpt._saver._in_flight = None
+    gc.collect()
+    held = [a.shape for a in jax.live_arrays()].count((256, 256))
+    assert held == 1, f"{len(jax.live_arrays()) - before} arrays more"
+    failing()
+
+
+def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
+    directory: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.opened.set()
+    write, calls = gate._write, []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) != 2:
+            raise OSError("no")
+        write(*args, **kwargs)
+
+    gate._write = fail
+    ckpt = TorchaxCheckpointer(directory)
+    monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+    assert ckpt.save(1, state=STATE) is True
+    assert ckpt.all_steps() == [1]
+    assert len(calls) == 2
+    assert ckpt.save(2, state=STATE) is False
+    assert len(calls) == 4
+    assert ckpt.all_steps() == [1]
+
+
+def test_saves_do_not_ask_for_metrics_that_tensorstore_never_frees(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def collect(*args: Any) -> list[Any]:
+        asked.append(args)
+        return []
+
+    monkeypatch.setattr(ts, "experimental_collect_matching_metrics", collect)
+    orbax_asks = tensorstore_utils.get_tensorstore_raw_bytes
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
+        ckpt.wait_until_finished()
+    assert not asked
+    assert tensorstore_utils.get_tensorstore_raw_bytes is orbax_asks
+    orbax_asks()
+    assert asked, "or this test looks in the wrong place"
+
+
+def test_an_interrupt_while_saving_leaves_nothing_hanging(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = False
+    wait = threading.Event.wait
+
+    def interrupt(self: threading.Event, timeout: float | None = None) -> bool:
+        nonlocal interrupted
+        if not interrupted and threading.current_thread() is threading.main_thread():
+            interrupted = True
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
+    x = jnp.ones(4)
+    ckpt._saver.claim()
+    start = threading.Thread.start
+
+    def started(self: threading.Thread) -> None:
+        start(self)
+        if self.name.startswith("save-"):
+            monkeypatch.setattr(threading.Event, "wait", interrupt)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(1, state={"x": x})
+    monkeypatch.undo()
+    ckpt.wait_until_finished(timeout_secs=60)
+    assert ckpt.all_steps() == [1]
+
+
+def test_a_tracer_left_in_optimizer_state_is_refused_by_name(directory: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_step(model, optimizer, 0)
+    moment = optimizer.state[model.get_parameter("0.weight")]["exp_avg"]
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(1, force=True)
+
+        def leak(x: jax.Array) -> jax.Array:
+            torchax_backend.set_buffer(moment, x)
+            return x
+
+        jax.jit(leak)(torchax_backend.buffer(moment))
+        with pytest.raises(
+            UnsupportedLeafError, match=r"optimizer/0\.weight/exp_avg: is a JAX trac"
+        ):
+            ckpt.save(2, force=True)
+
+
+def test_an_error_in_the_loop_is_not_replaced_by_a_failed_save(
+    directory: Path, failing: Callable[[], None]
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        TorchaxCheckpointer(directory) as ckpt,
+    ):
+        ckpt.save(1, state=STATE)
+        raise ZeroDivisionError
+
+
+def test_an_error_in_the_loop_lets_the_save_in_flight_finish(directory: Path, gate: Gate) -> None:
+    threading.Timer(0.3, gate.opened.set).start()
+    with pytest.raises(ZeroDivisionError), TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        raise ZeroDivisionError
+    assert ckpt.all_steps() == [1]
+
+
+def test_what_cannot_be_captured_raises_at_once_and_saves_nothing(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(UnsupportedLeafError, match="state/f"):
+            ckpt.save(1, state={"f": lambda: 0})
+        assert ckpt.save(1, state=STATE)  # nothing was begun
+    assert ckpt.all_steps() == [1]
+
+
+def test_a_closed_checkpointer_reads_but_does_not_write(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    assert ckpt.all_steps() == [1]
+    for call in (
+        lambda: ckpt.save(2, state=STATE),
+        lambda: ckpt.attach(),
+        lambda: ckpt.restore(),
+        lambda: ckpt.delete(1),
+        lambda: ckpt.steps(3),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_the_first_save_finds_out_that_the_directory_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ckpt = TorchaxCheckpointer(tmp_path / "file" / "run")
+    with pytest.raises(DirectoryError, match="cannot create and write .*file/run"):
+        ckpt.save(1, state=STATE)
+    with pytest.raises(DirectoryError, match="expected a directory, found a file"):
+        TorchaxCheckpointer(tmp_path / "file")
+
+
+def test_reading_changes_nothing_and_creates_nothing(directory: Path) -> None:
+    reader = TorchaxCheckpointer(directory)
+    assert reader.all_steps() == []
+    assert reader.latest_step() is None
+    assert not directory.exists()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE, metrics={"loss": 1.0})
+    for leftover in ("7.orbax-checkpoint-tmp", "deleting-5", "incoming-6.orbax-checkpoint-tmp"):
+        (directory / leftover).mkdir()
+    (directory / "8").mkdir()  # no checkpoint: nothing was committed there
+    before = {p: p.stat().st_mtime_ns for p in [directory, *directory.rglob("*")]}
+    assert reader.all_steps() == [1]
+    assert reader.metrics(1) == {"loss": 1.0}
+    reader.load()
+    assert {p: p.stat().st_mtime_ns for p in [directory, *directory.rglob("*")]} == before
+
+
+def test_leftovers_of_killed_processes_go_with_the_next_save(directory: Path) -> None:
+    for leftover in ("7.orbax-checkpoint-tmp", "deleting-5", "incoming-6.orbax-checkpoint-tmp"):
+        (directory / leftover).mkdir(parents=True)
+    (directory / "notes").mkdir()
+    (directory / "abandoned-3").mkdir()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    assert entries(directory) == {"1", "notes", "abandoned-3"}
+
+
+def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
+    directory: Path, gate: Gate
+) -> None:
+    """Orbax's writers of the other arrays go on after one of them has failed."""
+    write, stop, writers = gate._write, threading.Event(), []
+    gate.opened.set()
+
+    def fail_and_go_on(path: Any, *args: Any, **kwargs: Any) -> None:
+        gate._write = write
+
+        def go_on() -> None:
+            for i in itertools.count():
+                if stop.is_set():
+                    return
+                with contextlib.suppress(FileNotFoundError):  # just removed
+                    Path(path, "state").mkdir(parents=True, exist_ok=True)
+                    Path(path, "state", str(i)).touch()
+
+        writers.append((path, threading.Thread(target=go_on)))
+        writers[0][1].start()
+        time.sleep(0.05)
+        raise OSError("one array")
+
+    gate._write = fail_and_go_on
+    try:
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.save(1, state=STATE)
+            with pytest.raises(SaveError, match="one array"):
+                ckpt.wait_until_finished()
+            assert ckpt.save(1, state=STATE, force=True)
+            ckpt.wait_until_finished()
+            assert ckpt.all_steps() == [1]
+            assert not list((directory / "1" / "state").glob("[0-9]*"))
+    finally:
+        stop.set()
+        writers[0][1].join()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(2, state=STATE, force=True)
+    assert entries(directory) <= {"1", "2"}
+
+
+UNCLOSED = """
+    import sys, time
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    from torchax_ckpt.storage.arrays import write_step
+    write = write_step.write_step
+    def slow(*args, **kwargs):
+        time.sleep(1)
+        write(*args, **kwargs)
+    write_step.write_step = slow
+    ckpt = TorchaxCheckpointer(sys.argv[1])
+    ckpt.save(1, state={"w": np.arange(3)})
+    if sys.argv[2] == "raise":
+        raise ZeroDivisionError
+    if sys.argv[2] == "exit":
+        sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("raise", 1), ("exit", 3)])
+def test_a_program_that_ends_without_close_still_completes_its_save(
+    ending: str, code: int, directory: Path
+) -> None:
+    result = run_python(UNCLOSED, str(directory), ending, devices=1, check=False, fresh=True)
+    assert result.returncode == code
+    assert "ending without close(): finishing the save of step 1" in result.stderr
+    assert "step 1 is saved" in result.stderr
+    np.testing.assert_array_equal(TorchaxCheckpointer(directory).load()["w"], np.arange(3))
+
+
+def test_threads_do_not_pile_up(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in range(1, 4):
+            ckpt.save(step, state=STATE, force=True)
+        ckpt.wait_until_finished()
+        before = threading.active_count()
+        for step in range(4, 12):
+            ckpt.save(step, state=STATE, force=True)
+        ckpt.wait_until_finished()
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert threading.active_count() <= before
+
+
+def test_two_checkpointers_of_one_process_save_side_by_side(tmp_path: Path) -> None:
+    state = {f"w{i}": jnp.full((8, 8), i) for i in range(20)}
+    both = [TorchaxCheckpointer(tmp_path / name) for name in ("a", "b")]
+    for step in range(1, 6):
+        for ckpt in both:
+            ckpt.save(step, state=state, force=True)
+    for ckpt in both:
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [3, 4, 5]
+
+
+def test_loading_beside_a_save_in_flight_harms_neither(tmp_path: Path) -> None:
+    state = {f"w{i}": jnp.full((8, 8), i) for i in range(20)}
+    other = TorchaxCheckpointer(tmp_path / "other")
+    other.save(1, state={"x": np.ones(2)})
+    other.wait_until_finished()
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state=state, force=True)
+            for _ in range(4):
+                other.load()
+            ckpt.wait_until_finished()
+        assert_trees_identical(ckpt.load(), state, shardings=False)

@@ -1,0 +1,332 @@
+"""Metrics: checked at once, fetched in the background, read back as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.strategies import fingerprint
+from support.training import mlp
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import MetricsError
+from torchax_ckpt.saving.step_metrics import check_metrics, fetch
+
+STATE = {"w": np.ones(2)}
+BEST = policies.BestN(metric="loss", mode="min", n=1)
+
+
+def through_check(value: Any) -> Any:
+    return fetch(check_metrics({"m": value}))["m"]
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}-{getattr(value, 'dtype', '')}"
+
+
+def torch_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    with torchax_backend.native_torch():
+        return torch.tensor(value, dtype=dtype)
+
+
+@jax.jit
+def _slow(x: jax.Array, num_rounds: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, num_rounds, lambda _, y: jnp.tanh(y @ x), x).sum()
+
+
+def pending_scalar() -> Any:
+    """A device scalar whose computation takes a second or more."""
+    x = jnp.full((512, 512), 0.01)
+    _slow(x, 1).block_until_ready()  # compiles
+    result = _slow(x, 300)
+    assert not result.is_ready()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (jnp.float32(0.25), 0.25),
+        (jnp.bfloat16(1.5), 1.5),
+        (jnp.float8_e5m2(2), 2.0),
+        (jnp.int32(-7), -7),
+        (jnp.bool_(True), True),
+        (jnp.ones((1, 1)), 1.0),
+        (torchax_backend.wrap(jnp.float16(0.5)), 0.5),
+        (torchax_backend.wrap(jnp.ones((1,), jnp.bfloat16)), 1.0),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.float64(0.1), 0.1),
+        (np.int64(2**60 + 1), 2**60 + 1),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.bool_(False), False),
+        (np.array([3], np.int8), 3),
+        (ml_dtypes.bfloat16(1.5), 1.5),
+        (torch_scalar(0.1, torch.float64), 0.1),
+        (torch_scalar(1.5, torch.bfloat16), 1.5),
+        (torch_scalar(2**53 + 1, torch.int64), 2**53 + 1),
+        (torch_scalar(True, torch.bool), True),
+        (3, 3),
+        (2**100, 2**100),
+        (0.1, 0.1),
+        (True, True),
+        (None, None),
+        ("text", "text"),
+        ({"a": [1, {"b": None}]}, {"a": [1, {"b": None}]}),
+    ],
+    ids=_kind,
+)
+def test_a_metric_is_kept_exactly_as_the_number_it_is(value: Any, expected: Any) -> None:
+    found = through_check(value)
+    assert fingerprint(found) == fingerprint(expected)
+    json.dumps(found)
+
+
+@given(st.sampled_from(["float16", "bfloat16", "float32", "float64", "int64"]), st.integers())
+def test_a_scalar_of_any_dtype_is_kept_to_the_bit(dtype: str, seed: int) -> None:
+    bits = np.random.default_rng(abs(seed)).bytes(np.dtype(dtype).itemsize)
+    scalar = np.frombuffer(bits, dtype)[0]
+    if scalar != scalar:
+        assert math.isnan(through_check(scalar))
+        return
+    for value in (scalar, torchax_backend.from_numpy(np.array(scalar))):
+        assert np.array(through_check(value), dtype).tobytes() == bits
+
+
+def test_metrics_are_read_back_by_name(directory: Path) -> None:
+    metrics = {
+        "loss": jnp.bfloat16(0.5),
+        "torchax": torchax_backend.wrap(jnp.float32(0.25)),
+        "count": np.int64(2**60 + 1),
+        "infinite": math.inf,
+        "history": [{"a": 1.5}, None, "é\ud800"],
+        "a/b": 1,
+        "": 2,
+    }
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE, metrics=metrics)
+        ckpt.save(2, state=STATE, force=True)
+    fresh = TorchaxCheckpointer(directory)
+    assert fresh.metrics(1) == {
+        **metrics,
+        "loss": 0.5,
+        "torchax": 0.25,
+        "count": 2**60 + 1,
+    }
+    assert fresh.metrics(2) == {}
+
+
+def test_recorded_metrics_join_those_given_to_save_and_belong_to_one_step(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.record(loss=1.0, a=1)
+        ckpt.record(loss=2.0)
+        ckpt.save(1, state=STATE, metrics={"b": 3}, force=True)
+        ckpt.save(2, state=STATE, metrics={"b": 4}, force=True)
+    fresh = TorchaxCheckpointer(directory)
+    assert fresh.metrics(1) == {"loss": 2.0, "a": 1, "b": 3}
+    assert fresh.metrics(2) == {"b": 4}
+
+
+def test_metrics_recorded_in_a_loop_belong_to_their_step(directory: Path) -> None:
+    every = policies.FixedIntervalPolicy(2)
+    with TorchaxCheckpointer(directory, save_decision_policy=every) as ckpt:
+        ckpt.attach(mlp())
+        for step in ckpt.steps(4):
+            ckpt.record(**{f"only in {step}": step}, loss=jnp.float32(step))
+    fresh = TorchaxCheckpointer(directory)
+    assert {step: fresh.metrics(step) for step in fresh.all_steps()} == {
+        2: {"only in 2": 2, "loss": 2.0},
+        4: {"only in 4": 4, "loss": 4.0},
+    }
+
+
+# A transfer does wait.
+not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "reference"])
+
+
+@not_waiting
+@pytest.mark.parametrize("kind", ["jax", "torchax"])
+def test_neither_checking_nor_saving_metrics_waits_for_the_device(
+    directory: Path, kind: str, mode: Any
+) -> None:
+    options = CheckpointOptions(snapshot=mode)
+    with TorchaxCheckpointer(directory, preservation_policy=BEST, options=options) as ckpt:
+        ckpt.save(1, state={"w": jnp.ones(2)}, metrics={"loss": 1e9})  # compiles the snapshot
+        ckpt.wait_until_finished()
+        result = pending_scalar()
+        value = torchax_backend.wrap(result) if kind == "torchax" else result
+        ckpt.record(recorded=value)
+        assert ckpt.save(2, state={"w": jnp.ones(2)}, metrics={"loss": value}, force=True)
+        assert not result.is_ready()
+    expected = float(np.asarray(result))
+    fresh = TorchaxCheckpointer(directory)
+    assert fresh.metrics(2) == {"loss": expected, "recorded": expected}
+
+
+@not_waiting
+def test_saving_state_that_is_still_being_computed_does_not_wait_for_it(
+    directory: Path, mode: Any
+) -> None:
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot=mode)) as ckpt:
+        ckpt.save(1, state={"w": jnp.float32(0)})
+        ckpt.wait_until_finished()
+        result = pending_scalar()
+        assert ckpt.save(2, state={"w": result})
+        assert not result.is_ready()
+    assert TorchaxCheckpointer(directory).load(2)["w"] == result
+
+
+def test_a_metric_donated_right_after_save_is_saved_as_it_was(directory: Path) -> None:
+    """As when a metric lives in the state that the next step donates."""
+    next_step = jax.jit(lambda count: count + 1, donate_argnums=0)
+    count = jnp.ones((), jnp.int32) * 7
+    with TorchaxCheckpointer(directory) as ckpt:
+        # Metrics are fetched in order: the count is gone when its turn comes.
+        ckpt.save(1, state=STATE, metrics={"loss": pending_scalar(), "count": count})
+        next_step(count)
+        assert count.is_deleted()
+        ckpt.wait_until_finished()
+    assert TorchaxCheckpointer(directory).metrics(1)["count"] == 7
+
+
+def test_a_metric_donated_before_save_is_refused_by_name(directory: Path) -> None:
+    gone = jnp.ones(()) + 1
+    gone.delete()
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(MetricsError, match="loss"):
+            ckpt.save(1, state=STATE, metrics={"loss": gone})
+        with pytest.raises(MetricsError, match="loss"):
+            ckpt.record(loss=gone)
+        assert ckpt.save(1, state=STATE)
+
+
+def test_json_metrics_are_what_they_were_when_given() -> None:
+    history = [1]
+    kept = check_metrics({"history": history})
+    history.append(2)
+    assert fetch(kept) == {"history": [1]}
+
+
+def _looped() -> list[Any]:
+    looped: list[Any] = []
+    looped.append(looped)
+    return looped
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: 0,
+        object(),
+        {1, 2},
+        b"bytes",
+        1 + 2j,
+        _looped(),
+        jnp.ones(2),
+        jnp.zeros(0),
+        torchax_backend.wrap(jnp.ones((2, 1))),
+        jnp.complex64(1),
+        jax.random.key(0),
+        np.ones(2),
+        np.array("text"),
+        np.array([None]),
+        np.complex64(1),
+        np.datetime64("2020-01-01"),
+        np.timedelta64(3, "s"),
+        np.longdouble(1.5),
+        np.zeros((), [("field", "i4")]),
+        torch_scalar([1.0, 2.0], torch.float32),
+        torch_scalar(1 + 2j, torch.complex64),
+        {"deep": [jnp.ones(())]},
+    ],
+    ids=_kind,
+)
+def test_what_is_neither_a_number_nor_json_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(MetricsError, match="'the loss'"):
+        check_metrics({"fine": 1, "the loss": value})
+
+
+def test_tensors_without_plain_data_are_refused_by_name() -> None:
+    with torchax_backend.native_torch():
+        tensors = [torch.ones(1).to_sparse(), torch.empty((), device="meta")]
+    for tensor in tensors:
+        with pytest.raises(MetricsError, match="'loss'"):
+            check_metrics({"loss": tensor})
+
+
+def test_a_tracer_is_refused_by_name() -> None:
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        for value in (x, torchax_backend.wrap(x)):
+            with pytest.raises(MetricsError, match="'loss' is a JAX tracer"):
+                check_metrics({"loss": value})
+        return x
+
+    step(jnp.ones(()))
+
+
+@pytest.mark.parametrize("name", [1, None, ("a",), b"a"])
+def test_names_that_are_not_strings_are_refused(name: Any) -> None:
+    with pytest.raises(MetricsError, match="names must be strings"):
+        check_metrics({name: 1.0})
+
+
+@pytest.mark.parametrize("metrics", [[("loss", 1)], "loss", 1.0])
+def test_metrics_that_are_no_mapping_are_refused(metrics: Any) -> None:
+    with pytest.raises(MetricsError, match="expected a mapping"):
+        check_metrics(metrics)
+
+
+def test_refused_metrics_leave_the_step_unsaved_and_free(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(MetricsError):
+            ckpt.save(1, state=STATE, metrics={"loss": lambda: 0})
+        with pytest.raises(MetricsError):
+            ckpt.record(loss=object())
+        assert ckpt.save(1, state=STATE, metrics={"loss": 1.0})
+    assert TorchaxCheckpointer(directory).metrics(1) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, np.float32("nan"), torch_scalar(math.nan, torch.float32), "text", True, []]
+)
+def test_what_a_best_n_rule_cannot_rank_is_refused_at_save(directory: Path, value: Any) -> None:
+    either = policies.AnyPreservationPolicy([policies.LatestN(1), BEST])
+    for policy in (BEST, either):
+        with TorchaxCheckpointer(directory, preservation_policy=policy) as ckpt:
+            with pytest.raises(MetricsError, match="'loss' at step 3") as caught:
+                ckpt.save(3, state=STATE, metrics={"loss": value})
+            assert caught.value.step == 3
+            assert ckpt.all_steps() == []
+
+
+def test_metrics_that_no_rule_ranks_may_be_nan(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=BEST) as ckpt:
+        ckpt.save(1, state=STATE, metrics={"loss": -math.inf, "other": math.nan})
+    assert math.isnan(TorchaxCheckpointer(directory).metrics(1)["other"])
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_device_metric_that_cannot_be_ranked_is_reported_and_the_step_saved(
+    directory: Path, wraps: bool
+) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=BEST) as ckpt:
+        loss: Any = jnp.log(jnp.float32(-1))
+        ckpt.save(3, state=STATE, metrics={"loss": torchax_backend.wrap(loss) if wraps else loss})
+        with pytest.raises(MetricsError, match="'loss' at step 3") as caught:
+            ckpt.wait_until_finished()
+        assert caught.value.step == 3
+        ckpt.check_for_errors()  # was raised, and is read
+        assert ckpt.all_steps() == [3]
+        ckpt.save(4, state=STATE, metrics={"loss": jnp.float32(2)}, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.best_step() == 4

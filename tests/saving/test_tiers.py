@@ -1,0 +1,718 @@
+"""Two tiers: a local one for frequent saves in front of the durable one; together one run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_trees_identical, training_state
+from support.processes import run_python
+from support.training import mlp, train_step
+
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.cli.show import steps_of
+from torchax_ckpt.errors import (
+    DirectoryError,
+    LeaseError,
+    SaveError,
+    SaveTimeoutError,
+    StepNotFoundError,
+    TierError,
+)
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.telemetry.events import Event
+
+ALWAYS = policies.FixedIntervalPolicy(1)
+KEEP_ALL = policies.PreserveAll()
+
+
+class Chosen:
+    """Saves these steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return step.step in self.steps
+
+
+NEVER = Chosen()
+
+
+@pytest.fixture
+def ramdisk() -> Iterator[Path]:
+    """A directory for the local tier, which does not exist yet."""
+    there = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=there if there.is_dir() else None) as path:
+        yield Path(path) / "steps"
+
+
+def two_tiers(
+    directory: Path, ramdisk: Path, *, durable: Any = NEVER, local: Any = ALWAYS, keep: int = 9
+) -> TorchaxCheckpointer:
+    return TorchaxCheckpointer(
+        directory,
+        save_decision_policy=durable,
+        preservation_policy=KEEP_ALL,
+        local=LocalTier(ramdisk, save_decision_policy=local, keep=keep),
+    )
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.full(3, step), "device": jnp.full((4,), step)}
+
+
+def save(ckpt: TorchaxCheckpointer, *steps: int, force: bool = False) -> None:
+    for step in steps:
+        assert ckpt.save(step, state=state(step), force=force)
+    ckpt.wait_until_finished()
+
+
+def damage(step: Path) -> None:
+    for file in (step / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            content = bytearray(file.read_bytes())
+            content[-20] ^= 1
+            file.write_bytes(content)
+
+
+def entries(directory: Path) -> set[str]:
+    there = {child.name for child in directory.iterdir() if child.is_dir()}
+    return there - {"events"}
+
+
+# --- where steps go, and where they come from ----------------------------------------------------
+
+
+def test_each_tier_has_policies_of_its_own_and_the_newest_step_of_either_wins(
+    directory: Path, ramdisk: Path
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    held = {}
+    every_four = policies.FixedIntervalPolicy(4)
+    with two_tiers(directory, ramdisk, durable=every_four, keep=2) as ckpt:
+        assert ckpt.attach(model, optimizer) == 0
+        for step in range(1, 8):
+            train_step(model, optimizer, step)
+            assert ckpt.save(step)
+            ckpt.wait_until_finished()
+            held[step] = training_state(model, optimizer)
+        assert ckpt.all_steps("durable") == [4]
+        assert ckpt.all_steps("local") == [6, 7]
+        assert ckpt.all_steps() == [4, 6, 7]
+        assert (ckpt.latest_step(), ckpt.latest_step("durable")) == (7, 4)
+    fresh = mlp()
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters())
+    with two_tiers(directory, ramdisk, durable=every_four, keep=2) as ckpt:
+        assert ckpt.attach(fresh, fresh_optimizer) == 7
+        assert_trees_identical(training_state(fresh, fresh_optimizer), held[7])
+        assert ckpt.restore().tier == "local"
+        report = ckpt.restore(tier="durable")
+        assert (report.step, report.tier, report.skipped_steps) == (4, "durable", ())
+        assert_trees_identical(training_state(fresh, fresh_optimizer), held[4])
+
+
+def test_a_restore_says_which_tier_has_served_it(
+    directory: Path, ramdisk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+        ckpt.attach(stateful={})
+        save(ckpt, 1, 2)
+    events: list[Event] = []
+    with (
+        TorchaxCheckpointer(directory, local=LocalTier(ramdisk), on_event=events.append) as ckpt,
+        caplog.at_level(logging.INFO, "torchax_ckpt"),
+    ):
+        assert ckpt.attach(stateful={}) == 2
+        assert f"restored step 2 from the local tier, {ramdisk}" in caplog.messages
+        ckpt.restore(1)
+        assert f"restored step 1 from the local tier, {ramdisk}" in caplog.messages
+        ckpt.restore(1, tier="durable")
+        assert f"restored step 1 from the durable tier, {directory}" in caplog.messages
+    read = [Event.of_line(event.to_line()) for event in events]
+    said = [event.values["tier"] for event in read if event and event.name == "restored"]
+    assert said == ["local", "local", "durable"]
+
+
+def test_a_step_that_both_tiers_want_is_captured_once(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
+        taken = 0
+        take = ckpt._snapshotter.take
+
+        def counted(*args: Any) -> Any:
+            nonlocal taken
+            taken += 1
+            return take(*args)
+
+        monkeypatch.setattr(ckpt._snapshotter, "take", counted)
+        save(ckpt, 1, 2)
+        assert taken == 2
+        for tier in ("durable", "local"):
+            assert ckpt.all_steps(tier) == [1, 2]
+            np.testing.assert_array_equal(ckpt.load(2, tier=tier)["w"], state(2)["w"])
+        assert not ckpt.save(2, state=state(2), force=True)
+
+
+def test_what_is_forced_is_durable(directory: Path, ramdisk: Path) -> None:
+    with two_tiers(directory, ramdisk, local=NEVER) as ckpt:
+        save(ckpt, 3, force=True)
+        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [])
+        assert not ckpt.should_save(4)
+
+
+def test_without_a_local_tier_there_is_none(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        save(ckpt, 1, force=True)
+        with pytest.raises(TierError, match="expected one of durable, found 'local'"):
+            ckpt.all_steps("local")
+        with pytest.raises(TierError, match="found 'ramdisk'"):
+            ckpt.load(1, tier="ramdisk")  # type: ignore[arg-type]
+    assert not (directory / run_identity.NAME).exists()
+
+
+def test_a_step_is_found_verified_and_deleted_in_either_tier(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(2)) as ckpt:
+        save(ckpt, 1, 2, 3)
+        assert ckpt.verify() == 3
+        assert ckpt.verify(2) == 2
+        assert (directory / "2" / "verified").exists()
+        assert (ramdisk / "2" / "verified").exists()
+        for place, spares in ((directory, True), (ramdisk, False)):
+            kept = [rule for s in steps_of(StepDirectory(place)) for rule in s["kept_by"] or ()]
+            assert ("newest verified" in kept) == spares
+        ckpt.delete(2, tier="local")
+        assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([1, 3], [2])
+        with pytest.raises(StepNotFoundError, match=re.escape(f"{ramdisk}: no checkpoint at step")):
+            ckpt.delete(2, tier="local")
+        ckpt.delete(2)
+        with pytest.raises(StepNotFoundError, match=r"run and .*steps: no .* 2; there are: 1, 3"):
+            ckpt.load(2)
+
+
+def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a restore has verified one; the durable tier spares that."""
+    write, most = write_step.write_step, 0
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        write(path, *args, **kwargs)
+        if str(path).startswith(str(ramdisk)):
+            most = max(most, len(entries(ramdisk)))
+
+    monkeypatch.setattr(write_step, "write_step", counted)
+    model = mlp()
+    for start in (0, 4, 8):
+        with TorchaxCheckpointer(
+            directory,
+            save_decision_policy=ALWAYS,
+            preservation_policy=policies.LatestN(2),
+            local=LocalTier(ramdisk, save_decision_policy=ALWAYS, keep=2),
+        ) as ckpt:
+            assert ckpt.attach(model) == start
+            if start:
+                assert ckpt.restore(tier="durable").is_verified
+                report = ckpt.restore()
+                assert (report.tier, report.is_verified) == ("local", True)
+            for step in range(start + 1, start + 5):
+                assert ckpt.save(step)
+                ckpt.wait_until_finished()
+            assert ckpt.all_steps("local") == [start + 3, start + 4]
+            kept = [start] if start else []
+            assert ckpt.all_steps("durable") == [*kept, start + 3, start + 4]
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "gs://bucket/x"}, "expected a path on this host, found 'gs://bucket/x'"),
+        ({"path": 3}, "expected a path on this host, found 3"),
+        ({"path": "x", "keep": 0}, "keep: expected a positive int, found 0"),
+        ({"path": "x", "keep": True}, "keep: expected a positive int, found True"),
+        ({"path": "x", "replica_axis": ""}, "replica_axis: expected the name of a mesh axis"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalTier(**arguments)
+
+
+# --- what is lost, and what survives -------------------------------------------------------------
+
+KILLED = """
+    import hashlib, os, signal, sys
+    import torchax
+    torchax.enable_globally()
+    import jax, numpy as np, torch
+    from jax.sharding import Mesh
+    from support.training import fsdp_rule, train_step
+    from support.compare import training_state, bits
+    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+    (directory, ramdisk), (total, kill_at) = sys.argv[1:3], map(int, sys.argv[3:])
+    torch.manual_seed(0)
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.nn.Linear(8, 8, bias=False)
+            self.two = torch.nn.Linear(8, 8)
+            self.head = torch.nn.Linear(8, 4)
+            self.two.weight = self.one.weight
+        def forward(self, x):
+            return self.head(torch.tanh(self.two(torch.dropout(self.one(x), 0.0, False))))
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model = Tied().to("jax")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ckpt = TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.FixedIntervalPolicy(4),
+        local=LocalTier(ramdisk, save_decision_policy=policies.FixedIntervalPolicy(1)),
+    )
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    start = ckpt.attach(model, optimizer, shardings=fsdp_rule(mesh))
+    print("start", start, ckpt.restore().tier if start else None, flush=True)
+    for step in range(start + 1, total + 1):
+        train_step(model, optimizer, step)
+        ckpt.save(step)
+        if step == kill_at:
+            ckpt.wait_until_finished()
+            os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.close()
+    print("end", hashlib.sha256(repr([[sorted((k, bits(v)) for k, v in part.items())]
+        for part in training_state(model)]).encode()).hexdigest(), flush=True)
+    assert model.two.weight is model.one.weight
+"""
+
+
+def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durable_one(
+    directory: Path, ramdisk: Path
+) -> None:
+    def run(at: Path, kill_at: int, *, check: bool = True) -> list[str]:
+        arguments = (str(at), str(ramdisk), "9", str(kill_at))
+        result = run_python(KILLED, *arguments, devices=4, check=check)
+        assert check or result.returncode == -signal.SIGKILL, result.stderr[-2000:]
+        return result.stdout.splitlines()
+
+    (_, never_killed) = run(directory.with_name("straight"), 0)
+    shutil.rmtree(ramdisk)
+    assert run(directory, 6, check=False) == ["start 0 None"]
+    assert run(directory, 7, check=False) == ["start 6 local"]
+    shutil.rmtree(ramdisk)  # as with the loss of the host
+    assert run(directory, 0) == ["start 4 durable", never_killed]
+
+
+def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(3)) as ckpt:
+        save(ckpt, 1, 2, 3)
+    damage(ramdisk / "3")
+    with two_tiers(directory, ramdisk) as ckpt:
+        for step in (None, 3):
+            with pytest.warns(UserWarning, match=re.escape(f"step 3 in {ramdisk}/3")):
+                found = ckpt.load(step)
+            np.testing.assert_array_equal(found["w"], state(3)["w"])
+        damage(directory / "3")
+        with pytest.warns(UserWarning, match="step 3 in"):
+            np.testing.assert_array_equal(ckpt.load()["w"], state(2)["w"])
+
+
+def test_a_full_local_tier_costs_its_own_saves_only(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = write_step.write_step
+
+    def full(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).startswith(str(ramdisk)):
+            raise OSError(28, "No space left on device")
+        write(path, *args, **kwargs)
+
+    monkeypatch.setattr(write_step, "write_step", full)
+    with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:  # closes without raising
+        assert ckpt.save(1, state=state(1))
+        with pytest.raises(SaveError, match=rf"step 1 to {ramdisk} failed: .* No space left"):
+            ckpt.wait_until_finished()
+        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [])
+        monkeypatch.setattr(write_step, "write_step", write)
+        save(ckpt, 2)
+        assert ckpt.all_steps("local") == [2]
+
+
+def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, let_go = threading.Event(), threading.Event()
+    begin = write_step.ocp.save_checkpointables_async
+
+    class Slow:
+        """A save that Orbax has begun, and that ends late."""
+
+        def __init__(self, response: Any) -> None:
+            self._response = response
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._response, name)
+
+        def result(self) -> None:
+            reached.set()
+            assert let_go.wait(60)
+            self._response.result()
+
+    def slow(path: Any, *args: Any, **kwargs: Any) -> Any:
+        response = begin(path, *args, **kwargs)
+        return Slow(response) if str(path).startswith(str(directory)) else response
+
+    monkeypatch.setattr(write_step.ocp, "save_checkpointables_async", slow)
+    try:
+        with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+            assert ckpt.save(1, state=state(1))
+            assert reached.wait(60)
+            for step in range(2, 6):
+                assert ckpt.save(step, state=state(step))
+            with pytest.raises(SaveTimeoutError, match=f"the save of step 1 to {directory}"):
+                ckpt.wait_until_finished(timeout_secs=2)
+            ckpt._tiers.holding(ckpt._tiers.steps("local")[-1]).saver.wait()
+            assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([], [1, 2, 3, 4, 5])
+            let_go.set()
+            ckpt.wait_until_finished()
+            assert ckpt.all_steps("durable") == [1]
+            assert ckpt.verify(1) == 1
+    finally:
+        let_go.set()
+
+
+def test_sigterm_saves_to_the_durable_tier(directory: Path, ramdisk: Path) -> None:
+    program = """
+        import os, signal, sys
+        import torchax
+        torchax.enable_globally()
+        import numpy as np
+        from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+        never = policies.SpecificStepsPolicy(())
+        with TorchaxCheckpointer(
+            sys.argv[1],
+            save_decision_policy=never,
+            local=LocalTier(sys.argv[2], save_decision_policy=policies.FixedIntervalPolicy(1)),
+        ) as ckpt:
+            ckpt.attach(stateful={})
+            for step in range(1, 100):
+                if step == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                ckpt.save(step, state={"w": np.full(3, step)})
+                if ckpt.reached_preemption(step):
+                    break
+            print(step, ckpt.all_steps("durable"), ckpt.all_steps("local"))
+    """
+    result = run_python(program, str(directory), str(ramdisk), devices=1)
+    assert result.stdout.splitlines()[-1] == "3 [3] [1, 2]"
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+def test_going_back_abandons_what_is_newer_in_both_tiers(directory: Path, ramdisk: Path) -> None:
+    model = mlp()
+    with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
+        ckpt.attach(model)
+        for step in range(1, 6):
+            assert ckpt.save(step)
+            ckpt.wait_until_finished()
+        ckpt.restore(3)
+        assert ckpt.all_steps() == [1, 2, 3, 4, 5]  # until something new is there
+        assert ckpt.save(4, force=False)  # both tiers, of the new branch
+        ckpt.wait_until_finished()
+        assert entries(directory) == {"2", "4", "abandoned-4"}
+        assert entries(ramdisk) == {"1", "2", "3", "4"}  # whose room is needed
+
+
+def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
+    directory: Path, ramdisk: Path
+) -> None:
+    """Though it is in place until something new is durable, and its number is below the newest."""
+    rare = Chosen(1, 3)
+    with two_tiers(directory, ramdisk, durable=rare, keep=2) as ckpt:
+        ckpt.attach(stateful={})
+        save(ckpt, 1, 2, 3)
+        ckpt.restore(2)
+        rare.steps = ()
+        for step in range(3, 9):
+            assert ckpt.save(step, state={"w": np.full(3, -step)})
+            ckpt.wait_until_finished()
+        assert entries(directory) == {"1", "3"}
+        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [7, 8])
+    with two_tiers(directory, ramdisk, durable=rare, keep=2) as ckpt:
+        assert ckpt.attach(stateful={}) == 8
+        save(ckpt, 9, 10, 11)  # by now nothing is left that was saved right after going back
+        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [10, 11])
+        save(ckpt, 12, force=True)
+        assert entries(directory) == {"1", "12", "abandoned-3"}
+
+
+def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk, durable=Chosen(5)) as ckpt:
+        save(ckpt, 5, 6)
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 3)  # of another branch than 5 and 6
+        assert ckpt.all_steps() == [3]
+        assert entries(directory) == {"5"}
+        assert entries(ramdisk) == {"3"}
+        np.testing.assert_array_equal(ckpt.load()["w"], state(3)["w"])
+
+
+def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
+    directory: Path, ramdisk: Path
+) -> None:
+    rare = Chosen(3, 5, 10)
+    with two_tiers(directory, ramdisk, durable=rare, local=Chosen(6, 7), keep=1) as ckpt:
+        ckpt.attach(stateful={})
+        save(ckpt, 3, 5, 10)
+        ckpt.restore(5)
+        save(ckpt, 6)  # locally, where it says that 10 is abandoned
+        ckpt.delete(3)
+        save(ckpt, 7)
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == [5, 7]
+        assert ckpt.attach(stateful={}) == 7
+
+
+def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has abandoned them may be lost with the host before that."""
+    with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
+        save(ckpt, 2, 4)
+    write = write_step.write_step
+
+    def lost(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).startswith(str(directory)):
+            raise OSError(5, "the host is going")
+        write(path, *args, **kwargs)
+
+    with two_tiers(directory, ramdisk, durable=Chosen(3)) as ckpt:
+        assert ckpt.attach(stateful={}, resume=False) == 0
+        save(ckpt, 1)
+        monkeypatch.setattr(write_step, "write_step", lost)
+        assert ckpt.save(3, state=state(3))
+        with pytest.raises(SaveError, match="the host is going"):
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
+        assert entries(directory) >= {"2", "4"}
+        monkeypatch.undo()
+        shutil.copytree(directory, directory.with_name("left"))
+        save(ckpt, 5, force=True)
+        assert {"5", "abandoned-2", "abandoned-4"} <= entries(directory)
+    with two_tiers(directory.with_name("left"), directory.with_name("lost")) as ckpt:
+        assert ckpt.all_steps() == [2, 4]
+
+
+# --- whose ramdisk it is -------------------------------------------------------------------------
+
+
+def test_a_run_that_was_removed_is_not_resumed_from_its_ramdisk(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 1, 2)
+    shutil.rmtree(directory)
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.attach(stateful={}) == 0
+        assert ckpt.all_steps() == []
+        assert entries(ramdisk) == {"1", "2"}  # reading changes nothing
+        save(ckpt, 1)
+        assert entries(ramdisk) == {"1"}
+        assert ckpt.all_steps() == [1]
+
+
+def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 1, 2)
+        with two_tiers(directory.with_name("other"), ramdisk) as other:
+            assert other.all_steps() == []
+            with pytest.raises(LeaseError, match=re.escape(f"{ramdisk}: another program writes")):
+                other.save(1, state=state(1))
+        assert ckpt.all_steps() == [1, 2]
+    with two_tiers(directory.with_name("other"), ramdisk) as other:
+        save(other, 7)
+        assert other.all_steps() == [7]
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == []  # nothing of it was durable
+
+
+def test_what_an_absent_host_has_kept_is_not_resumed_from(directory: Path, ramdisk: Path) -> None:
+    """The run goes on without it, from an older step, on another host or without a local tier."""
+    elsewhere = ramdisk.with_name("elsewhere")
+    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+        save(ckpt, 1, 2, 3)
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.load()["w"].tolist() == [1, 1, 1]
+        assert ckpt.all_steps("local") == []
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == [1, 2, 3], "only who saves goes on"
+    with two_tiers(directory, elsewhere) as ckpt:
+        save(ckpt, 2)
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == [1]
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+        save(ckpt, 3)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as alone:
+        alone.delete(1)
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.all_steps() == [2, 3], "who deletes does not"
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as alone:
+        save(alone, 4)
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.all_steps() == [4]
+        save(ckpt, 5)
+        assert ckpt.all_steps("local") == [5]
+
+
+def test_what_users_call_run_is_left_alone(directory: Path, ramdisk: Path) -> None:
+    directory.mkdir()
+    (directory / "run").write_text("#!/bin/sh\n")
+    with TorchaxCheckpointer(directory) as alone:
+        save(alone, 1)
+    assert (directory / "run").read_text() == "#!/bin/sh\n"
+    with (
+        two_tiers(directory, ramdisk) as ckpt,
+        pytest.raises(DirectoryError, match="expected the name of a run, found something else"),
+    ):
+        ckpt.save(2, state=state(2))
+    assert (directory / "run").read_text() == "#!/bin/sh\n"
+
+
+def test_a_directory_that_was_removed_under_the_run_belongs_to_it_again(
+    directory: Path, ramdisk: Path
+) -> None:
+    with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
+        save(ckpt, 1)
+        shutil.rmtree(directory)
+        shutil.rmtree(ramdisk)
+        for step in (2, 3):
+            ckpt.save(step, state=state(step))
+            with contextlib.suppress(SaveError):
+                ckpt.wait_until_finished()
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.latest_step("local") == ckpt.latest_step("durable") == 3
+        save(ckpt, 4)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
+    call: int, directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 1)
+    replace, count = os.replace, itertools.count(1)
+
+    def killed(draft: Any, path: Any) -> None:
+        if Path(path).name == run_identity.NAME and next(count) == call:
+            raise KeyboardInterrupt
+        replace(draft, path)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        two_tiers(directory, ramdisk) as ckpt,
+    ):
+        save(ckpt, 2)
+    monkeypatch.undo()
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.all_steps() == ([1] if call < 3 else [1, 2])
+        save(ckpt, 3)
+    assert sorted(c.name for c in ramdisk.iterdir() if c.name.startswith("run")) == ["run"]
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.latest_step() == 3
+
+
+@pytest.mark.parametrize("linked", ["durable", "local"])
+def test_a_directory_may_be_a_link(linked: str, directory: Path, ramdisk: Path) -> None:
+    link = directory.with_name("link")
+    link.symlink_to(directory if linked == "durable" else ramdisk)
+    for path in (directory, ramdisk):
+        path.mkdir(parents=True, exist_ok=True)
+    places = (link, ramdisk) if linked == "durable" else (directory, link)
+    for step in (1, 2):
+        with two_tiers(*places, durable=Chosen(1)) as ckpt:
+            assert ckpt.attach(stateful={}) == step - 1
+            save(ckpt, step)
+    with two_tiers(*places) as ckpt:
+        assert ckpt.all_steps("local") == [1, 2]
+
+
+def test_steps_that_no_local_tier_has_written_are_never_removed(
+    directory: Path, ramdisk: Path
+) -> None:
+    other = directory.with_name("other")
+    with two_tiers(other, ramdisk, durable=ALWAYS) as ckpt:  # so it has a name
+        save(ckpt, 1, 2)
+    with two_tiers(directory, other) as ckpt, pytest.raises(DirectoryError) as raised:
+        ckpt.save(7, state=state(7))
+    assert re.search(
+        f"{re.escape(str(other))}: expected .* local tier .* found steps 1, 2", str(raised.value)
+    )
+    with TorchaxCheckpointer(other) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+
+
+def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(
+    directory: Path, ramdisk: Path
+) -> None:
+    ramdisk.parent.mkdir(exist_ok=True)
+    ramdisk.write_text("in the way")
+    with pytest.raises(DirectoryError, match="expected a directory, found a file"):
+        two_tiers(directory, ramdisk)
+    with (
+        warnings.catch_warnings(),
+        two_tiers(directory, ramdisk / "below") as ckpt,
+        pytest.raises(DirectoryError, match=re.escape(f"cannot create and write {ramdisk}/below")),
+    ):
+        ckpt.save(1, state=state(1))
+
+
+def test_a_late_first_save_mixes_in_neither_tier(directory: Path, ramdisk: Path) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 1)
+        ckpt.wait_until_finished()
+    late = two_tiers(directory, ramdisk)
+    assert late.attach() == 1
+    with two_tiers(directory, ramdisk) as ckpt:
+        save(ckpt, 2, 3, 4)
+    found = entries(directory), entries(ramdisk)
+    for _ in range(2):
+        with pytest.raises(LeaseError, match="has saved steps"):
+            late.save(2, state=state(2), force=True)
+    late.close()
+    assert (entries(directory), entries(ramdisk)) == found
+    with two_tiers(directory, ramdisk) as ckpt:
+        assert ckpt.attach() == 4

@@ -1,0 +1,348 @@
+"""Memory for copies: on devices whose peak never falls, and where there is none left."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from support.processes import run_processes
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.errors import OutOfMemoryError
+from torchax_ckpt.snapshot import stacking
+from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
+
+NAMES = [f"state/layers.{i}.w" for i in range(5)]
+UNIT = 1 << 12
+"""Bytes that an array takes of each device; five are the state."""
+
+
+def start() -> dict[str, jax.Array]:
+    rows = NamedSharding(fsdp_mesh(), P("fsdp"))
+    ones = np.ones((8, UNIT // 4), np.float32)
+    return {
+        name.removeprefix("state/"): jax.device_put(ones * i, rows) for i, name in enumerate(NAMES)
+    }
+
+
+class Accelerator:
+    """Accounts as devices with 16 units of memory would, whose program has 5 and a step takes 9."""
+
+    def __init__(self, limit: int = 16, peak: int = 9, unit: int = UNIT) -> None:
+        self.limit, self.in_use, self.peak, self.unit = limit, 5, peak, unit
+        self.copied: list[weakref.ref[Any]] = []
+        self.need = peak
+        """The most that the program has had by itself where a device can show it."""
+
+    @property
+    def num_copied(self) -> int:
+        """Units of copies that are there."""
+        copies = [copy for ref in self.copied if (copy := ref()) is not None]
+        return sum(copy.addressable_shards[0].data.nbytes for copy in copies) // self.unit
+
+    def step(self, units: int) -> None:
+        """The program has so much for a moment."""
+        there = self.num_copied
+        if there or units + there > self.peak:
+            self.need = max(self.need, units)
+        self.peak = max(self.peak, units + there)
+
+    def __call__(self, device: jax.Device) -> Mapping[str, int]:
+        return {
+            "bytes_limit": self.limit * self.unit,
+            "bytes_in_use": (self.in_use + self.num_copied) * self.unit,
+            "peak_bytes_in_use": self.peak * self.unit,
+        }
+
+
+class Watched(DeviceMemory):
+    """Has the accelerator account for copies as they are made."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._accelerator = accelerator
+
+    def took(self, copies: Iterable[Any]) -> None:
+        made = [copy for copy in copies if isinstance(copy, jax.Array)]
+        self._accelerator.copied += map(weakref.ref, made)
+        self._accelerator.step(self._accelerator.in_use)
+        super().took(made)
+
+
+def take(snapshotter: Snapshotter) -> Snapshot:
+    """As of a program that donates."""
+    state = start()
+    taken = snapshotter.take(NAMES, list(state.values()))
+    for array in state.values():
+        array.delete()
+    return taken
+
+
+def test_free_memory_is_known_here() -> None:
+    free = free_device_bytes(jax.devices()[0])
+    assert free is not None
+    assert free > 2**20
+
+
+@pytest.mark.parametrize("layout", ["auto", "flat"])
+def test_a_peak_that_holds_the_own_copies_does_not_keep_from_copying(
+    layout: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator()
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
+    ckpt._snapshotter = Snapshotter("auto", layout, Watched(accelerator))
+    with ckpt, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        for step in range(1, 5):
+            state = start()
+            assert ckpt.save(step, state=state, force=True)
+            accelerator.step(9)
+            for array in state.values():
+                array.delete()
+    assert "taken by copy: the program donates" in caplog.text
+    assert "taken by transfer" not in caplog.text
+
+
+def test_copies_of_another_save_that_are_still_there_count() -> None:
+    accelerator = Accelerator()
+    snapshotter = Snapshotter("auto", "auto", Watched(accelerator))
+    held = take(snapshotter)
+    accelerator.step(9)
+    assert (held.way, take(snapshotter).way) == ("copy", "transfer")
+    del held
+    assert take(snapshotter).way == "copy"
+
+
+@pytest.mark.parametrize(("needs", "way"), [(9, "copy"), (10, "transfer"), (11, "transfer")])
+def test_what_the_program_itself_comes_to_need_beside_copies_counts(needs: int, way: str) -> None:
+    accelerator = Accelerator()
+    snapshotter = Snapshotter("auto", "auto", Watched(accelerator))
+    held = take(snapshotter)
+    accelerator.step(needs)
+    assert accelerator.peak == needs + 5
+    del held
+    assert [take(snapshotter).way for _ in range(3)] == [way] * 3
+
+
+def test_a_peak_that_rises_when_copies_are_gone_is_the_programs_own() -> None:
+    accelerator = Accelerator()
+    snapshotter = Snapshotter("auto", "auto", Watched(accelerator))
+    assert take(snapshotter).way == "copy"
+    accelerator.step(14)  # as high as a step with copies beside it would have come
+    assert take(snapshotter).way == "transfer"
+
+
+operations = st.one_of(
+    st.tuples(st.sampled_from(["copy", "step", "hold", "fits"]), st.integers(1, 24)),
+    st.tuples(st.just("free"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(operations, max_size=25), st.integers(16, 64))
+def test_copies_never_take_what_the_program_is_known_to_need(
+    done: list[tuple[str, int]], limit: int
+) -> None:
+    accelerator = Accelerator(limit=limit, unit=4)
+    memory = Watched(accelerator)
+    memory.holds([jnp.zeros(1)])
+    copies: list[jax.Array] = []
+    for what, units in done:
+        if what == "copy":
+            copies.append(jnp.zeros(units))
+            memory.took(copies[-1:])
+        elif what == "free" and copies:
+            del copies[units % len(copies)]
+        elif what == "step":
+            accelerator.step(units)
+        elif what == "hold":
+            accelerator.step(units)
+            accelerator.in_use = units
+        fits = memory.holds([jnp.zeros(units or 1)])
+        accelerator.need = max(accelerator.need, accelerator.in_use)
+        there, peak = accelerator.num_copied, accelerator.peak
+        assert not fits or accelerator.need + there + units <= limit
+        assert fits or 1.25 * (units or 1) > limit - peak - there, "less than beside the peak"
+
+
+def test_after_memory_was_exhausted_the_whole_peak_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator()
+    snapshotter = Snapshotter("auto", "flat", Watched(accelerator))
+    held = take(snapshotter)
+    accelerator.step(9)
+    assert held.way == "copy"
+    del held
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        patch.setattr(stacking, "_copy_onto", exhausted)
+        assert take(snapshotter).way == "transfer"
+    assert "taken by transfer: the devices ran out of memory" in caplog.text
+    assert take(snapshotter).way == "transfer"
+
+
+def exhausted(*_: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+def test_copies_that_do_not_fit_are_said_and_change_nothing(
+    layout: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = start()
+    content = {name: np.asarray(array).tobytes() for name, array in state.items()}
+    needed = sum(array.nbytes for array in state.values()) // len(jax.devices())
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
+    ckpt._snapshotter = Snapshotter("copy", layout, DeviceMemory(Accelerator(peak=15)))
+    with ckpt:
+        ckpt.save(1, state=state, force=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(stacking, "_copy_onto", exhausted)
+            patch.setattr(stacking, "_stack_onto", exhausted)
+            said = rf"expected (\d+) bytes free .*found {UNIT} bytes.*snapshot=\"auto\""
+            with pytest.raises(OutOfMemoryError, match=said) as caught:
+                ckpt.save(2, state=state, force=True)
+        found = re.search(said, str(caught.value))
+        assert found is not None
+        assert needed <= int(found[1]) < needed + 100  # with random state
+        assert {n: np.asarray(a).tobytes() for n, a in state.items()} == content
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+        assert ckpt.save(2, state=state, force=True)
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(2, state)
+    assert {n: np.asarray(a).tobytes() for n, a in loaded.items()} == content
+
+
+def stacks(directory: Path, step: int) -> dict[str, Any]:
+    """The stacks of a step, by name, as its manifest has them."""
+    manifest = json.loads((directory / str(step) / "manifest" / "data.json").read_text())
+    return manifest["stacks"]
+
+
+@pytest.mark.parametrize("mode", ["transfer", "reference"])
+@pytest.mark.parametrize("how", ["does not fit", "is exhausted", "fits"])
+def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
+    mode: Any, how: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(peak=12 if how == "does not fit" else 9)
+    if how == "is exhausted":
+        monkeypatch.setattr(stacking, "_stack_onto", exhausted)
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt._snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
+    state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}
+    with ckpt:
+        ckpt.save(1, state=state)
+    named = stacks(directory, 1)
+    assert any("layers" in name for name in named) == (how == "fits")
+    assert any("host_scalars" in name for name in named)  # which take no memory of devices
+    loaded = ckpt.load(1, state)
+    for name, array in start().items():
+        assert loaded[name].sharding == array.sharding
+        assert np.array_equal(loaded[name], array)
+    assert loaded["counters"] == state["counters"]
+
+
+ONE_IS_FULL = """
+    import json, sys
+    import numpy as np
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from processes_program import INDEX, MESH, report
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
+    from torchax_ckpt.snapshot.device_memory import DeviceMemory
+    from torchax_ckpt.snapshot.snapshotter import Snapshotter
+
+    directory, mode, fulls = sys.argv[4], sys.argv[5], json.loads(sys.argv[6])
+    rows = NamedSharding(MESH, P("fsdp"))
+    ones = np.ones((8, 1024), np.float32)
+    limit = {"bytes_in_use": 0}
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(process_timeout_secs=60),
+        preservation_policy=policies.PreserveAll(),
+    )
+    ckpt._snapshotter = Snapshotter(mode, "auto", DeviceMemory(lambda device: limit))
+    failed = {}
+    for step, full in enumerate(fulls, 1):
+        state = {f"layers.{i}.w": jax.make_array_from_callback(
+            ones.shape, rows, lambda index: ones[index] * (step * i)) for i in range(5)}
+        limit["bytes_limit"] = 0 if INDEX == full else 1 << 40
+        ckpt.save(step, state=state, force=True)
+        try:
+            ckpt.wait_until_finished()
+        except errors.SaveError as error:
+            failed[step] = str(error)
+        jax.tree.map(lambda x: x.delete(), state)             # as a step that donates
+    ckpt.close()
+    abstract = {
+        name: jax.ShapeDtypeStruct(ones.shape, ones.dtype, sharding=rows) for name in state}
+    steps = ckpt.all_steps()
+    report(failed=failed, steps=steps, means=[
+        [float(np.asarray(s.data).mean()) for s in a.addressable_shards]
+        for step in steps for a in ckpt.load(step, abstract).values()
+    ])
+"""
+
+
+def saved_while_full(
+    mode: str, fulls: list[int | None], directory: Path
+) -> tuple[dict[str, str], list[int], list[bool]]:
+    """What failed, which steps there are, and which of them have stacks; the same everywhere.
+
+    Args:
+      mode: of snapshots.
+      fulls: the process whose devices have no memory at each step.
+      directory: where to save.
+    """
+    told = run_processes(ONE_IS_FULL, 2, str(directory), mode, json.dumps(fulls))
+    (first,), (second,) = told
+    assert first["failed"].keys() == second["failed"].keys()
+    for report in (first, second):
+        assert report["steps"] == first["steps"]
+        expected = [[float(step * i)] * 2 for step in first["steps"] for i in range(5)]
+        assert report["means"] == expected
+    stacked = [any("layers" in n for n in stacks(directory, step)) for step in first["steps"]]
+    return first["failed"], first["steps"], stacked
+
+
+def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
+    assert saved_while_full("transfer", [1, None, 0], directory) == (
+        {},
+        [1, 2, 3],
+        [False, True, False],
+    )
+
+
+def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path) -> None:
+    failed, steps, stacked = saved_while_full("auto", [None, None, 1, 1, None, 1, 0], directory)
+    (text,) = failed.values()
+    assert "From the next save on leaves are copied and stored one by one" in text
+    assert (steps, stacked) == ([1, 2, 4, 5, 6, 7], [True, True, False, False, False, False])
+
+
+def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a host is given back: what is missing of it is somebody's."""
+    free = 7 * 8 * UNIT
+    monkeypatch.setattr("torchax_ckpt.snapshot.device_memory._available_host_bytes", lambda: free)
+    memory = DeviceMemory()
+    arrays = list(start().values())
+    assert memory.holds(arrays)
+    copies = [jnp.copy(array) for array in arrays]
+    memory.took(copies)
+    del copies
+    free = 3 * 8 * UNIT
+    assert not memory.holds(arrays)

@@ -1,0 +1,441 @@
+"""Snapshots: what a save holds on to, and that donation never makes a wrong checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import DonatedBufferError, SaveError
+from torchax_ckpt.options import Layout, SnapshotMode
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
+from torchax_ckpt.snapshot.sharding import shards_of
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
+from torchax_ckpt.snapshot.stacking import Planner
+from torchax_ckpt.storage.arrays import write_step
+
+double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
+fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
+
+
+def deleting(tree: Any) -> Any:
+    """As on a device: on CPU, an array is not donated while numpy looks at it."""
+    result = fresh(tree)
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+    return result
+
+
+def start() -> dict[str, jax.Array]:
+    return {f"layers.{i}.w": jnp.full((64, 64), float(i + 1)) for i in range(3)}
+
+
+def assert_as_it_was(ckpt: TorchaxCheckpointer, step: int) -> None:
+    loaded = ckpt.load(step)
+    for name, first in start().items():
+        assert np.array_equal(loaded[name], np.asarray(first) * np.float32(2.0**step))
+
+
+def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 6) -> None:
+    """Trains, saves every step, and checks that every one holds what was there then."""
+    state = start()
+    with TorchaxCheckpointer(
+        directory, options=options, preservation_policy=policies.PreserveAll()
+    ) as ckpt:
+        for step in range(1, steps + 1):
+            state = step_fn(state)
+            ckpt.save(step, state=state, force=True)
+        ckpt.wait_until_finished()
+    assert ckpt.all_steps() == list(range(1, steps + 1))
+    for step in ckpt.all_steps():
+        assert_as_it_was(ckpt, step)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing falls behind the training, now before and now after it has looked at the leaves."""
+    write, stored = write_step.write_step, Snapshot.stored
+    looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
+
+    def late_write(*args: Any, **kwargs: Any) -> None:
+        time.sleep(next(writes))
+        write(*args, **kwargs)
+
+    def late_look(*args: Any) -> Any:
+        time.sleep(next(looks))
+        return stored(*args)
+
+    monkeypatch.setattr(write_step, "write_step", late_write)
+    monkeypatch.setattr(Snapshot, "stored", late_look)
+
+
+donating = pytest.mark.parametrize("step_fn", [double, deleting], ids=["donated", "deleted"])
+layouts = pytest.mark.parametrize("layout", get_args(Layout))
+
+
+@donating
+@layouts
+@pytest.mark.parametrize("mode", ["auto", "copy", "transfer"])
+def test_donated_buffers_are_saved_as_they_were(
+    mode: Any, layout: Any, step_fn: Any, directory: Path, busy: None
+) -> None:
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    run(directory, step_fn, options)
+
+
+@layouts
+@pytest.mark.parametrize("mode", get_args(SnapshotMode))
+def test_buffers_that_are_not_donated_are_saved_in_every_way(
+    mode: Any, layout: Any, directory: Path, busy: None
+) -> None:
+    run(directory, fresh, CheckpointOptions(snapshot=mode, layout=layout), steps=3)
+
+
+@donating
+@layouts
+def test_a_donated_reference_is_saved_as_it_was_or_not_at_all(
+    layout: Any, step_fn: Any, directory: Path, busy: None
+) -> None:
+    """Training runs ahead of the storage without waiting for anything."""
+    options = CheckpointOptions(snapshot="reference", layout=layout)
+    ckpt = TorchaxCheckpointer(
+        directory, options=options, preservation_policy=policies.PreserveAll()
+    )
+    began = []
+    state = start()
+    for step in range(1, 61):
+        state = step_fn(state)
+        if ckpt.save(step, state=state):
+            began.append(step)
+        time.sleep(0.004)
+    ckpt.save(61, state=(state := step_fn(state)), force=True)  # nothing comes after it
+    ckpt.close()
+    failures = ckpt._saver._failures.unread
+    assert failures
+    assert all(isinstance(failure.__cause__, DonatedBufferError) for failure in failures)
+    # Equal failures are reported once, so that not every step that failed is among them.
+    assert {61} <= set(ckpt.all_steps()) < {*began, 61}
+    for step in ckpt.all_steps():
+        assert_as_it_was(ckpt, step)
+
+
+@donating
+@layouts
+def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
+    layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    stored = Snapshot.stored
+    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
+    options = CheckpointOptions(snapshot="reference", layout=layout)
+    ckpt = TorchaxCheckpointer(directory, options=options)
+    state = step_fn(start())
+    ckpt.save(1, state=state)
+    state = step_fn(state)
+    go.set()
+    with pytest.raises(SaveError, match=r"step 1 .*state/layers\.0\.w: its buffer was") as caught:
+        ckpt.wait_until_finished()
+    assert isinstance(caught.value.__cause__, DonatedBufferError)
+    assert ckpt.all_steps() == []
+    assert ckpt.save(2, state=state, force=True)
+    ckpt.close()
+    assert ckpt.all_steps() == [2]
+    assert_as_it_was(ckpt, 2)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writing waits until it is let go, so that whatever it reads by reference may be gone."""
+    go = threading.Event()
+    write = write_step.write_step
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        assert go.wait(60)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(write_step, "write_step", wait)
+    yield go
+    go.set()
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+def test_a_deleted_reference_fails_that_save_by_name(
+    layout: Any, directory: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layout == "stacked":
+        # A stack is made when the save's thread gets to it: here, after the deletion.
+        stored = Snapshot.stored
+        monkeypatch.setattr(Snapshot, "stored", lambda *args: slow.wait(60) and stored(*args))
+    options = CheckpointOptions(snapshot="reference", layout=layout)
+    state = start()
+    ckpt = TorchaxCheckpointer(directory, options=options)
+    ckpt.save(1, state=state)
+    state["layers.1.w"].delete()
+    slow.set()
+    with pytest.raises(SaveError, match=r"state/layers\.1\.w: its buffer was donated") as caught:
+        ckpt.wait_until_finished()
+    assert caught.value.key_path == "state/layers.1.w"
+    assert ckpt.all_steps() == []
+    assert ckpt.save(1, state=start(), force=True)
+    ckpt.wait_until_finished()
+    assert ckpt.all_steps() == [1]
+
+
+def test_auto_notices_donation_without_losing_a_save(caplog: pytest.LogCaptureFixture) -> None:
+    snapshotter = Snapshotter("auto", "auto")
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        state = start()
+        names = [f"state/{n}" for n in state]
+        ways = []
+        for _ in range(3):
+            ways.append(snapshotter.take(names, list(state.values())).way)
+            state = double(state)
+    assert ways == ["copy", "copy", "copy"]
+    assert caplog.text.count("snapshots are taken by copy: the program donates") == 1
+
+
+def test_auto_goes_on_with_references_if_nothing_was_donated_and_back_if_it_is() -> None:
+    snapshotter = Snapshotter("auto", "auto")
+    state = start()
+    names = [f"state/{n}" for n in state]
+    ways = []
+    for _ in range(3):
+        ways.append(snapshotter.take(names, list(state.values())).way)
+        state = fresh(state)
+    snapshotter.donated()
+    ways.append(snapshotter.take(names, list(state.values())).way)
+    assert ways == ["copy", "reference", "reference", "copy"]
+
+
+@donating
+@layouts
+def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
+    layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    go.set()
+    stored = Snapshot.stored
+    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(layout=layout),
+        preservation_policy=policies.PreserveAll(),
+    )
+    state = start()
+    for step in range(1, 8):
+        state = (fresh if step <= 4 else step_fn)(state)
+        if step == 5:  # what was saved at step 4 is gone before it is looked at
+            go.set()
+            ckpt._saver.wait()
+        if step == 4:
+            ckpt.wait_until_finished()
+            go.clear()
+        ckpt.save(step, state=state, force=True)
+    ckpt.close()
+    with pytest.raises(SaveError, match="step 4 ") as caught:
+        ckpt.check_for_errors()
+    assert isinstance(caught.value.__cause__, DonatedBufferError)
+    ckpt.check_for_errors()
+    assert ckpt.all_steps() == [1, 2, 3, 5, 6, 7]
+    for step in ckpt.all_steps():
+        assert_as_it_was(ckpt, step)
+
+
+def test_auto_transfers_where_memory_does_not_hold_copies(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = sum(x.nbytes for x in start().values())
+    limit = {"bytes_limit": size // 2, "bytes_in_use": 0}
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit))
+    state = start()
+    names = [f"state/{n}" for n in state]
+    assert snapshotter.take(names, list(state.values())).way == "transfer"
+    double(state)
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        assert snapshotter.take(names, list(start().values())).way == "transfer"
+    assert "no memory for copies" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["reference", "copy", "transfer"])
+def test_each_way_is_said_once(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    snapshotter = Snapshotter(mode, "auto")
+    state = start()
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        for _ in range(2):
+            snapshotter.take(list(state), list(state.values()))
+    assert caplog.messages == [f"snapshots are taken by {mode}: the options say so"]
+
+
+@pytest.mark.parametrize("way", ["copy", "transfer"])
+def test_the_way_of_the_first_snapshot_is_said_too(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = {"bytes_limit": 0 if way == "transfer" else 1 << 30, "bytes_in_use": 0}
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit))
+    state = start()
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        snapshotter.take([f"state/{n}" for n in state], list(state.values()))
+    (message,) = caplog.messages
+    assert message.startswith(f"snapshots are taken by {way}: the next save will show")
+
+
+def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    write = write_step.write_step
+
+    def late_write(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+        order.append("transferring")
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(write_step, "write_step", late_write)
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer")) as ckpt:
+        ckpt.save(1, state=start())
+        order.append("returned")
+    assert order == ["transferring", "returned"]
+
+
+def test_a_failed_transfer_does_not_hang(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(write_step, "write_step", fail)
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
+    assert ckpt.save(1, state=start())
+    with pytest.raises(SaveError):
+        ckpt.close()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"snapshot": "lazy"}, {"layout": "deep"}, {"compression": 1}, {"max_host_bytes": 0}]
+)
+def test_options_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+        CheckpointOptions(**bad)
+
+
+@pytest.mark.parametrize("options", [{"compression": True}, {"max_host_bytes": 1 << 20}])
+def test_compression_and_memory_bounds_change_no_bit(
+    options: dict[str, Any], directory: Path
+) -> None:
+    state = {"x": jnp.arange(1 << 19, dtype=jnp.float32), "y": jnp.ones((512, 512))}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(**options)) as ckpt:
+        ckpt.save(1, state=state)
+    loaded = TorchaxCheckpointer(directory, options=CheckpointOptions(**options)).load()
+    assert all(np.array_equal(loaded[k], state[k]) for k in state)
+
+
+@layouts
+@pytest.mark.parametrize("mode", get_args(SnapshotMode))
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float32"]
+)
+def test_every_bit_of_every_number_is_kept(
+    dtype: str, mode: Any, layout: Any, directory: Path
+) -> None:
+    """NaNs with every payload, in more members than are stacked at one time."""
+    kind = jnp.dtype(dtype)
+    num_patterns = 2 ** min(16, 8 * kind.itemsize)
+    patterns = np.arange(num_patterns, dtype=f"uint{8 * kind.itemsize}")
+    if kind.itemsize == 4:
+        patterns = patterns | np.uint32(0x7F800000)  # infinities and NaNs, quiet and signalling
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    array = jax.device_put(patterns.view(kind), where)
+    names = [f"layers.{i}.w" for i in range(130 if kind.itemsize == 1 else 3)]
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=dict.fromkeys(names, array), force=True)
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(1, dict.fromkeys(names, array))
+    for name in names:
+        assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name
+
+
+@pytest.mark.parametrize("layout", ["stacked", "flat"])
+@pytest.mark.parametrize("mode", ["reference", "copy"])
+def test_no_program_of_more_arguments_than_compile_fast_is_compiled(
+    mode: Any, layout: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 3,000 arguments one takes seconds."""
+    # Of shapes that nothing else here compiles programs for.
+    shape = (8, 11 + 2 * (mode == "copy") + (layout == "flat"))
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    state = {f"layers.{i}.w": jax.device_put(np.full(shape, i), where) for i in range(300)}
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
+    try:
+        with TorchaxCheckpointer(directory, options=options) as ckpt:
+            ckpt.save(1, state=state)
+            ckpt.wait_until_finished()
+            loaded = ckpt.load(1, state)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert all(np.array_equal(loaded[name], state[name]) for name in state)
+    programs = [m for m in caplog.messages if m.startswith("Compiling")]
+    counts = [program.count("ShapedArray(") for program in programs if str(shape[1]) in program]
+    assert max(counts, default=0) <= 128
+    # Whatever is not copied or stacked needs no program at all.
+    assert bool(counts) == (mode == "copy" or layout == "stacked")
+
+
+def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves() -> None:
+    planner = Planner("stacked")
+    tier = {"other": jnp.ones(3)}
+
+    class Interrupted(list[str]):
+        """Names; while they are compared, another thread plans."""
+
+        def __ne__(self, other: object) -> bool:
+            planner(list(tier), list(tier.values()))
+            return super().__ne__(other)
+
+    state = start()
+    expected = Planner("stacked")(list(state), list(state.values()))
+    planner(list(state), list(state.values()))
+    assert planner(Interrupted(state), list(state.values())) == expected
+    assert planner(list(state), list(state.values())) == expected
+
+
+def test_threads_that_ask_for_shards_at_the_same_time_are_each_given_all() -> None:
+    """As two tiers do; JAX alone gives one of them a part, or makes the list longer."""
+    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
+    begin = threading.Barrier(2)
+    arrays: list[jax.Array] = []
+    counts: list[int] = []
+
+    def look() -> None:
+        for _ in range(20):
+            begin.wait()
+            counts.extend(len(shards_of(array)) for array in arrays)
+            begin.wait()
+
+    thread = threading.Thread(target=look)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(20):
+            arrays[:] = [jax.device_put(np.zeros(64), sharding) + 1 for _ in range(64)]
+            begin.wait()
+            counts.extend(len(shards_of(array)) for array in arrays)
+            begin.wait()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert counts == [8] * len(counts)
+    assert len(counts) == 20 * 64 * 2

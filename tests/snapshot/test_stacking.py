@@ -1,0 +1,357 @@
+"""Stacked storage: the same names and bytes, whatever the layout; fewer arrays on the medium."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+from support.compare import assert_trees_identical, bits, training_state
+from support.strategies import DTYPES_BY_KIND, make_leaf
+from support.training import P, fsdp_mesh, fsdp_rule, train_step
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.storage_plan import (
+    MAX_STACK_BYTES,
+    MAX_STACKED_LEAF_BYTES,
+    LeafSpec,
+    Plan,
+    plan_leaves,
+)
+from torchax_ckpt.options import SnapshotMode
+from torchax_ckpt.snapshot.stacking import Planner, execute
+
+LAYOUTS = ("auto", "stacked", "flat")
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mlp(self.norm(x)))
+
+
+class Deep(torch.nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(depth))
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def deep(depth: int = 4, rule: Any = None) -> tuple[Deep, torch.optim.Optimizer]:
+    model = Deep(depth).to("jax")
+    if rule is not None:
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            torchax_backend.set_buffer(
+                tensor, jax.device_put(torchax_backend.buffer(tensor), rule(name, tensor))
+            )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def saved(directory: Path, layout: Any, rule: Any = None) -> list[Any]:
+    model, optimizer = deep(rule=rule)
+    options = CheckpointOptions(layout=layout)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(2):
+            train_step(model, optimizer, step)
+    return training_state(model, optimizer)
+
+
+def stored_names(directory: Path, step: int = 2) -> set[str]:
+    metadata: Any = ocp.metadata(directory / str(step)).metadata
+    return {f"{component}/{rest}" for component, tree in metadata.items() for rest in tree}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", [None, fsdp_rule(fsdp_mesh(8))], ids=["one_device", "fsdp8"])
+def test_every_layout_restores_into_a_program_of_any_other(
+    layout: str, rule: Any, directory: Path
+) -> None:
+    expected = saved(directory, layout, rule)
+    for other, target in zip(LAYOUTS, (None, fsdp_rule(fsdp_mesh(4)), rule), strict=True):
+        model, optimizer = deep(rule=target)
+        options = CheckpointOptions(layout=other)  # type: ignore[arg-type]
+        assert TorchaxCheckpointer(directory, options=options).attach(model, optimizer) == 2
+        same_mesh = target is rule
+        assert_trees_identical(training_state(model, optimizer), expected, shardings=same_mesh)
+        for name, tensor in model.state_dict().items():
+            if target is not None:
+                assert torchax_backend.buffer(tensor).sharding == target(name, tensor)
+
+
+def test_layers_are_stored_as_one_array_under_their_pattern(directory: Path) -> None:
+    saved(directory, "auto")
+    stored = stored_names(directory)
+    assert "model/layers.%2A.mlp.weight" not in stored
+    assert "model/layers.*.mlp.weight" in stored
+    assert "optimizer/layers.*.mlp.weight/exp_avg" in stored
+    assert "model/head.weight" in stored
+    assert "host_scalars/float32" in stored
+    assert not any("layers.0" in name for name in stored)
+    manifest = json.loads((directory / "2" / "manifest" / "data.json").read_text())
+    assert manifest["stacks"]["model/layers.*.mlp.weight"] == [
+        f"model/layers.{i}.mlp.weight" for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"capturable": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.ASGD, {}),
+    ],
+    ids=["adamw", "adamw_capturable", "sgd", "asgd"],
+)
+def test_state_made_by_an_eager_first_step_on_sharded_parameters_is_stacked(
+    kind: Any, settings: dict[str, Any], directory: Path
+) -> None:
+    """It begins as ``zeros_like``, which is on one device; what the step makes of it counts."""
+    stored = []
+    for step in (1, 2):  # fresh, and in a program that was restored
+        model, _ = deep(rule=fsdp_rule(fsdp_mesh(8)))
+        lr: Any = torch.tensor(1e-2, device="jax") if "capturable" in settings else 1e-2
+        optimizer = kind(model.parameters(), lr=lr, **settings)
+        with TorchaxCheckpointer(directory) as ckpt:
+            assert ckpt.attach(model, optimizer) == step - 1
+            train_step(model, optimizer, step)
+            ckpt.save(step, force=True)
+        stored.append(stored_names(directory, step))
+    assert {n for n in stored[0] if "layers.*.mlp.weight" in n} > {"model/layers.*.mlp.weight"}
+    assert not any("layers.0" in name or "*2" in name for name in stored[0])
+    assert stored[0] == stored[1]
+
+
+def test_flat_stores_every_leaf_under_its_own_name(directory: Path) -> None:
+    saved(directory, "flat")
+    stored = stored_names(directory)
+    assert not any("*" in name for name in stored)
+    assert {"model/layers.3.norm.bias", "optimizer/layers.3.norm.bias/step"} <= stored
+
+
+def test_with_orbax_alone_a_stack_is_an_array_with_a_leading_axis(directory: Path) -> None:
+    model, optimizer = deep(rule=fsdp_rule(fsdp_mesh(8)))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(1, force=True)
+    metadata: Any = ocp.metadata(directory / "1").metadata
+    one_device = SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=one_device), metadata["model"]
+    )
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        loaded: Any = ocp.load(directory / "1", {"model": abstract})
+    stack = loaded["model"]["layers.*.mlp.weight"]
+    for i in range(4):
+        weight = model.get_parameter(f"layers.{i}.mlp.weight")
+        assert bits(stack[i]) == bits(torchax_backend.buffer(weight))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", [None, fsdp_rule(fsdp_mesh(4))], ids=["one_device", "fsdp4"])
+def test_layers_added_to_the_model_keep_what_they_have(
+    layout: str, rule: Any, directory: Path
+) -> None:
+    saved(directory, layout, fsdp_rule(fsdp_mesh(8)))
+    model, _ = deep(depth=6, rule=rule)
+    kept = {n: bits(t) for n, t in model.state_dict().items() if "layers.4" in n or "layers.5" in n}
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.attach(model, resume=False, rng=False)
+    report = ckpt.restore(strict=False)
+    assert set(report.missing) == {f"model/{n}" for n in kept}
+    assert {n: bits(model.state_dict()[n]) for n in kept} == kept
+    shallow, _ = deep(depth=2, rule=rule)
+    other = TorchaxCheckpointer(directory)
+    other.attach(shallow, resume=False, rng=False)
+    assert "model/layers.3.mlp.weight" in other.restore(strict=False).unexpected
+    for name, tensor in shallow.state_dict().items():
+        assert bits(tensor) == bits(model.state_dict()[name])
+
+
+def spec(nbytes: int, placement: Any = 1, shape: tuple[int, ...] = (2,)) -> LeafSpec:
+    return LeafSpec(shape, "float32", nbytes, placement, on_host=False)
+
+
+def plan(specs: dict[str, LeafSpec], layout: Any = "auto") -> Plan:
+    return plan_leaves(list(specs), list(specs.values()), layout)
+
+
+def test_large_leaves_stay_on_their_own_unless_told() -> None:
+    big = MAX_STACKED_LEAF_BYTES + 1
+    specs = {f"model/layers.{i}.w": spec(big) for i in range(3)}
+    assert plan(specs).stacks == {}
+    assert list(plan(specs, "stacked").stacks) == ["model/layers.*.w"]
+    assert plan(specs, "flat").stacks == {}
+
+
+def test_only_equals_share_a_stack_and_its_size_is_bounded() -> None:
+    specs = {
+        "model/layers.0.w": spec(8),
+        "model/layers.1.w": spec(8),
+        "model/layers.2.w": spec(8, placement=2),
+        "model/layers.3.w": spec(8, placement=2),
+        "model/layers.4.w": spec(12, shape=(3,)),
+        "model/layers.5.w": spec(8, placement=None),
+        "model/layers.6.w": spec(8, placement=None),
+        "model/w": spec(8),
+        "model/layers.x1.w": spec(8),
+    }
+    assert plan(specs).stacks == {
+        "model/layers.*.w": ("model/layers.0.w", "model/layers.1.w"),
+        "model/layers.*.w*2": ("model/layers.2.w", "model/layers.3.w"),
+    }
+    half = MAX_STACK_BYTES // 2
+    many = {f"m/{i}.w": spec(half) for i in range(5)}
+    assert [len(members) for members in plan(many, "stacked").stacks.values()] == [2, 2]
+
+
+def test_layers_and_experts_share_one_stack() -> None:
+    specs = {f"model/layers.{i}.experts.{e}.w1": spec(8) for i in range(3) for e in range(4)}
+    assert plan(specs).stacks == {"model/layers.*.experts.*.w1": tuple(specs)}
+
+
+WORDS = ("w", "a.b", "x/y", "*", "%", "%2A", "3d", "é ü", "\n", "layers", "")
+PATTERNS = ("layers.{}.w", "{}", "a/{}/b", "*.{}", "{}.%.{}", "é.{}.w", "mlp.{}")
+SHAPES = ((), (0, 3), (1,), (8,), (8, 4), (3, 8), (2, 3, 8))
+# Meshes of one and two axes, of all devices, some, and in another order.
+GRID = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+TURNED = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("a", "b"))
+SPECS = (
+    P(), P("a"), P(None, "b"), P("a", "b"), P("b", "a"), P(("a", "b")), P(None, None, ("b", "a")),
+)  # fmt: skip
+SHARDINGS: tuple[Any, ...] = (
+    None,  # not committed
+    *(SingleDeviceSharding(jax.devices()[i]) for i in (0, 5)),
+    *(NamedSharding(mesh, spec) for mesh in (GRID, TURNED) for spec in SPECS),
+    NamedSharding(fsdp_mesh(2), P("fsdp")),
+)
+DEVICE_KINDS = ("jax", "torchax", "key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a leaf of a drawn tree is, but for where it is."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def make(self, seed: int, sharding: Any) -> Any:
+        """One of arbitrary bits."""
+        leaf = make_leaf(self.kind, self.dtype, self.shape, seed)
+        if sharding is None or self.kind not in DEVICE_KINDS:
+            return leaf
+        if self.kind == "torchax":
+            return torchax_backend.wrap(
+                jax.device_put(torchax_backend.buffer(leaf), self.fit(sharding))
+            )
+        return jax.device_put(leaf, self.fit(sharding))
+
+    def fit(self, sharding: Any) -> Any:
+        """The sharding without the mesh axes that do not divide their dim."""
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        spec = []
+        for length, axes in itertools.zip_longest(self.shape, sharding.spec[: len(self.shape)]):
+            names_ = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+            divides = length % math.prod(sharding.mesh.shape[a] for a in names_) == 0
+            spec.append(axes if divides else None)
+        return NamedSharding(sharding.mesh, P(*spec))
+
+
+@st.composite
+def trees_of_layers(draw: st.DrawFn) -> dict[str, tuple[Leaf, Any, Any]]:
+    """Names -> leaf, where it is, and where it shall be; groups of equals among them."""
+    tree: dict[str, tuple[Leaf, Any, Any]] = {}
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(sorted(DTYPES_BY_KIND.keys() - {"numpy_scalar"})))
+        leaf = Leaf(
+            kind, draw(st.sampled_from(DTYPES_BY_KIND[kind])), draw(st.sampled_from(SHAPES))
+        )
+        pattern = draw(st.sampled_from(PATTERNS) | st.lists(st.sampled_from(WORDS)).map(".".join))
+        before, after = draw(st.sampled_from(SHARDINGS)), draw(st.sampled_from(SHARDINGS))
+        for i in draw(st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True)):
+            # Now and then one of the group is elsewhere.
+            where = draw(st.sampled_from((*[before] * 7, SHARDINGS[-1])))
+            tree.setdefault(pattern.replace("{}", str(i)), (leaf, where, after))
+    return dict(sorted(tree.items()))  # as JAX orders dicts
+
+
+@settings(max_examples=40)
+@given(trees_of_layers(), st.sampled_from(LAYOUTS), st.booleans())
+def test_every_leaf_is_found_where_the_plan_says(
+    drawn: dict[str, tuple[Leaf, Any, Any]], layout: Any, copy: bool
+) -> None:
+    tree: dict[str, Any] = {}
+    for seed, (name, (leaf, where, _)) in enumerate(drawn.items()):
+        if leaf.kind in ("jax", "numpy"):  # what others are captured as
+            tree[names.join(("model", name))] = leaf.make(seed, where)
+    found = Planner(layout)(list(tree), list(tree.values()))
+    stored = execute(found, tree, copy=copy)
+    located = found.locate()
+    for name, array in tree.items():
+        if name in found.empty:
+            assert array.size == 0
+            assert name not in stored
+        elif name in located:
+            where, index = located[name]
+            assert bits(np.asarray(stored[where])[index, ...]) == bits(np.asarray(array))
+        else:
+            assert bits(stored[name]) == bits(array)
+    assert set(stored) == set(found.stacks) | (set(tree) - set(located) - found.empty)
+
+
+@settings(max_examples=60)
+@given(
+    trees_of_layers(),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(get_args(SnapshotMode)),
+    st.booleans(),
+    st.sampled_from([None, 1, 1 << 10]),
+)
+def test_any_tree_survives_any_layout_snapshot_and_change_of_mesh(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: dict[str, tuple[Leaf, Any, Any]],
+    layout: Any,
+    snapshot: Any,
+    compression: bool,
+    max_host_bytes: int | None,
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    options = CheckpointOptions(
+        layout=layout, snapshot=snapshot, compression=compression, max_host_bytes=max_host_bytes
+    )
+    items = list(enumerate(drawn.items()))
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state={name: leaf.make(seed, at) for seed, (name, (leaf, at, _)) in items})
+    expected = {name: leaf.make(seed, to) for seed, (name, (leaf, _, to)) in items}
+    others = {name: leaf.make(seed + 99, to) for seed, (name, (leaf, _, to)) in items}
+    reader = TorchaxCheckpointer(directory)
+    assert_trees_identical(reader.load(abstract_state=others), expected)
+    assert_trees_identical(reader.load(), expected, shardings=False)
+    shutil.rmtree(directory)

@@ -1,0 +1,581 @@
+"""Functional state: whatever a jitted step takes and returns, donated buffers included."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torchax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from support.compare import assert_trees_identical, bits
+from support.strategies import fingerprint, make_leaf
+from support.training import P, fsdp_mesh, mlp, train_step
+
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
+from torchax_ckpt.state import pytree
+
+State = tuple[dict[str, jax.Array], Any]
+
+
+def optimizer() -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 20)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+
+def initial(width: int = 8) -> State:
+    params = {
+        "b": jnp.zeros(width, jnp.bfloat16),
+        "w": jnp.linspace(-1, 1, 8 * width).reshape(8, width),
+    }
+    return params, optimizer().init(params)
+
+
+@functools.cache
+def make_step(*, donates: bool = False) -> Callable[[State, int], State]:
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    def step(state: State, seed: jax.Array) -> State:
+        params, opt_state = state
+        x = jax.random.normal(jax.random.key(seed), (4, 8))
+        grads = jax.grad(loss)(params, x)
+        updates, opt_state = optimizer().update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(step, donate_argnums=(0,) if donates else ())
+
+
+def host(tree: Any) -> Any:
+    """The bits of every leaf, taken without keeping hold of a device buffer."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def abstract(tree: Any, sharding: Any = None) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def save(directory: Path, state: Any, step: int = 1) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(step, state=state)
+
+
+def load(directory: Path, abstract_state: Any = None) -> Any:
+    return TorchaxCheckpointer(directory).load(abstract_state=abstract_state)
+
+
+# --- optax -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["arrays", "shapes", "donated"])
+def test_optax_training_goes_on_as_if_never_interrupted(directory: Path, kind: str) -> None:
+    step = make_step(donates=True)
+    state = initial()
+    with TorchaxCheckpointer(directory) as ckpt:
+        for number in range(1, 10):
+            state = step(state, number)
+            if number == 4:
+                ckpt.save(number, state=state)
+    template = initial()
+    if kind == "shapes":
+        template = jax.eval_shape(initial)
+    if kind == "donated":
+        step(template, 0)
+    with TorchaxCheckpointer(directory) as ckpt:
+        start = ckpt.attach()
+        resumed = ckpt.load(abstract_state=template)
+    assert start == 4
+    for number in range(start + 1, 10):
+        resumed = step(resumed, number)
+    assert_trees_identical(resumed, state)
+
+
+def test_without_an_abstract_state_namedtuples_come_back_as_dicts(directory: Path) -> None:
+    params, opt_state = make_step()(initial(), 1)
+    save(directory, {"params": params, "opt_state": opt_state})
+    loaded = load(directory)
+    adam = opt_state[1][0]
+    assert type(adam).__name__ == "ScaleByAdamState"
+    assert_trees_identical(
+        loaded["opt_state"],
+        (
+            {},
+            (
+                {"count": adam.count, "mu": adam.mu, "nu": adam.nu},
+                {},
+                {"count": opt_state[1][2].count},
+            ),
+        ),
+    )
+    assert_trees_identical(loaded["params"], params)
+
+
+def test_a_state_on_a_mesh_is_loaded_onto_another(directory: Path) -> None:
+    state = make_step()(initial(), 1)
+    rows = NamedSharding(fsdp_mesh(8), P("fsdp"))
+    whole = NamedSharding(fsdp_mesh(8), P())
+    sharded = jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else whole), state)
+    save(directory, sharded)
+    for sharding in (
+        NamedSharding(fsdp_mesh(4), P()),
+        SingleDeviceSharding(jax.devices()[5]),
+        None,
+    ):
+        wanted = jax.device_put(host(state), sharding)
+        assert_trees_identical(load(directory, abstract(state, sharding)), wanted)
+    assert_trees_identical(load(directory, sharded), sharded)
+
+
+# --- donation --------------------------------------------------------------------------------
+
+
+def test_what_a_step_donates_right_after_save_is_saved_as_it_was(directory: Path) -> None:
+    step = make_step(donates=True)
+    state = step(initial(), 0)
+    wanted = {}
+    with TorchaxCheckpointer(directory) as ckpt:
+        for number in range(1, 4):
+            wanted[number] = host(state)
+            ckpt.save(number, state=state, force=True)
+            before, state = state, step(state, number)
+            assert before[0]["w"].is_deleted()
+    for number, expected in wanted.items():
+        loaded = TorchaxCheckpointer(directory).load(number, abstract(state))
+        assert_trees_identical(host(loaded), expected)
+
+
+def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path) -> None:
+    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
+    state = {
+        "jax": jnp.arange(1000.0) + 1,
+        "key": jax.random.fold_in(jax.random.key(0), 1),
+        "sharded": jax.device_put(np.arange(64), sharding),
+        "torchax": torchax_backend.wrap(jnp.arange(10) * 2),
+    }
+    wanted = {k: bits(v) for k, v in state.items()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+        for name in ("jax", "key", "sharded"):
+            state[name].delete()
+        torchax_backend.buffer(state["torchax"]).delete()
+    assert {k: bits(v) for k, v in load(directory).items()} == wanted
+
+
+@pytest.mark.parametrize("kind", ["jax", "torchax", "view", "key"])
+def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
+    directory: Path, kind: str
+) -> None:
+    leaf: Any
+    if kind == "key":
+        leaf = jax.random.fold_in(jax.random.key(0), 1)
+        leaf.delete()
+    else:
+        array = jnp.ones((4, 2)) + 1
+        tensor = torchax_backend.wrap(array)
+        leaf = {"jax": array, "torchax": tensor, "view": tensor[1:]}[kind]
+        array.delete()
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(UnsupportedLeafError, match="donated") as caught:
+            ckpt.save(1, state={"fine": jnp.ones(2), "gone": [leaf]})
+        assert caught.value.key_path == "state/gone/0"
+        assert "state/gone/0" in str(caught.value)
+        assert not ckpt.all_steps()
+        assert ckpt.save(1, state={"fine": jnp.ones(2)})
+
+
+# --- one save after another ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (0.0, -0.0),
+        (1 + 0j, 1 - 0.0j),
+        (float("nan"), 1.0),
+        (1, True),
+        (1, 1.0),
+        (2**40, 2**40 + 1),
+        ("a", "b"),
+        ({1}, {True}),
+        (collections.Counter(a=1), collections.Counter(a=1, b=0)),
+        ([1], (1,)),
+        ([1], [1, 1]),
+        (None, 0),
+        (np.float32(1), np.float32(2)),
+        (np.ones(2), np.zeros(2)),
+        (np.ones(2), np.ones(2, np.float32)),
+        (jnp.ones(2), np.ones(2, np.float32)),
+        (jnp.ones(2), jnp.zeros(2)),
+        (jax.random.key(0, impl="rbg"), jax.random.key(1, impl="unsafe_rbg")),
+        (torchax_backend.from_numpy(np.ones(2)), torchax_backend.from_numpy(np.zeros(2))),
+        (torchax_backend.wrap(jnp.ones(2)), torchax_backend.wrap(jnp.ones(3))),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_save_holds_what_the_state_is_now_whatever_was_saved_before(
+    directory: Path, first: Any, second: Any
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step, value in enumerate((first, second, second, first), start=1):
+            assert ckpt.save(step, state={"w": jnp.ones(2), "x": [value]}, force=True)
+            ckpt.wait_until_finished()
+            assert fingerprint(ckpt.load(step)["x"]) == fingerprint([value])
+
+
+@pytest.mark.parametrize("kind", ["set", "counter", "list", "numpy", "torch", "bytes in a dict"])
+def test_values_that_were_changed_in_place_are_saved_anew(directory: Path, kind: str) -> None:
+    values: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "set": ({1}, lambda v: v.add(2)),
+        "counter": (collections.Counter(a=1), lambda v: v.update(b=1)),
+        "list": ([1], lambda v: v.append(2)),
+        "numpy": (np.ones(2), lambda v: v.fill(2)),
+        "torch": (torchax_backend.from_numpy(np.ones(2)), _zero),
+        "bytes in a dict": ({"b": b"1"}, lambda v: v.update(b=b"2")),
+    }
+    value, change = values[kind]
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": jnp.ones(2), "x": value})
+        ckpt.wait_until_finished()
+        before = fingerprint(ckpt.load(1)["x"])
+        change(value)
+        ckpt.save(2, state={"w": jnp.ones(2), "x": value}, force=True)
+    assert fingerprint(load(directory)["x"]) == fingerprint(value) != before
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    with torchax_backend.native_torch():
+        tensor.zero_()
+
+
+def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(directory: Path) -> None:
+    with torchax_backend.native_torch():
+        dense = torch.eye(2)
+        others = {
+            "sparse": torch.eye(2).to_sparse(),
+            "meta": torch.empty((2, 2), device="meta"),
+        }
+    with TorchaxCheckpointer(directory) as ckpt:
+        for tensor in others.values():
+            ckpt.save(1, state={"a": [dense]}, force=True)
+            with pytest.raises(UnsupportedLeafError) as caught:
+                ckpt.save(2, state={"a": [tensor]}, force=True)
+            assert caught.value.key_path == "state/a/0"
+        with pytest.raises(UnsupportedLeafError):
+            ckpt.save(2, state={"a": [lambda: 0]}, force=True)
+        assert ckpt.save(2, state={"a": [dense]}, force=True)
+
+
+# --- abstract states -------------------------------------------------------------------------
+
+
+def test_an_abstract_state_of_torchax_tensors_gives_torchax_tensors(directory: Path) -> None:
+    array = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(fsdp_mesh(), P("fsdp")))
+    save(
+        directory, {"a": array, "b": torchax_backend.wrap(array), "c": np.arange(8, dtype=np.int32)}
+    )
+    gone = torchax_backend.wrap(jnp.zeros(8) + 1)
+    torchax_backend.buffer(gone).delete()
+    loaded = load(
+        directory,
+        {
+            "a": torchax_backend.wrap(array + 1),
+            "b": gone,
+            "c": torchax_backend.wrap(jnp.zeros(8, jnp.int32)),
+        },
+    )
+    wanted = {
+        "a": torchax_backend.wrap(array),
+        "b": torchax_backend.wrap(jnp.arange(8.0)),
+        "c": torchax_backend.wrap(jnp.arange(8)),
+    }
+    assert_trees_identical(loaded, wanted)
+
+
+def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -> None:
+    value = np.arange(6, dtype=np.float32)
+    kinds = {
+        "jax": jax.device_put(value),
+        "numpy": value,
+        "torch": torchax_backend.from_numpy(value),
+        "torchax": torchax_backend.wrap(jax.device_put(value)),
+    }
+    save(directory, {f"{one} as {other}": kinds[one] for one in kinds for other in kinds})
+    wanted = {f"{one} as {other}": kinds[other] for one in kinds for other in kinds}
+    assert_trees_identical(load(directory, wanted), wanted)
+
+
+def test_shapes_of_random_keys_are_abstract_leaves_too(directory: Path) -> None:
+    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
+    keys = {
+        "one": make_leaf("key", "threefry2x32", (), 1),
+        "sharded": jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding),
+    }
+    save(directory, keys)
+    shapes = {
+        "one": jax.ShapeDtypeStruct((), keys["one"].dtype),
+        "sharded": jax.ShapeDtypeStruct((8,), keys["sharded"].dtype, sharding=sharding),
+    }
+    assert_trees_identical(load(directory, shapes), keys)
+
+
+def test_deleted_random_keys_say_where_they_were(directory: Path) -> None:
+    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
+    key = jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding)
+    save(directory, {"key": key})
+    template = jax.device_put(make_leaf("key", "rbg", (8,), 3), sharding)
+    template.delete()
+    assert_trees_identical(load(directory, {"key": template}), {"key": key})
+
+
+Node = collections.namedtuple("Node", ["left", "right"])
+
+
+def test_an_abstract_state_gives_the_structure_of_the_result(directory: Path) -> None:
+    state = {
+        "int keys": {1: np.ones(1), 2: "two"},
+        "list": [np.zeros(1), None, ()],
+        "named": Node(np.ones(2), Node(1, "x")),
+        "ordered": collections.OrderedDict([("b", np.ones(3)), ("a", 2**70)]),
+        "tuple keys": {("a", 1): np.ones(4)},
+    }
+    save(directory, state)
+    assert_trees_identical(load(directory, state), state)
+
+
+@pytest.mark.parametrize("huge", [2**60, -(2**80)])
+def test_huge_ints_are_keys_of_an_abstract_state_too(directory: Path, huge: int) -> None:
+    state = {"a": {huge: np.ones(2), 1: np.zeros(2)}}
+    save(directory, state)
+    assert_trees_identical(load(directory, state)["a"][huge], state["a"][huge])
+
+
+def test_an_abstract_state_may_hold_python_values_with_arrays_in_them(directory: Path) -> None:
+    """A set and a Counter are leaves to JAX; what is in them may be numpy's."""
+    state = {"counter": collections.Counter({"a": np.int64(3)}), "set": {np.int16(1)}}
+    save(directory, state)
+    loaded = load(directory, state)
+    assert_trees_identical(loaded["counter"], state["counter"])
+    assert [type(member) for member in loaded["set"]] == [np.int16]
+
+
+def test_python_values_come_from_the_checkpoint_not_from_the_abstract_state(
+    directory: Path,
+) -> None:
+    save(directory, {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"})
+    loaded = load(directory, {"epoch": 0, "name": "", "rate": 0.0, "z": 0j, "bytes": b""})
+    assert loaded == {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"}
+
+
+def test_each_part_of_what_is_stored_is_looked_through_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 500
+    state = {"layers": [{f"{i:03}": jnp.ones(2) for i in range(count)}] * 2}
+    save(directory, state)
+    looks = 0
+    key = pytree._key
+
+    def counted(node: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return key(node)
+
+    monkeypatch.setattr(pytree, "_key", counted)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state, shardings=False)
+    assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
+
+
+# --- mismatches ------------------------------------------------------------------------------
+
+
+def test_all_that_differs_is_in_one_error_with_its_name(directory: Path) -> None:
+    save(
+        directory,
+        {
+            "dtype": jnp.ones(2),
+            "fine": jnp.ones(2),
+            "form": [jnp.ones(1)],
+            "impl": jax.random.key(0, impl="rbg"),
+            "key": jnp.ones((2,), jnp.uint32),
+            "list": (jnp.ones(1), jnp.ones(1)),
+            "python": jnp.ones(()),
+            "shape": jnp.ones((2, 3)),
+            "value": 5,
+            "x/y": {"extra": jnp.ones(1)},
+        },
+        step=7,
+    )
+    with pytest.raises(MismatchError) as caught:
+        TorchaxCheckpointer(directory).load(
+            7,
+            {
+                "absent": jnp.ones(2),
+                "dtype": jnp.ones(2, jnp.bfloat16),
+                "fine": jnp.ones(2),
+                "form": jnp.ones(1),
+                "impl": jax.random.key(0, impl="threefry2x32"),
+                "key": jax.random.key(0),
+                "list": (jnp.ones(1), jnp.ones(1), jnp.ones(1)),
+                "python": 1.0,
+                "shape": jnp.ones((3, 2)),
+                "value": jnp.ones(()),
+            },
+        )
+    error = caught.value
+    assert sorted(error.missing) == ["state/absent", "state/list/2"]
+    assert sorted(error.unexpected) == ["state/x%2Fy/extra"]
+    assert error.mismatched.keys() == {
+        f"state/{name}" for name in ("dtype", "form", "impl", "key", "python", "shape", "value")
+    }
+    assert error.mismatched["state/dtype"] == "expected bfloat16[2], found float32[2]"
+    assert error.mismatched["state/shape"] == "expected float32[3, 2], found float32[2, 3]"
+    for name in (*error.missing, *error.unexpected, *error.mismatched):
+        assert name in str(error)
+    assert "abstract_state" in str(error)
+    assert error.step == 7
+    assert error.path == str(directory / "7")
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (0, "text"),
+        (1.0, {"a": 1}),
+        (1.0, {"a": np.ones(1)}),
+        ("", [1]),
+        ("", (1,)),
+        (0, None),
+        (0, np.float32(1)),
+    ],
+    ids=str,
+)
+def test_a_python_value_of_another_type_is_a_mismatch(
+    directory: Path, expected: Any, found: Any
+) -> None:
+    save(directory, {"a": found, "w": jnp.ones(1)})
+    with pytest.raises(MismatchError) as caught:
+        load(directory, {"a": expected, "w": jnp.ones(1)})
+    assert "state/a" in caught.value.mismatched
+
+
+def test_python_values_that_nothing_takes_are_unexpected(directory: Path) -> None:
+    save(directory, {"a": 5, "b": {"c": "text"}, "w": jnp.ones(1)})
+    with pytest.raises(MismatchError) as caught:
+        load(directory, {"w": jnp.ones(1)})
+    assert sorted(caught.value.unexpected) == ["state/a", "state/b/c"]
+
+
+# --- beside what is attached -----------------------------------------------------------------
+
+
+class Counter:
+    """A stateful object of a user."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_random_state_and_stateful_objects_are_saved_with_a_functional_state(
+    directory: Path,
+) -> None:
+    counter = Counter()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(stateful={"counter": counter})
+        counter.count = 5
+        torchax.default_env().manual_seed(11)
+        random.seed(12)
+        np.random.seed(13)
+        ckpt.save(2, state={"w": jnp.ones(2)})
+        counter.count = 6
+        wanted = [random.random(), np.random.rand(), bits(torchax_backend.prng_key())]
+    for seed in (random.seed, np.random.seed, torchax.default_env().manual_seed):
+        seed(99)
+    fresh = Counter()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(stateful={"counter": fresh}) == 2
+    assert fresh.count == 5
+    assert [random.random(), np.random.rand(), bits(torchax_backend.prng_key())] == wanted
+
+
+def test_torch_random_state_is_saved_with_a_functional_state(directory: Path) -> None:
+    def native_draw() -> bytes:
+        with torchax_backend.native_torch():
+            return torchax_backend.to_numpy(torch.rand(4)).tobytes()
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach()
+        ckpt.save(2, state={"w": jnp.ones(2)})
+        wanted = native_draw()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert native_draw() != wanted
+        assert ckpt.attach() == 2
+    assert native_draw() == wanted
+
+
+def test_attached_modules_are_not_captured_beside_a_functional_state(directory: Path) -> None:
+    """Their buffers may be donated and gone."""
+    model = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, torch.optim.AdamW(model.parameters()))
+        state = {n: jnp.array(torchax_backend.buffer(p)) for n, p in model.named_parameters()}
+        for parameter in model.parameters():
+            torchax_backend.buffer(parameter).delete()
+        ckpt.save(1, state=state)
+    assert_trees_identical(load(directory), state)
+    fresh = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        before = {n: bits(p) for n, p in fresh.named_parameters()}
+        assert ckpt.attach(fresh, torch.optim.AdamW(fresh.parameters())) == 1
+        assert {n: bits(p) for n, p in fresh.named_parameters()} == before
+
+
+def test_load_gives_attached_modules_and_optimizers_by_component(directory: Path) -> None:
+    model = mlp()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train_step(model, optim, 0)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optim)
+        ckpt.save(1, force=True)
+    loaded = load(directory)
+    assert loaded.keys() == {"model", "optimizer", "rng"}
+    assert_trees_identical(loaded["model"], dict(model.state_dict()), shardings=False)
+    names = [name for name, _ in model.named_parameters()]
+    assert list(loaded["optimizer"]["state"]) == names
+    for name, parameter in model.named_parameters():
+        moments = dict(optim.state[parameter])
+        assert_trees_identical(loaded["optimizer"]["state"][name], moments, shardings=False)
+    (group,) = loaded["optimizer"]["param_groups"]
+    assert group["params"] == names
+    assert group["lr"] == 0.5
+
+
+def test_an_abstract_state_picks_components_of_attached_modules(directory: Path) -> None:
+    model = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+    sharding = NamedSharding(fsdp_mesh(4), P())
+    shapes = {n: torchax_backend.buffer(p) for n, p in sorted(model.named_parameters())}
+    loaded = load(directory, {"model": abstract(shapes, sharding)})
+    wanted = {"model": {n: jax.device_put(a, sharding) for n, a in shapes.items()}}
+    assert_trees_identical(loaded, wanted)
+    with pytest.raises(MismatchError) as caught:
+        load(directory, {"model": {"0.weight": shapes["0.weight"]}, "ema": jnp.ones(1)})
+    assert caught.value.missing == ("ema",)
+    assert sorted(caught.value.unexpected) == ["model/0.bias", "model/2.bias", "model/2.weight"]

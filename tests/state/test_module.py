@@ -1,0 +1,647 @@
+"""Modules: parameters, buffers, extra state and ties, by torch's names, into the same objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_trees_identical, bits, copied, training_state
+from support.training import mlp, train_step
+from torch import nn
+from torchax import interop
+from torchax.train import ScannedModule
+
+from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import UnsupportedLeafError
+
+
+def save(directory: Path, model: Any, optimizer: Any = None) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer, resume=False)
+        assert ckpt.save(1, force=True)
+
+
+def resume(directory: Path, model: Any, optimizer: Any = None) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(model, optimizer) == 1
+
+
+def stored_names(directory: Path) -> list[str]:
+    with TorchaxCheckpointer(directory) as ckpt:
+        return list(ckpt.load()["model"])
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The live tensors themselves, by every name they have."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def assert_restores(directory: Path, saved: nn.Module, fresh: nn.Module) -> None:
+    """A round trip gives the fresh module the saved bits, and no other objects than it had."""
+    want, objects = copied(tensors(saved)), tensors(fresh)
+    assert {n: bits(t) for n, t in objects.items()} != {n: bits(t) for n, t in want.items()}
+    save(directory, saved)
+    resume(directory, fresh)
+    assert_trees_identical(tensors(fresh), want)
+    assert all(tensor is objects[name] for name, tensor in tensors(fresh).items())
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).to("jax")
+
+
+def on_cpu(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    with torchax_backend.native_torch():
+        return torch.tensor(value, dtype=dtype)
+
+
+@pytest.fixture
+def _ties_survive_conversion() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+# --- parameters and buffers --------------------------------------------------------------------
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random(3, 2))
+        self.register_buffer("running", random(4))
+        self.register_buffer("scratch", random(4), persistent=False)
+        self.register_buffer("absent", None)
+        self.register_parameter("bias", None)
+
+
+def test_parameters_and_persistent_buffers_come_back(directory: Path) -> None:
+    assert_restores(directory, WithBuffers(), WithBuffers())
+    assert stored_names(directory) == ["weight", "running"]
+
+
+def test_non_persistent_buffers_are_left_alone(directory: Path) -> None:
+    save(directory, WithBuffers())
+    fresh = WithBuffers()
+    before = copied(fresh.scratch)
+    resume(directory, fresh)
+    assert_trees_identical(fresh.scratch, before)
+
+
+def test_a_buffer_that_is_persistent_under_its_second_name_only_is_saved(directory: Path) -> None:
+    def build() -> nn.Module:
+        model, shared = nn.Linear(2, 2).to("jax"), random(3)
+        model.register_buffer("cache", shared, persistent=False)
+        model.register_buffer("table", shared)
+        return model
+
+    assert_restores(directory, build(), build())
+
+
+def test_a_buffer_and_a_view_of_it_come_back_and_stay_linked(directory: Path) -> None:
+    def build() -> nn.Module:
+        model: Any = nn.Linear(2, 2).to("jax")
+        model.register_buffer("all", random(6))
+        model.register_buffer("part", model.all[2:4])
+        return model
+
+    fresh: Any = build()
+    assert_restores(directory, build(), fresh)
+    fresh.all.fill_(7.0)
+    assert torchax_backend.buffer(fresh.part).tolist() == [7.0, 7.0]
+
+
+def test_frozen_parameters_come_back_and_stay_frozen(directory: Path) -> None:
+    saved: Any = mlp()
+    fresh: Any = mlp()
+    fresh[0].weight.requires_grad_(False)
+    saved[0].weight.requires_grad_(False)
+    assert_restores(directory, saved, fresh)
+    assert [p.requires_grad for p in fresh.parameters()] == [False, True, True, True]
+
+
+def test_batch_norm_comes_back_with_its_counter(directory: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("jax")
+
+    saved = build()
+    for _ in range(3):
+        saved(random(5, 3))
+    fresh: Any = build()
+    assert_restores(directory, saved, fresh)
+    assert bits(fresh[1].num_batches_tracked) == ("torchax", "int32", (), b"\x03\0\0\0")
+
+
+def test_cpu_buffers_inside_a_jax_model_keep_the_cpu_and_their_wide_dtypes(directory: Path) -> None:
+    def build(scale: int) -> nn.Module:
+        model = nn.Linear(2, 2).to("jax")
+        model.register_buffer("examples", on_cpu(scale * 2**40, torch.int64))
+        model.register_buffer("phase", on_cpu([scale * (0.1 + 0.2j)], torch.complex128))
+        model.register_buffer("mean", on_cpu([[scale / 3]], torch.float64))
+        return model
+
+    fresh: Any = build(5)
+    assert_restores(directory, build(1), fresh)
+    assert int(torchax_backend.to_numpy(fresh.examples)) == 2**40
+    assert {t.device.type for t in fresh.buffers()} == {"cpu"}
+
+
+def test_a_parameter_left_on_the_cpu_stays_there(directory: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.ModuleDict({"table": nn.Embedding(5, 2), "body": nn.Linear(2, 2)})
+        model["body"].to("jax")
+        return model
+
+    fresh = build()
+    assert_restores(directory, build(), fresh)
+    assert [p.device.type for p in fresh.parameters()] == ["cpu", "jax", "jax"]
+    assert all(p.requires_grad for p in fresh.parameters())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,)])
+def test_parameters_of_any_shape_come_back(directory: Path, shape: tuple[int, ...]) -> None:
+    def build() -> nn.Module:
+        return nn.ParameterDict({"odd": random(*shape), "other": random(2)})
+
+    assert_restores(directory, build(), build())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_narrow_parameters_come_back_uncast(directory: Path, dtype: torch.dtype) -> None:
+    def build() -> nn.Module:
+        return nn.ParameterDict({"w": random(4, 3, dtype=dtype)})
+
+    fresh: Any = build()
+    assert_restores(directory, build(), fresh)
+    assert fresh["w"].dtype == dtype
+
+
+def test_values_that_are_equal_but_not_the_same_bits_come_back_as_bits(directory: Path) -> None:
+    def build(values: list[float]) -> nn.Module:
+        return nn.ParameterDict({"w": torch.tensor(values).to("jax")})
+
+    assert_restores(
+        directory, build([-0.0, float("nan"), float("-inf"), 1e-45]), build([0.0, 1.0, 1.0, 0.0])
+    )
+
+
+def test_optimizer_and_module_keep_referring_to_the_same_parameters(directory: Path) -> None:
+    saved, fresh = mlp(), mlp()
+    save(directory, saved, torch.optim.SGD(saved.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
+    parameters = list(fresh.parameters())
+    resume(directory, fresh, optimizer)
+    assert [id(p) for p in fresh.parameters()] == [id(p) for p in parameters]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
+
+
+def test_a_buffer_that_repeats_its_memory_comes_back(directory: Path) -> None:
+    def build(value: float) -> nn.Module:
+        model = nn.Linear(2, 2).to("jax")
+        with torchax_backend.native_torch():
+            model.register_buffer("mask", torch.full((1, 3), value).expand(4, 3))
+        return model
+
+    assert_restores(directory, build(1.0), build(2.0))
+
+
+# --- changes between saves ---------------------------------------------------------------------
+
+
+def restored_at(directory: Path, step: int, model: Any) -> Any:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, resume=False)
+        assert ckpt.restore(step).step == step
+    return model
+
+
+def test_every_save_holds_the_module_as_it_was_then(directory: Path) -> None:
+    model = WithBuffers()
+    wants: list[Any] = []
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        for step, shape in enumerate([(4,), (4,), (2, 2)], start=1):
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            model.running = random(*shape)
+            wants.append(copied(tensors(model)))
+            ckpt.save(step, force=True)
+    for step, want in enumerate(wants, start=1):
+        fresh = WithBuffers()
+        fresh.running = random(*want["running"].shape)
+        assert_trees_identical(tensors(restored_at(directory, step, fresh)), want)
+
+
+def test_a_later_save_holds_another_dtype_kind_and_set_of_tensors(directory: Path) -> None:
+    def first() -> Any:
+        model = nn.ParameterDict({"a": random(2), "b": random(2)})
+        model.register_buffer("c", random(2))
+        return model
+
+    def second(model: Any) -> Any:
+        model["a"] = nn.Parameter(random(2, dtype=torch.bfloat16))
+        model["d"] = nn.Parameter(random(2))
+        model.register_parameter("b", model["d"])
+        model.c = on_cpu([2**40, 1], torch.int64)
+        return model
+
+    model = first()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        wants = [copied(tensors(model))]
+        second(model)
+        ckpt.save(2, force=True)
+        wants.append(copied(tensors(model)))
+    assert_trees_identical(tensors(restored_at(directory, 1, first())), wants[0])
+    assert_trees_identical(tensors(restored_at(directory, 2, second(first()))), wants[1])
+
+
+def test_a_later_save_holds_other_extra_state(directory: Path) -> None:
+    states: list[Any] = [{"seen": 1}, {"seen": 2}, {"seen": 2.0}, {"seen": [2, True]}, {"seen": 1}]
+    model = WithExtraState(None)
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(model)
+        for step, state in enumerate(states):
+            model.state = state
+            ckpt.save(step, force=True)
+    for step, state in enumerate(states):
+        assert_trees_identical(restored_at(directory, step, WithExtraState(None)).state, state)
+
+
+def test_a_later_save_holds_the_params_that_a_functional_step_put_there(directory: Path) -> None:
+    module = interop.JittableModule(mlp())
+    wants: list[Any] = []
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(module)
+        for step in range(3):
+            ckpt.save(step, force=True)
+            wants.append(live(module))
+            functional_step(module)
+    for step, want in enumerate(wants):
+        fresh = restored_at(directory, step, interop.JittableModule(mlp()))
+        assert_trees_identical(live(fresh), want)
+
+
+# --- extra state -------------------------------------------------------------------------------
+
+
+class WithExtraState(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random(2))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_extra_state_comes_back_with_json_values_and_tensors(directory: Path) -> None:
+    state = {
+        "version": 3,
+        "names": ["a", None, True, 0.1, float("inf")],
+        "by_id": {1: (2, 3), "1": 2**80},
+        "scale": random(3),
+        "count": on_cpu(2**40, torch.int64),
+        "table": np.arange(3, dtype=np.uint16),
+        "empty": {"list": [], "dict": {}, "tuple": ()},
+    }
+    save(directory, WithExtraState(state))
+    fresh = WithExtraState(None)
+    resume(directory, fresh)
+    assert_trees_identical(fresh.state, state)
+
+
+def test_extra_state_of_every_submodule_goes_to_its_own(directory: Path) -> None:
+    def build(*states: str) -> nn.Module:
+        a, b, c = (WithExtraState(state) for state in states)
+        return nn.ModuleDict({"a": a, "b": nn.Sequential(b, c)})
+
+    save(directory, build("x", "y", "z"))
+    fresh: Any = build("", "", "")
+    resume(directory, fresh)
+    assert [fresh["a"].state, fresh["b"][0].state, fresh["b"][1].state] == ["x", "y", "z"]
+
+
+def test_extra_state_of_a_submodule_with_two_names_comes_back(directory: Path) -> None:
+    def build(state: str) -> nn.Module:
+        shared = WithExtraState(state)
+        return nn.ModuleDict({"encoder": shared, "decoder": shared})
+
+    fresh: Any = build("")
+    save(directory, build("both"))
+    resume(directory, fresh)
+    assert fresh["encoder"].state == "both"
+
+
+# --- ties --------------------------------------------------------------------------------------
+
+
+class TiedHead(nn.Module):
+    """An embedding whose weight is the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def tied() -> TiedHead:
+    model = TiedHead().to("jax")
+    model.head.weight = model.embedding.weight  # to("jax") unties them
+    return model
+
+
+def test_a_tied_weight_is_stored_once_and_still_tied_after_restoring(directory: Path) -> None:
+    fresh = tied()
+    assert_restores(directory, tied(), fresh)
+    assert fresh.head.weight is fresh.embedding.weight
+    assert stored_names(directory) == ["embedding.weight", "norm.weight", "norm.bias"]
+
+
+@pytest.mark.usefixtures("_ties_survive_conversion")
+def test_ties_that_survived_the_conversion_survive_restoring(directory: Path) -> None:
+    model, fresh = TiedHead(), TiedHead()
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)  # allowed before .to under swapping
+    parameters = list(fresh.parameters())
+    model.to("jax")
+    fresh.to("jax")
+    want = copied(tensors(model))
+    save(directory, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    resume(directory, fresh, optimizer)
+    assert_trees_identical(tensors(fresh), want)
+    assert fresh.head.weight is fresh.embedding.weight
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_tie_restores_when_its_names_come_in_another_order(directory: Path) -> None:
+    def build(names: list[str]) -> nn.Module:
+        weight = nn.Parameter(random(3))
+        model = nn.Module()
+        for name in names:
+            model.register_parameter(name, weight)
+        return model
+
+    fresh = build(["c", "a", "b"])
+    save(directory, build(["a", "b", "c"]))
+    resume(directory, fresh)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert bits(fresh.c) == bits(ckpt.load()["model"]["a"])
+    assert fresh.a is fresh.b is fresh.c
+
+
+def test_a_submodule_with_two_names_is_stored_once(directory: Path) -> None:
+    def build() -> nn.Module:
+        shared = nn.Linear(2, 2).to("jax")
+        return nn.ModuleDict({"encoder": shared, "decoder": shared})
+
+    assert_restores(directory, build(), build())
+    assert stored_names(directory) == ["encoder.weight", "encoder.bias"]
+
+
+# --- names -------------------------------------------------------------------------------------
+
+ODD_NAMES = [
+    "a/b", "a%2Fb", "a%252Fb", "a|b", "*", "**", "#", " ", "two words", "%", "%%", "é", "e\u0301",
+    "名前", "🙂", "\n", "\x00", "\udc80", "~", "'\"", "A", "a", "0", "array", "dict", "ties",
+    "zarr", "a:b", "c\\d", "?x=y&z", "[0]", "{i}", "$", "n" * 300,
+]  # fmt: skip
+
+
+def test_parameters_with_odd_names_get_their_own_values(directory: Path) -> None:
+    def build() -> nn.Module:
+        return nn.ParameterDict({name: random(2) for name in ODD_NAMES})
+
+    assert_restores(directory, build(), build())
+    assert sorted(stored_names(directory)) == sorted(ODD_NAMES)
+
+
+def test_optimizer_state_of_parameters_with_odd_names_goes_to_its_own(directory: Path) -> None:
+    def build(grad: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ParameterDict({name: random(2) for name in ODD_NAMES})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full((2,), grad * index).to("jax")
+        optimizer.step()
+        return model, optimizer
+
+    saved, fresh = build(1.0), build(0.0)
+    want = training_state(*saved)
+    save(directory, *saved)
+    resume(directory, *fresh)
+    assert_trees_identical(training_state(*fresh), want)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a%2Fb", "model", "dict", "名前 *|#"])
+def test_models_and_optimizers_with_odd_names_come_back(directory: Path, name: str) -> None:
+    def build() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        models: dict[str, nn.Module] = {name: nn.Linear(2, 1).to("jax"), "b": mlp()}
+        return models, {k: torch.optim.SGD(m.parameters(), lr=0.1) for k, m in models.items()}
+
+    (models, optimizers), (fresh, fresh_optimizers) = build(), build()
+    save(directory, models, optimizers)
+    resume(directory, fresh, fresh_optimizers)
+    assert_trees_identical(training_state(*fresh.values()), training_state(*models.values()))
+
+
+# --- several modules ---------------------------------------------------------------------------
+
+
+def gan(seed: int) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+    torch.manual_seed(seed)
+    models = {"generator": mlp(), "discriminator": mlp(width=8)}
+    return models, {
+        "generator": torch.optim.AdamW(models["generator"].parameters(), lr=1e-2),
+        "discriminator": torch.optim.SGD(models["discriminator"].parameters(), 0.1, momentum=0.9),
+    }
+
+
+def train_gan(models: dict[str, nn.Module], optimizers: dict[str, Any], steps: range) -> None:
+    for step in steps:
+        for name, model in models.items():
+            train_step(model, optimizers[name], step)
+
+
+def test_two_models_with_two_optimizers_go_on_as_if_never_stopped(directory: Path) -> None:
+    models, optimizers = gan(1)
+    train_gan(models, optimizers, range(2))
+    save(directory, models, optimizers)
+    train_gan(models, optimizers, range(2, 4))
+
+    fresh, fresh_optimizers = gan(2)
+    # Names decide, not the order in the dicts.
+    reversed_optimizers = dict(reversed(fresh_optimizers.items()))
+    resume(directory, dict(reversed(fresh.items())), reversed_optimizers)
+    train_gan(fresh, fresh_optimizers, range(2, 4))
+    assert_trees_identical(
+        training_state(*fresh.values(), *fresh_optimizers.values()),
+        training_state(*models.values(), *optimizers.values()),
+    )
+
+
+def test_one_optimizer_may_step_several_models(directory: Path) -> None:
+    def build() -> tuple[dict[str, nn.Module], torch.optim.Optimizer]:
+        models = {"a": mlp(), "b": mlp()}
+        parameters = [p for m in models.values() for p in m.parameters()]
+        return models, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    models, optimizer = build()
+    train_step(models["a"], optimizer, 0)
+    train_step(models["b"], optimizer, 1)
+    want = training_state(*models.values(), optimizer)
+    save(directory, models, optimizer)
+    fresh, fresh_optimizer = build()
+    resume(directory, fresh, fresh_optimizer)
+    assert_trees_identical(training_state(*fresh.values(), fresh_optimizer), want)
+
+
+def test_modules_inside_modules_keep_their_paths(directory: Path) -> None:
+    def build() -> nn.Module:
+        inner = nn.ModuleDict({"proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
+        layers = nn.ModuleList([inner, nn.Sequential(nn.Linear(2, 3))])
+        return nn.ModuleDict({"layers": layers, "rnn": nn.LSTM(3, 2)}).to("jax")
+
+    assert_restores(directory, build(), build())
+    assert "layers.0.norm.bias" in stored_names(directory)
+
+
+def test_a_parametrized_module_comes_back(directory: Path) -> None:
+    def build() -> nn.Module:
+        return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).to("jax"))
+
+    assert_restores(directory, build(), build())
+
+
+# --- torchax's own modules ---------------------------------------------------------------------
+
+
+def test_a_scanned_module_goes_on_as_if_never_stopped(directory: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = ScannedModule([nn.Linear(8, 8).to("jax") for _ in range(3)])
+        model = nn.Sequential(layers, nn.Linear(8, 4).to("jax"))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = build()
+    train_step(model, optimizer, 0)
+    save(directory, model, optimizer)
+    fresh, fresh_optimizer = build()
+    resume(directory, fresh, fresh_optimizer)
+    train_step(model, optimizer, 1)
+    train_step(fresh, fresh_optimizer, 1)
+    assert_trees_identical(training_state(fresh, fresh_optimizer), training_state(model, optimizer))
+
+
+def functional_step(module: Any, by: float = 1.0) -> None:
+    """What a jitted train step leaves behind: new tensors in ``params``, the module's own stale."""
+    module.params = {
+        name: torchax_backend.wrap(torchax_backend.buffer(tensor) + by)
+        for name, tensor in module.params.items()
+    }
+
+
+def live(module: Any) -> dict[str, torch.Tensor]:
+    return copied({**module.params, **module.buffers})
+
+
+def test_a_jittable_module_is_saved_under_the_names_of_what_it_wraps(directory: Path) -> None:
+    wrapped = mlp()
+    save(directory, interop.JittableModule(wrapped))
+    fresh = mlp()
+    resume(directory, fresh)
+    assert_trees_identical(tensors(fresh), tensors(wrapped))
+
+
+@pytest.mark.parametrize("build", [mlp, tied])
+def test_a_jittable_module_is_saved_as_its_functional_step_left_it(
+    directory: Path, build: Callable[[], nn.Module]
+) -> None:
+    module = interop.JittableModule(build())
+    functional_step(module)
+    want = live(module)
+    save(directory, module)
+    fresh = interop.JittableModule(build())
+    resume(directory, fresh)
+    assert_trees_identical(live(fresh), want)
+    for name, tensor in want.items():
+        assert bits(tensors(fresh._model)[name]) == bits(tensor)
+
+
+def test_a_jittable_module_is_restored_after_a_functional_step_too(directory: Path) -> None:
+    module = interop.JittableModule(tied())
+    save(directory, module)
+    want = live(module)
+    fresh = interop.JittableModule(tied())
+    functional_step(fresh)
+    resume(directory, fresh)
+    assert_trees_identical(live(fresh), want)
+    assert fresh._model.head.weight is fresh._model.embedding.weight
+    tokens = torch.arange(3).to("jax")
+    assert bits(fresh(tokens)) == bits(module(tokens))
+
+
+def test_a_jittable_module_whose_own_tensors_were_donated_is_saved_and_restored(
+    directory: Path,
+) -> None:
+    module = interop.JittableModule(mlp())
+    functional_step(module)
+    for tensor in module._model.parameters():
+        torchax_backend.buffer(tensor).delete()
+    want = live(module)
+    save(directory, module)
+    functional_step(module)
+    resume(directory, module)
+    assert_trees_identical(live(module), want)
+    assert_trees_identical({n: tensors(module._model)[n] for n in want}, want)
+
+
+def test_tied_weights_that_a_functional_step_pulled_apart_are_not_saved_as_one(
+    directory: Path,
+) -> None:
+    module = interop.JittableModule(tied(), dedup_parameters=False)
+    functional_step(module)
+    module.params["head.weight"] = module.params["head.weight"] * 2
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(module)
+        with pytest.raises(UnsupportedLeafError, match=r"head\.weight"):
+            ckpt.save(1, force=True)
+
+
+def test_frozen_parameters_and_buffers_of_a_jittable_module_come_back(directory: Path) -> None:
+    def build() -> Any:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("jax")
+        model[0].weight.requires_grad_(False)
+        module = interop.JittableModule(model)
+        module(random(5, 3))
+        functional_step(module)
+        module.buffers["1.running_var"] = random(4)
+        return module
+
+    module, fresh = build(), build()
+    want = live(module)
+    save(directory, module)
+    resume(directory, fresh)
+    assert_trees_identical(live(fresh), want)
+
+
+def test_a_jittable_module_with_extra_state_gives_it_to_the_wrapped_module(directory: Path) -> None:
+    save(directory, interop.JittableModule(WithExtraState({"seen": 7})))
+    fresh = WithExtraState(None)
+    resume(directory, interop.JittableModule(fresh))
+    assert fresh.state == {"seen": 7}

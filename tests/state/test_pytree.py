@@ -1,0 +1,313 @@
+"""Trees of state: through JSON and back, type for type and bit for bit; the rest is refused."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.utils._mode_utils
+from hypothesis import example, given
+from support.compare import bits
+from support.strategies import KEY_IMPLS, fingerprint, make_leaf, random_bits, trees
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.layout.manifest import array_nodes
+from torchax_ckpt.state.component import revive
+from torchax_ckpt.state.leaf import describe
+from torchax_ckpt.state.pytree import Encoder, decode
+
+
+def through_json(tree: Any) -> Any:
+    """The tree encoded, written as strict JSON, read and decoded."""
+    encoder = Encoder()
+    node = json.loads(json.dumps(encoder.encode(tree, ("state",)), allow_nan=False))
+
+    def leaf(found: Mapping[str, Any]) -> Any:
+        array = encoder.leaves[found["array"]]
+        assert (array.dtype.name, list(array.shape)) == (found["dtype"], found["shape"])
+        return revive(found, array)
+
+    return decode(node, leaf)
+
+
+def refused(value: Any, reason: str | None = None) -> None:
+    """Asserts that the value, three levels down, is refused by name and for this reason."""
+    with pytest.raises(UnsupportedLeafError, match=reason) as caught:
+        Encoder().encode({"a": [0, {"b/c": value}]}, ("state",))
+    assert caught.value.key_path == "state/a/1/b%2Fc"
+    assert caught.value.key_path in str(caught.value)
+
+
+@given(trees(max_leaves=20))
+@example({1: "int", "1": "text", (1,): "tuple", ("1",): "tuple of text"})
+@example([float("nan"), -float("nan"), float("inf"), -0.0, 5e-324, 1e300, 2**53, -(2**53), 10**400])
+@example({"array": "tags of nodes", "dict": [["k", "v"]], "int": {"float": {"array": 1}}})
+@example([["k", "v"], ("dict", []), {"tuple": ()}, set(), frozenset({frozenset()})])
+@example(collections.OrderedDict([("b", 1), ("a", collections.Counter({"x": -1, 2: 0}))]))
+@example({"": {"": {"": np.float32(1)}}, "%": {"/": np.float32(2)}, "a/b": {"*": np.float32(3)}})
+@example([True, 1, 1.0, 1 + 0j, "1", b"1", np.bool_(True), np.int8(1), None])
+def test_a_tree_comes_back_from_json_type_for_type(tree: Any) -> None:
+    assert fingerprint(through_json(tree)) == fingerprint(tree)
+
+
+@given(trees())
+def test_every_leaf_has_a_name_of_its_own(tree: Any) -> None:
+    encoder = Encoder()
+    found = [node["array"] for node in array_nodes(encoder.encode(tree, ("state",)))]
+    assert sorted(found) == sorted(encoder.leaves)
+
+
+def test_keys_that_look_alike_as_text_keep_their_own_arrays() -> None:
+    tree = {1: np.int64(10), "1": np.int64(20), "1%2": np.int64(30)}
+    assert fingerprint(through_json(tree)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (np.int64(3), np.int64(4)),
+        (np.int64(3), "a"),
+        ((np.int64(3),), 0),
+    ],
+    ids=str,
+)
+def test_numpy_numbers_are_keys_like_any_other(keys: tuple[Any, Any]) -> None:
+    tree = {keys[0]: np.ones(2), keys[1]: np.zeros(2)}
+    assert fingerprint(through_json(tree)) == fingerprint(tree)
+
+
+def test_a_default_dict_keeps_the_types_of_its_keys() -> None:
+    tree = collections.defaultdict(int, {2: 5, 1: 6})
+    assert through_json(tree) == {2: 5, 1: 6}
+
+
+def test_a_default_dict_of_keys_without_an_order_is_stored() -> None:
+    tree = collections.defaultdict(int, {1: 5, "a": 6})
+    assert through_json(tree) == {1: 5, "a": 6}
+
+
+class Point(collections.namedtuple("Point", ["x", "y"])):
+    """A namedtuple of a user."""
+
+
+def test_namedtuples_and_registered_classes_come_back_as_dicts_by_field() -> None:
+    @jax.tree_util.register_pytree_with_keys_class
+    class Node:
+        def __init__(self, left: Any, right: Any) -> None:
+            self.left, self.right = left, right
+
+        def tree_flatten_with_keys(self) -> Any:
+            key = jax.tree_util.GetAttrKey
+            return ((key("left"), self.left), (key("right"), self.right)), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, children: Any) -> Any:
+            return cls(*children)
+
+    assert through_json(Point(1, (2,))) == {"x": 1, "y": (2,)}
+    assert through_json([Node(1, Point(2, 3))]) == [{"left": 1, "right": {"x": 2, "y": 3}}]
+
+
+def test_the_shape_of_a_tensor_comes_back_as_a_tuple() -> None:
+    assert fingerprint(through_json(torch.Size([2, 3]))) == fingerprint((2, 3))
+
+
+def test_device_arrays_are_taken_by_reference() -> None:
+    array = jnp.ones(3)
+    encoder = Encoder()
+    encoder.encode({"jax": array, "torchax": torchax_backend.wrap(array)}, ("state",))
+    assert encoder.leaves["state/jax"] is array
+    assert encoder.leaves["state/torchax"] is array
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "uint16"])
+def test_what_can_change_on_the_host_is_copied(dtype: str) -> None:
+    array = random_bits(dtype, (4,), 1)
+    tensor = torchax_backend.from_numpy(array)
+    encoder = Encoder()
+    encoder.encode({"numpy": array, "torch": tensor}, ("state",))
+    before = bits(array)
+    array[:] = np.zeros((), array.dtype)
+    with torchax_backend.native_torch():
+        tensor.zero_()
+    assert bits(encoder.leaves["state/numpy"]) == before
+    assert bits(encoder.leaves["state/torch"]) == before
+
+
+def test_tensors_with_unusual_strides_keep_their_values() -> None:
+    with torchax_backend.native_torch():
+        base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+        complex_base = torch.tensor([1 + 2j, 3 - 4j])
+        tensors = {
+            "transposed": base.t(),
+            "strided": base[:, ::2],
+            "expanded": torch.ones(1).expand(3),
+            "bfloat16": base.bfloat16().t(),
+            "conjugated": complex_base.conj(),
+            "negated": complex_base.conj().imag,
+            "requires grad": torch.ones(2, requires_grad=True),
+            "parameter": torch.nn.Parameter(torch.ones(2)),
+        }
+        wanted = {name: t.detach().clone().contiguous() for name, t in tensors.items()}
+        wanted["conjugated"] = wanted["conjugated"].resolve_conj()
+        wanted["negated"] = wanted["negated"].resolve_neg()
+    found = through_json(tensors)
+    assert fingerprint(found) == fingerprint(wanted)
+
+
+def test_numpy_arrays_with_unusual_strides_keep_their_values() -> None:
+    base = np.arange(12).reshape(3, 4)
+    tree = [base.T, base[:, ::-1], np.broadcast_to(np.float16(2), (2, 2)), base[:0]]
+    assert fingerprint(through_json(tree)) == fingerprint(tree)
+
+
+def test_a_view_of_a_torchax_tensor_is_stored_with_its_own_value() -> None:
+    view = torchax_backend.wrap(jnp.arange(6.0).reshape(3, 2))[1:]
+    found = through_json(view)
+    assert bits(found) == bits(torchax_backend.wrap(jnp.arange(2.0, 6.0).reshape(2, 2)))
+
+
+@pytest.mark.parametrize("impl", sorted(KEY_IMPLS))
+def test_a_random_key_is_stored_as_its_data_and_keeps_its_implementation(impl: str) -> None:
+    key = make_leaf("key", impl, (2,), 3)
+    node = Encoder().encode(key, ("rng",))
+    assert node == {
+        "array": "rng",
+        "kind": "key",
+        "dtype": "uint32",
+        "shape": [2, KEY_IMPLS[impl]],
+        "impl": impl,
+    }
+    assert fingerprint(through_json(key)) == fingerprint(key)
+
+
+def test_an_abstract_leaf_is_described_like_a_real_one() -> None:
+    for value in (jnp.ones((2, 3), jnp.bfloat16), make_leaf("key", "rbg", (2,), 0)):
+        abstract = jax.eval_shape(lambda x: x, value)
+        assert describe(abstract, "x") == describe(value, "x")
+
+
+class _Enum(enum.Enum):
+    A = 1
+
+
+class _IntEnum(enum.IntEnum):
+    A = 1
+
+
+class _Text(str):
+    """A subclass that would come back as a plain str."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: 0,
+        object(),
+        int,
+        range(3),
+        slice(1),
+        bytearray(b"a"),
+        memoryview(b"a"),
+        iter([1]),
+        collections.deque([1]),
+        collections.UserDict(a=1),
+        torch.float32,
+        torch.device("cpu"),
+        np.dtype("int8"),
+        _Enum.A,
+        _IntEnum.A,
+        _Text("a"),
+        type("Dict", (dict,), {})(a=1),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_other_python_values_are_refused_by_name(value: Any) -> None:
+    refused(value, "cannot be stored")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([object()]),
+        np.array(["text"]),
+        np.array([b"bytes"]),
+        np.str_("text"),
+        np.array(["2020"], "datetime64[D]"),
+        np.timedelta64(3),
+        np.zeros(2, [("field", "i4")]),
+        np.ma.array([1, 2], mask=[False, True]),
+        np.recarray((2,), [("x", "i4")]),
+        np.ones(2, np.longdouble),
+        np.longdouble(1),
+        np.ones(2, np.clongdouble),
+        np.ones(2, ml_dtypes.uint4),
+        np.ones(2, ">f4"),
+    ],
+    ids=lambda v: f"{type(v).__name__}-{v.dtype}",
+)
+def test_arrays_that_storage_cannot_hold_are_refused_by_name(value: Any) -> None:
+    refused(value)
+
+
+def test_a_jax_array_of_a_dtype_that_storage_lacks_is_refused_by_name() -> None:
+    refused(jnp.ones(2, jnp.uint4), "uint4")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*CSR.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*ComplexHalf.*:UserWarning")
+def test_tensors_that_are_not_plain_are_refused_by_name_and_reason() -> None:
+    with torchax_backend.native_torch():
+        tensors = {
+            "layout torch.sparse_coo": torch.eye(2).to_sparse(),
+            "layout torch.sparse_csr": torch.eye(2).to_sparse_csr(),
+            "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+            "meta device": torch.empty(2, device="meta"),
+            "complex32": torch.zeros(2, dtype=torch.complex32),
+            "float8_e8m0fnu": torch.zeros(2, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+            "lazy": torch.nn.UninitializedParameter(),
+            "subclass of torch.Tensor": torch.ones(2).as_subclass(type("T", (torch.Tensor,), {})),
+        }
+    for reason, tensor in tensors.items():
+        refused(tensor, reason)
+
+
+def test_a_tracer_is_refused_by_name() -> None:
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        refused(x, "tracer")
+        refused(torchax_backend.wrap(x), "tracer")
+        return x
+
+    step(jnp.ones(2))
+
+
+def test_the_first_refused_part_of_a_pytree_node_is_named() -> None:
+    with pytest.raises(UnsupportedLeafError) as caught:
+        Encoder().encode({"opt": Point(x=1, y=[lambda: 0])}, ("state",))
+    assert caught.value.key_path == "state/opt/y/0"
+
+
+def test_a_structure_that_contains_itself_is_refused_by_name() -> None:
+    looped: dict[str, Any] = {"a": [1]}
+    looped["a"].append(looped)
+    with pytest.raises(UnsupportedLeafError, match="contains itself") as caught:
+        Encoder().encode(looped, ("stateful", "loop"))
+    assert caught.value.key_path == "stateful/loop"
+
+
+def test_a_key_that_cannot_be_stored_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedLeafError, match="cannot be stored") as caught:
+        Encoder().encode({"d": {_Enum.A: 1}}, ("state",))
+    assert caught.value.key_path == "state/d"

@@ -1,0 +1,457 @@
+"""What cannot be attached, saved or restored says so, by name, and leaves things as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_trees_identical, training_state
+from support.training import mlp
+from torch import nn
+
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import (
+    AttachError,
+    CheckpointError,
+    ClosedError,
+    DirectoryError,
+    MismatchError,
+    StepError,
+    StepNotFoundError,
+    StepTypeError,
+    UnsupportedLeafError,
+)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def refused(directory: Path, error: type[CheckpointError], *attached: Any, **more: Any) -> Any:
+    """Attaching raises the error and attaches nothing; a second, sound attach works."""
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(error) as caught:
+            ckpt.attach(*attached, **more)
+        with pytest.raises(AttachError, match="before anything was attached"):
+            ckpt.save(1, force=True)
+        with pytest.raises(AttachError, match="before attach"):
+            ckpt.restore()
+        model = mlp()
+        assert ckpt.attach(model, sgd(model)) == 0
+        assert ckpt.save(1, force=True)
+    return caught.value
+
+
+def said(error: CheckpointError, *words: str) -> None:
+    assert [word for word in words if word not in str(error)] == [], str(error)
+
+
+# --- objects that do not belong together -------------------------------------------------------
+
+
+def test_a_model_on_the_cpu_is_refused(directory: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    error = refused(directory, AttachError, model)
+    said(error, "model: all parameters of Sequential are on the CPU", "model.to('jax')")
+
+
+def test_one_of_several_models_on_the_cpu_is_named(directory: Path) -> None:
+    error = refused(directory, AttachError, {"a": mlp(), "b": nn.Linear(2, 2)})
+    said(error, "model/b: all parameters of Linear are on the CPU")
+    assert error.key_path == "model/b"
+
+
+def test_an_optimizer_built_before_the_model_went_to_jax_is_recognised(directory: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    model.to("jax")
+    error = refused(directory, AttachError, model, optimizer)
+    said(error, "2 parameters of SGD", "built before model.to('jax')", "Build it after")
+
+
+def test_an_optimizer_of_another_model_is_refused(directory: Path) -> None:
+    error = refused(directory, AttachError, mlp(), sgd(mlp()))
+    said(error, "4 parameters of SGD are not parameters of the attached model", "param_groups[0]")
+    assert "before model.to" not in str(error)
+
+
+def test_an_optimizer_with_one_parameter_too_many_says_which(directory: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, device="jax"))]})
+    error = refused(directory, AttachError, model, optimizer)
+    said(error, "1 parameters of SGD", "param_groups[1]['params'][0]")
+
+
+def test_an_optimizer_without_its_model_is_refused(directory: Path) -> None:
+    error = refused(directory, AttachError, None, sgd(mlp()))
+    said(error, "optimizer: SGD is attached without a module", "Attach the module")
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [nn.Linear, "model", {"w": 1}, [mlp], object()],
+    ids=["class", "str", "tensors", "list", "object"],
+)
+def test_what_is_no_module_is_refused(directory: Path, thing: Any) -> None:
+    said(refused(directory, AttachError, thing), "model", "expected a torch.nn.Module, found")
+
+
+def test_what_is_no_optimizer_is_refused(directory: Path) -> None:
+    model = mlp()
+    error = refused(directory, AttachError, model, {"main": model.parameters()})
+    said(error, "optimizer/main: expected a torch.optim.Optimizer, found")
+
+
+def test_names_that_are_no_strings_are_refused(directory: Path) -> None:
+    said(refused(directory, AttachError, {0: mlp()}), "model: names must be strings, found 0")
+
+
+@pytest.mark.parametrize("argument", ["shardings", "init"])
+def test_a_rule_that_cannot_be_called_is_refused(directory: Path, argument: str) -> None:
+    rule: dict[str, Any] = {argument: {"0.weight": None}}
+    error = refused(directory, AttachError, mlp(), **rule)
+    said(error, f"{argument}: expected a callable", "0.weight")
+
+
+# --- leaves that cannot be stored --------------------------------------------------------------
+
+
+def with_buffer(build: Callable[[], torch.Tensor]) -> nn.Module:
+    model = mlp()
+    with torchax_backend.native_torch():
+        model[0].register_buffer("odd", build())  # type: ignore[index]
+    return model
+
+
+class Labelled(torch.Tensor):
+    """A subclass that may hold more than its values."""
+
+
+UNSTORABLE: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
+    "subclass": (lambda: torch.ones(2).as_subclass(Labelled), "Labelled"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSTORABLE)
+def test_a_buffer_that_cannot_be_stored_is_named(directory: Path, kind: str) -> None:
+    build, words = UNSTORABLE[kind]
+    error = refused(directory, UnsupportedLeafError, with_buffer(build))
+    said(error, "model/0.odd", words)
+    assert error.key_path == "model/0.odd"
+
+
+def test_a_lazy_module_is_refused(directory: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    error = refused(directory, UnsupportedLeafError, model)
+    said(error, "model/0.weight", "lazy", "run the module once")
+
+
+def test_state_that_a_hook_adds_is_named(directory: Path) -> None:
+    class Hooked(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "calls"] = torch.ones(1)
+
+    error = refused(directory, UnsupportedLeafError, nn.Sequential(Hooked(2, 2)).to("jax"))
+    said(error, "model/0.calls", "get_extra_state")
+
+
+def test_a_function_in_extra_state_is_named(directory: Path) -> None:
+    class WithFunction(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 1, "activation": [lambda x: x]}
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(nn.Sequential(WithFunction(2, 2)).to("jax"))
+        with pytest.raises(UnsupportedLeafError) as caught:
+            ckpt.save(1, force=True)
+    said(caught.value, "model/0/_extra_state/activation/0", "function cannot be stored")
+    assert ckpt.all_steps() == []
+
+
+def test_a_hyperparameter_that_cannot_be_stored_is_named(directory: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    optimizer.param_groups[0]["schedule"] = lambda step: step
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        with pytest.raises(UnsupportedLeafError) as caught:
+            ckpt.save(1, force=True)
+    said(caught.value, "optimizer/param_groups/0/schedule", "function")
+
+
+def test_optimizer_state_of_a_stranger_is_refused(directory: Path) -> None:
+    model: Any = mlp()
+    optimizer = sgd(model)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        optimizer.state[nn.Parameter(torch.ones(2, device="jax"))] = {"momentum_buffer": None}
+        with pytest.raises(UnsupportedLeafError) as caught:
+            ckpt.save(1, force=True)
+    said(caught.value, "optimizer/state", "not a parameter of an attached module")
+
+
+def test_parameters_that_were_replaced_after_attaching_are_refused_by_name(directory: Path) -> None:
+    model: Any = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, sgd(model))
+        model[2] = nn.Linear(16, 4).to("jax")  # the optimizer still steps the old ones
+        with pytest.raises(CheckpointError) as caught:
+            ckpt.save(1, force=True)
+    said(caught.value, "optimizer", "param_groups[0]['params'][2]")
+
+
+def test_a_parameter_whose_buffer_was_donated_is_named(directory: Path) -> None:
+    model: Any = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        torchax_backend.buffer(model[2].weight).delete()
+        with pytest.raises(UnsupportedLeafError) as caught:
+            ckpt.save(1, force=True)
+    said(caught.value, "model/2.weight", "donated", "save(step, state=...)")
+
+
+# --- the order of calls ------------------------------------------------------------------------
+
+
+def test_attaching_twice_keeps_what_was_attached_first(directory: Path) -> None:
+    model = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        with pytest.raises(AttachError, match="attach was called before"):
+            ckpt.attach(mlp(width=3))
+        ckpt.save(1, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert_trees_identical(ckpt.load()["model"], dict(model.state_dict()))
+
+
+def test_saving_before_attaching_needs_the_state(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(AttachError) as caught:
+            ckpt.save(1, force=True)
+        said(caught.value, "call attach(model, optimizer)", "save(step, state=...)")
+        assert ckpt.save(1, state={"w": 1}, force=True)
+
+
+def test_saving_with_nothing_attached_but_random_state_needs_the_state(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach()
+        with pytest.raises(AttachError):
+            ckpt.save(1, force=True)
+        assert ckpt.save(1, state={"w": 1}, force=True)
+
+
+def test_restoring_and_stepping_before_attaching_are_refused(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(AttachError, match="restore was called before attach"):
+            ckpt.restore()
+        with pytest.raises(AttachError, match="steps was called before attach"):
+            ckpt.steps(3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda ckpt: ckpt.attach(mlp()),
+        lambda ckpt: ckpt.save(2, force=True),
+        lambda ckpt: ckpt.restore(),
+        lambda ckpt: ckpt.steps(3),
+        lambda ckpt: ckpt.delete(1),
+    ],
+    ids=["attach", "save", "restore", "steps", "delete"],
+)
+def test_use_after_close_is_refused_but_reading_is_not(
+    directory: Path, use: Callable[[TorchaxCheckpointer], Any]
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+    with pytest.raises(ClosedError, match="closed") as caught:
+        use(ckpt)
+    assert caught.value.path == str(directory)
+    assert ckpt.all_steps() == [1]
+
+
+# --- steps -------------------------------------------------------------------------------------
+
+USES_OF_STEPS: dict[str, Callable[[TorchaxCheckpointer, Any], Any]] = {
+    "save": lambda ckpt, step: ckpt.save(step, force=True),
+    "restore": lambda ckpt, step: ckpt.restore(step),
+    "load": lambda ckpt, step: ckpt.load(step),
+    "steps": lambda ckpt, step: ckpt.steps(step),
+    "should_save": lambda ckpt, step: ckpt.should_save(step),
+    "metrics": lambda ckpt, step: ckpt.metrics(step),
+    "delete": lambda ckpt, step: ckpt.delete(step),
+    "reached_preemption": lambda ckpt, step: ckpt.reached_preemption(step),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_STEPS)
+def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path, use: str) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        for step in (1.0, True, np.True_, np.float32(2), "3", [4]):
+            with pytest.raises(StepTypeError, match="expected an int, found") as caught:
+                USES_OF_STEPS[use](ckpt, step)
+            assert isinstance(caught.value, TypeError)
+        with pytest.raises(StepError, match="expected 0 or more, found -1") as negative:
+            USES_OF_STEPS[use](ckpt, -1)
+        assert isinstance(negative.value, ValueError)
+
+
+def test_steps_may_be_integers_of_numpy(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        assert ckpt.save(np.int64(3), force=True)  # type: ignore[arg-type]
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [3]
+        assert type(ckpt.restore(np.int32(3)).step) is int  # type: ignore[arg-type]
+
+
+def test_a_step_below_the_last_saved_one_is_refused(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(5, force=True)
+        with pytest.raises(StepError) as caught:
+            ckpt.save(4)
+        said(caught.value, "step 4 is below step 5", "restore the step to go on from")
+        assert caught.value.step == 4
+        assert ckpt.save(5, force=True) is False
+        assert ckpt.save(6, force=True)
+
+
+def test_a_step_below_the_last_restored_one_is_refused(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        for step in (2, 4, 6):
+            ckpt.save(step, force=True)
+        ckpt.restore(4)
+        with pytest.raises(StepError, match="step 3 is below step 4"):
+            ckpt.save(3)
+        assert ckpt.save(5, force=True), "newer steps of the abandoned branch do not count"
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(mlp()) == 5
+        with pytest.raises(StepError, match="step 4 is below step 5"):
+            ckpt.save(4)
+
+
+@pytest.mark.parametrize("use", ["restore", "load", "metrics", "delete"])
+def test_a_step_that_is_not_there_comes_with_those_that_are(directory: Path, use: str) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        with pytest.raises(StepNotFoundError, match="no checkpoint at step 3; there are: none"):
+            USES_OF_STEPS[use](ckpt, 3)
+        ckpt.save(2, force=True)
+        ckpt.save(4, force=True)
+        ckpt.wait_until_finished()
+        with pytest.raises(StepNotFoundError) as caught:
+            USES_OF_STEPS[use](ckpt, 3)
+    said(caught.value, str(directory), "no checkpoint at step 3; there are: 2, 4")
+    assert (caught.value.step, caught.value.path) == (3, str(directory))
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_an_empty_directory_has_no_newest_step_and_is_not_created(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        with pytest.raises(StepNotFoundError, match="there are no checkpoints"):
+            ckpt.restore()
+        with pytest.raises(StepNotFoundError, match="there are no checkpoints"):
+            ckpt.load()
+        assert ckpt.latest_step() is None
+    assert not directory.exists()
+
+
+# --- directories -------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run"
+    file.write_text("mine")
+    with pytest.raises(DirectoryError, match="expected a directory, found a file") as caught:
+        TorchaxCheckpointer(file)
+    assert caught.value.path == str(file)
+    assert isinstance(caught.value, OSError)
+    assert file.read_text() == "mine"
+
+
+def test_a_directory_below_a_file_is_refused_by_the_first_save(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("mine")
+    with TorchaxCheckpointer(file / "run") as ckpt:
+        ckpt.attach(mlp())
+        with pytest.raises(DirectoryError, match="cannot create and write") as caught:
+            ckpt.save(1, force=True)
+    assert caught.value.path == str(file / "run")
+    said(caught.value, "Not a directory", "may use it")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "hdfs://host/run"])
+def test_a_scheme_that_is_not_supported_is_named(url: str) -> None:
+    with pytest.raises(DirectoryError) as caught:
+        TorchaxCheckpointer(url)
+    said(caught.value, url, f"{url.partition(':')[0]}:// is not supported", "gs://")
+
+
+def test_a_bucket_in_a_pathlib_path_is_refused_and_not_taken_for_a_local_directory() -> None:
+    with pytest.raises(DirectoryError, match="gs://bucket/run"):
+        TorchaxCheckpointer(Path("gs://bucket/run"))
+
+
+@pytest.mark.parametrize("thing", [None, 7, b"run"])
+def test_what_is_no_path_is_refused(thing: Any) -> None:
+    with pytest.raises(DirectoryError, match="expected a path or a gs:// URL, found"):
+        TorchaxCheckpointer(thing)
+
+
+# --- a checkpoint of something else ------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(
+    directory: Path,
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        old = nn.ModuleDict({"body": nn.Linear(2, 3), "old": nn.Linear(3, 1)}).to("jax")
+        ckpt.attach(old, sgd(old))
+        ckpt.save(7, force=True)
+    model = nn.ModuleDict({"body": nn.Linear(2, 4), "new": nn.Linear(4, 1)}).to("jax")
+    optimizer = sgd(model)
+    before = training_state(model, optimizer)
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(model, optimizer)
+    error = caught.value
+    assert set(error.missing) == {
+        "model/new.weight", "model/new.bias", "optimizer/new.weight", "optimizer/new.bias",
+    }  # fmt: skip
+    assert set(error.unexpected) == {
+        "model/old.weight", "model/old.bias", "optimizer/old.weight", "optimizer/old.bias",
+    }  # fmt: skip
+    assert error.mismatched == {
+        "model/body.weight": "expected float32[4, 2], found float32[3, 2]",
+        "model/body.bias": "expected float32[4], found float32[3]",
+    }
+    said(error, "step 7", str(directory), "nothing was changed", "strict=False")
+    said(error, *error.missing, *error.unexpected, *error.mismatched, *error.mismatched.values())
+    assert (error.step, error.path) == (7, str(directory / "7"))
+    assert_trees_identical(training_state(model, optimizer), before)
+
+
+def test_a_long_list_of_differences_is_cut_in_the_message_but_not_in_the_error(
+    directory: Path,
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(nn.ParameterDict({f"old{i}": torch.ones(1, device="jax") for i in range(30)}))
+        ckpt.save(1, force=True)
+    model = nn.ParameterDict({"new": torch.ones(1, device="jax")})
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(model)
+    assert len(caught.value.unexpected) == 30
+    said(caught.value, "... and 10 more")
+    assert len(str(caught.value).splitlines()) < 30

@@ -1,0 +1,460 @@
+"""Digests: what was saved is what comes back, on any mesh, or the leaf that is not is named."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from support.compare import assert_trees_identical
+from support.strategies import NUMPY_DTYPES, random_bits
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.restoring.step_reader import read_manifest
+from torchax_ckpt.storage.arrays import (
+    array_checks,
+    block_digests,
+    chunking,
+    placement,
+    read_arrays,
+)
+from torchax_ckpt.storage.arrays.placement import Wanted
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import location, seals
+
+NEVER = CheckpointOptions(verify="never")
+
+
+def put(host: np.ndarray, mesh: Mesh, spec: Any) -> jax.Array:
+    return jax.device_put(host, NamedSharding(mesh, spec))
+
+
+def state_on(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Leaves on their own and leaves that are stacked, on a mesh."""
+    generator = np.random.default_rng(0)
+    axis = axes[0]
+    # Large enough that storage keeps their bytes as they are, rather than in its index.
+    return {
+        "big": put(generator.standard_normal((64, 96)), mesh, P(*axes)),
+        "columns": put(generator.standard_normal((40, 64)), mesh, P(None, axis)),
+        "host": generator.integers(0, 2**62, (30, 40)),
+        "layers": {
+            str(i): {"w": put(generator.standard_normal((64, 8)), mesh, P(axis))} for i in range(5)
+        },
+        "replicated": put(generator.standard_normal(500), mesh, P()),
+    }
+
+
+def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+    return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        state,
+    )
+
+
+def damage(directory: Path, needle: bytes) -> None:
+    """Inverts a bit of the stored copy of some bytes; they must be stored exactly once."""
+    hits = [
+        (path, content.index(needle))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and needle in (content := path.read_bytes())
+    ]
+    assert len(hits) == 1
+    path, offset = hits[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[offset + 5] ^= 4
+    path.write_bytes(damaged)
+
+
+MESHES = [((8,), ("x",)), ((4,), ("x",)), ((2, 4), ("x", "y")), ((1,), ("x",))]
+
+
+@pytest.mark.parametrize("saved_on", MESHES, ids=str)
+@pytest.mark.parametrize("small_blocks", [False, True], ids=["whole shards", "cut shards"])
+def test_every_mesh_reads_and_checks_what_any_other_saved(
+    directory: Path, saved_on: Any, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_blocks:
+        monkeypatch.setattr(chunking, "MAX_BYTES", 1100)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state_on(mesh_of(*saved_on), saved_on[1]))
+    checked: list[int] = []
+    compare = block_digests.mismatches
+
+    def counted(host: np.ndarray, *rest: Any) -> Any:
+        checked.append(host.nbytes)
+        return compare(host, *rest)
+
+    monkeypatch.setattr(block_digests, "mismatches", counted)
+    for shape, axes in MESHES:
+        expected = state_on(mesh_of(shape, axes), axes)
+        checked.clear()
+        found = TorchaxCheckpointer(directory).load(1, abstract(expected))
+        assert_trees_identical(found, expected)
+        # Every byte was compared, and none twice.
+        assert sum(checked) == sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("read_on", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("leaf", "named"),
+    [("big", "state/big"), ("host", "state/host"), ("layers", "state/layers/3/w")],
+)
+def test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named(
+    directory: Path, leaf: str, named: str, read_on: Any
+) -> None:
+    state = state_on(fsdp_mesh(8, "x"), ("x",))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    values = {"big": state["big"], "host": state["host"], "layers": state["layers"]["3"]["w"]}
+    # A shard's own bytes: in the stack they stand between those of its neighbours.
+    array = values[leaf]
+    shard = array.addressable_shards[2].data if isinstance(array, jax.Array) else array
+    damage(directory / "1" / "state", np.asarray(shard).tobytes())
+    wanted = abstract(state_on(mesh_of(*read_on), read_on[1]))
+    with pytest.raises(CorruptCheckpointError, match="not those that were saved") as caught:
+        TorchaxCheckpointer(directory).load(1, wanted)
+    assert caught.value.key_path == named
+    assert named in str(caught.value)
+    assert caught.value.step == 1
+    found = TorchaxCheckpointer(directory, options=NEVER).load(1, wanted)  # unless told not to look
+    with pytest.raises(AssertionError):
+        assert_trees_identical(found, state_on(mesh_of(*read_on), read_on[1]))
+
+
+def test_attach_goes_on_from_the_newest_step_without_damage(directory: Path) -> None:
+    model = torch.nn.Linear(64, 64, bias=False).to("jax")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        ckpt.save(2, force=True)
+    damage(directory / "2" / "state", torchax_backend.to_numpy(model.weight).tobytes()[:64])
+    fresh = torch.nn.Linear(64, 64, bias=False).to("jax")
+    with pytest.warns(UserWarning, match=r"skipping .*step 2.*model/weight"):
+        assert TorchaxCheckpointer(directory).attach(fresh) == 1
+    assert np.array_equal(
+        torchax_backend.to_numpy(fresh.weight), torchax_backend.to_numpy(model.weight)
+    )
+
+
+@pytest.mark.parametrize("item", ["manifest", "summary"])
+def test_changed_json_is_noticed(directory: Path, item: str) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"lr": 0.5}, metrics={"loss": 0.5})
+    path = directory / "1" / item / "data.json"
+    text = path.read_text()
+    assert "0.5" in text
+    path.write_text(text.replace("0.5", "0.7"))
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        TorchaxCheckpointer(directory).load(1)
+
+
+def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> None:
+    state = state_on(fsdp_mesh(8, "x"), ("x",))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    step = StepDirectory(directory).find(1)
+    context = location.reading_context()
+    store = read_arrays.ts.KvStore.open(read_arrays._kvstore(step), context=context).result()
+    key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
+    store.delete_range(read_arrays.ts.KvStore.KeyRange(key, key + b"\0")).result()
+    with pytest.raises(CorruptCheckpointError, match="state/big"):
+        TorchaxCheckpointer(directory, options=NEVER).load(1, abstract(state))
+
+
+def test_every_reader_gives_up_on_a_bucket_after_minutes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_on(fsdp_mesh(8, "x"), ("x",))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    damage(directory / "1" / "state", state["host"].tobytes())
+    limits: list[Any] = []
+    for opened in (read_arrays.ts, read_arrays.ts.KvStore):
+
+        def watched(*args: Any, context: Any = None, to: Any = opened.open, **rest: Any) -> Any:
+            limits.append(context and context["gcs_request_retries"].to_json())
+            return to(*args, context=context, **rest)
+
+        monkeypatch.setattr(opened, "open", watched)
+    with pytest.raises(CorruptCheckpointError, match="the first lies in"):
+        TorchaxCheckpointer(directory).load(1, abstract(state))
+    assert len(limits) >= 3  # array metadata, arrays, and the place of what is damaged
+    assert all(limit == {"max_retries": 8} for limit in limits)
+
+
+class HostMemory:
+    """What is alive of the host arrays that a restore makes, on a host whose devices are slow.
+
+    A buffer that goes to a device stays until somebody waits for the device.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive = self.peak = 0
+        put, ready = placement._put, jax.block_until_ready
+        moving: dict[int, np.ndarray] = {}
+
+        def slow_put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
+            arrays = put(hosts, devices)
+            moving.update({id(array): host for array, host in zip(arrays, hosts, strict=True)})
+            return arrays
+
+        def wait(arrays: Any) -> Any:
+            for array in jax.tree.leaves(arrays):
+                moving.pop(id(array), None)
+            return ready(arrays)
+
+        for module in (placement, read_arrays):
+            monkeypatch.setattr(module, "empty", self._empty)
+        monkeypatch.setattr(placement, "_put", slow_put)
+        monkeypatch.setattr(jax, "block_until_ready", wait)
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        nbytes = math.prod(shape) * dtype.itemsize
+        octets = np.empty(nbytes + 128, np.uint8)
+        weakref.finalize(octets, self._count, -nbytes)
+        self._count(nbytes)
+        # Aligned so badly that a CPU device copies it, as others do.
+        skipped = -octets.ctypes.data % 64 + dtype.itemsize
+        return octets[skipped : skipped + nbytes].view(dtype).reshape(shape)
+
+    def _count(self, nbytes: int) -> None:
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+
+
+ROWS, COLUMNS = P("x"), P(None, "x")
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("saved_as", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("read_as", [ROWS, COLUMNS, P()], ids=["rows", "columns", "replicated"])
+def test_memory_on_the_way_is_bounded(
+    directory: Path, layout: Any, saved_as: Any, read_as: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state_as(spec: Any) -> dict[str, Any]:
+        generator = np.random.default_rng(0)
+        mesh = fsdp_mesh(8, "x")
+        return {
+            f"part {letter}": {
+                str(j): put(generator.standard_normal((32, 32)).astype("f4"), mesh, spec)
+                for j in range(3)
+            }
+            for letter in "abcdef"
+        }
+
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout)) as ckpt:
+        ckpt.save(1, state=state_as(saved_as))
+    expected = state_as(read_as)
+    one = 3 * 4096 if layout == "stacked" else 4096  # an array
+    for bound in (3 * one, 1000):
+        with monkeypatch.context() as patch:
+            host = HostMemory(patch)
+            options = CheckpointOptions(max_host_bytes=bound)
+            found = TorchaxCheckpointer(directory, options=options).load(1, abstract(expected))
+        assert_trees_identical(found, expected)
+        # An array that is larger than the bound still has to pass, and pieces to it.
+        assert host.peak <= max(bound, one + 1536)
+        assert host.peak > min(bound, one) / 2
+
+
+@given(
+    st.sampled_from(NUMPY_DTYPES),
+    st.lists(st.integers(1, 6), max_size=3),
+    st.booleans(),
+    st.integers(1, 64),
+    st.integers(0, 2**32),
+)
+def test_any_single_flipped_bit_changes_exactly_one_block(
+    dtype: str, dims: list[int], is_stack: bool, max_bytes: int, seed: int
+) -> None:
+    host = random_bits(dtype, tuple(dims), seed)
+    is_stack = is_stack and host.ndim > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunking, "MAX_BYTES", max_bytes)
+        taken = block_digests.take(host, block_digests.shards(host), is_stack=is_stack)
+    start = (0,) * host.ndim
+    assert block_digests.fit(taken, host.shape)
+    assert block_digests.mismatches(host, start, taken, host.shape) == []
+    octets = bytearray(host.tobytes())
+    bit = seed % (8 * len(octets))
+    octets[bit // 8] ^= 1 << bit % 8
+    changed = np.frombuffer(bytes(octets), host.dtype).reshape(host.shape)
+    place = np.unravel_index(bit // 8 // host.itemsize, host.shape) if host.ndim else ()
+    cell = tuple(int(p) // b for p, b in zip(place, taken.block, strict=True))
+    assert block_digests.mismatches(changed, start, taken, host.shape) == [cell]
+
+
+# Shape, how it lies on eight devices (None: on the host), and the blocks it should be cut into
+# where 4096 bytes are the most.
+CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
+    "rows": ((512, 32), None, (32, 32)),
+    "wide": ((32, 512), None, (32, 32)),
+    "sharded rows": ((512, 128), P("x"), (8, 128)),
+    "sharded columns": ((32, 1024), P(None, "x"), (32, 32)),
+    "replicated": ((512, 32), P(), (32, 32)),
+    "wide, replicated": ((32, 512), P(), (32, 32)),
+    # Cut further, these would fall to single elements, rows or pairs of them.
+    "prime": ((1033,), None, (1033,)),
+    "prime rows": ((1033, 17), None, (1033, 17)),
+    "prime rows, replicated": ((1033, 17), P(), (1033, 17)),
+    "prime rows, sharded columns": ((1033, 32), P(None, "x"), (1033, 1)),
+    "twice a prime": ((2 * 1033, 2), None, (1033, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
+    directory: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise chunks would be read whole to compare a part of them.
+    monkeypatch.setattr(chunking, "MAX_BYTES", 4096)
+    shape, spec, expected = CUTS[case]
+    host = random_bits("float32", shape, 0)
+    array: Any = host if spec is None else put(host, fsdp_mesh(8, "x"), spec)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": array})
+    step = StepDirectory(directory).find(1)
+    want = Wanted(shape, "float32", {}, None)
+    chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want})["state/w"])
+    assert chunk == read_manifest(step).digests["state/w"].block == expected
+    found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
+    assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
+
+
+def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunking, "MAX_BYTES", 4096)
+    state = {"w": {str(i): random_bits("float32", (32, 64), i) for i in range(3)}}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="stacked")) as ckpt:
+        ckpt.save(1, state=state)
+        ckpt.wait_until_finished()
+        ckpt.verify(1)
+    step = StepDirectory(directory).find(1)
+    (name,) = read_manifest(step).plan.stacks
+    want = Wanted((3, 32, 64), "float32", {}, None)
+    chunk = read_arrays._chunk(read_arrays._open(step, {name: want})[name])
+    assert chunk == (3, 16, 16)
+    assert read_manifest(step).digests[name].block == (1, 16, 16)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
+
+
+def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> None:
+    state = {"w": np.arange(chunking.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1), state)
+
+
+def test_what_no_reader_takes_is_not_committed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": np.ones((4, 4)), "x": put(np.ones(64), fsdp_mesh(8, "x"), P("x"))}
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(array_checks, "MAX_CHUNKS", 7)
+            ckpt.save(1, state=state)
+            with pytest.raises(SaveError, match="at most 7 chunks, found 8") as caught:
+                ckpt.wait_until_finished()
+            assert caught.value.key_path == "state/x"
+        with monkeypatch.context() as patch:
+            patch.setattr(seals, "MAX_JSON_BYTES", 500)
+            ckpt.save(2, state=state)
+            with pytest.raises(SaveError, match="'digests'|'document'"):
+                ckpt.wait_until_finished()
+        assert ckpt.all_steps() == []
+        ckpt.save(3, state=state, force=True)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(3, abstract(state)), state)
+
+
+@pytest.mark.parametrize("place", [np.asarray, jax.device_put])
+def test_booleans_that_storage_would_not_give_back_are_refused(place: Any, directory: Path) -> None:
+    odd = place(np.array([0, 1, 2], np.uint8).view(np.bool_))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"mask": odd}, force=True)
+        with pytest.raises(SaveError, match=r"state/mask: expected booleans"):
+            ckpt.wait_until_finished()
+        ckpt.save(2, state={"mask": odd != 0}, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.load(2)["mask"].tolist() == [False, True, True]
+
+
+def test_what_goes_wrong_while_digesting_fails_the_save_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no digests today")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as broken:
+            broken.setattr(block_digests, "take", fail)
+            ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
+            with pytest.raises(SaveError, match="no digests today"):
+                ckpt.wait_until_finished()
+        ckpt.save(2, state={"x": jnp.ones((64, 64))}, force=True)
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["2", "events"]
+
+
+def test_a_piece_that_cannot_be_compared_fails_the_restore(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room to compare")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(block_digests, "mismatches", fail)
+        with pytest.raises(MemoryError, match="no room to compare"):
+            ckpt.load(1)
+
+
+def test_orbax_is_told_that_the_manifest_is_json(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jnp.ones(3)}, force=True)
+    record = json.loads((directory / "1" / "_CHECKPOINT_METADATA").read_text())
+    handlers = record["item_handlers"]
+    assert handlers["manifest"] == handlers["summary"]
+    assert handlers["manifest"].endswith("JsonHandler")
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(), P(None, "x")], ids=str)
+@pytest.mark.parametrize("max_host_bytes", [None, 1 << 20])
+def test_what_has_a_digest_leaves_the_devices_once(
+    spec: Any, max_host_bytes: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = put(np.ones((64, 32), np.float32), mesh_of((4,), ("x",)), spec)
+    fetched: dict[int, jax.Array] = {}
+    fetch = type(array).copy_to_host_async
+
+    def counted(self: jax.Array) -> None:
+        if self.dtype == array.dtype:  # and not the random key
+            fetched[id(self)] = self
+        fetch(self)
+
+    monkeypatch.setattr(type(array), "copy_to_host_async", counted)
+    options = CheckpointOptions(max_host_bytes=max_host_bytes)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state={"w": array}, force=True)
+    assert sum(part.nbytes for part in fetched.values()) == array.nbytes

@@ -1,0 +1,276 @@
+"""How a step's device arrays pass through the host: once, in batches, and no longer than needed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
+from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
+from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyLeafHandler
+from support.compare import assert_trees_identical
+from support.processes import run_python
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.errors import DonatedBufferError, SaveError
+from torchax_ckpt.storage.arrays import host_batches
+from torchax_ckpt.storage.arrays.host_batches import Batches
+
+ONE = 4 << 10
+
+
+def state_of(count: int = 6) -> dict[str, jax.Array]:
+    """Arrays of ONE bytes that are alike in nothing but their size, so that none are stacked."""
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    shapes = [(8 << i, 128 >> i) for i in range(count)]
+    arrays = [jnp.arange(1024, dtype=jnp.float32).reshape(shape) + 1 for shape in shapes]
+    return {f"w{i}": jax.device_put(a, where) for i, a in enumerate(arrays)}
+
+
+def bounded(directory: Path, max_bytes: int, **options: Any) -> TorchaxCheckpointer:
+    return TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(max_host_bytes=max_bytes, layout="flat", **options),
+    )
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What Orbax is given to write at one time."""
+    given: list[list[str]] = []
+    serialize = ArrayLeafHandler.serialize
+
+    async def recorded(self: Any, params: Any, context: Any) -> Any:
+        given.append([param.keypath[-1].key for param in params])
+        return await serialize(self, params, context)
+
+    monkeypatch.setattr(ArrayLeafHandler, "serialize", recorded)
+    return given
+
+
+def test_all_is_one_batch_where_memory_is_not_bounded(
+    directory: Path, written: list[list[str]]
+) -> None:
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="flat")) as ckpt:
+        ckpt.save(1, state=state_of())
+    assert [name for name in written[0] if name.startswith("w")] == [*state_of()]
+    assert len(written) == 1
+
+
+@pytest.mark.parametrize(("max_bytes", "most"), [(1, 1), (2 * ONE, 2), (3 * ONE - 1, 2)])
+def test_a_batch_is_no_larger_than_the_bound_unless_an_array_is(
+    max_bytes: int, most: int, directory: Path, written: list[list[str]]
+) -> None:
+    with bounded(directory, max_bytes) as ckpt:
+        ckpt.save(1, state=state_of())
+    found = [[name for name in batch if name.startswith("w")] for batch in written]
+    assert max(map(len, found)) == most
+    assert sorted(name for batch in found for name in batch) == [*state_of()]
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state_of()), state_of())
+
+
+def test_what_was_fetched_is_let_go_before_more_is(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[jax.Array]] = []
+    left: list[int] = []
+    unshared = host_batches.unshared
+
+    def recorded(array: jax.Array) -> jax.Array:
+        left.append(sum(ref() is not None for ref in made))
+        own = unshared(array)
+        made.append(weakref.ref(own))
+        return own
+
+    monkeypatch.setattr(host_batches, "unshared", recorded)
+    with bounded(directory, 1) as ckpt:
+        ckpt.save(1, state=state_of())
+    assert len(left) >= 6
+    assert left == [0] * len(left)
+
+
+MEMORY = """
+    import re, sys
+    import jax, numpy as np
+    from jax.experimental.layout import Format, Layout
+    from jax.sharding import NamedSharding
+    from support.training import P, fsdp_mesh
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+
+    def status(key):
+        return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+    # As on a device, what numpy is given of it is a copy: it lies the other way round in memory.
+    where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(4), P("fsdp")))
+    shapes = [(1024 + 8 * i, 4096) for i in range(12)]
+    state = {f"w{i}": jax.device_put(np.ones(s, np.float32), where) for i, s in enumerate(shapes)}
+    jax.block_until_ready(state)
+    max_bytes = int(sys.argv[2]) or None
+    options = CheckpointOptions(max_host_bytes=max_bytes, snapshot="reference", compression=False)
+    with TorchaxCheckpointer(sys.argv[1], options=options) as ckpt:
+        ckpt.save(1, state={"w": jax.numpy.ones(4)})
+        ckpt.wait_until_finished()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak is the present
+        before = status("VmRSS")
+        ckpt.save(2, state=state, force=True)
+        ckpt.wait_until_finished()
+        print(status("VmHWM") - before, sum(array.nbytes for array in state.values()))
+"""
+
+
+def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
+    largest, peaks = 1112 * 4096 * 4, {}
+    # What is freed goes back to the system at once, so that the peak is of what is held.
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    for max_bytes in (0, 4 * largest, largest):
+        arguments = str(tmp_path / str(max_bytes)), str(max_bytes)
+        told = run_python(MEMORY, *arguments, devices=4, env=env, fresh=True).stdout
+        peak, nbytes = map(int, told.split())
+        peaks[max_bytes] = peak
+    assert peaks[0] > nbytes  # that this can fail
+    # Arrays that lie the other way round are turned as they are written: once more their size.
+    assert peaks[4 * largest] < 2 * 4 * largest + (32 << 20)
+    assert peaks[largest] < 2 * largest + (32 << 20)
+
+
+def test_nothing_stays_beside_the_arrays_that_were_saved(directory: Path) -> None:
+    where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(), P("fsdp")))  # see MEMORY
+    array = jax.device_put(np.ones((64, 64), np.float32), where)
+    fetched: list[int] = []
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": array})
+        ckpt.wait_until_finished()
+    for shard in array.addressable_shards:
+        value, did_copy = shard.data._single_device_array_to_np_array_did_copy()
+        fetched.append(did_copy)
+        assert value.all()
+    assert fetched == [True] * len(array.addressable_shards)
+
+
+def test_a_buffer_that_is_donated_between_batches_fails_the_save(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of()
+    on_host = Batches.__init__
+
+    def donating(self: Any, arrays: Any, stacks: Any, max_bytes: Any, told: Any) -> None:
+        def and_donate(number: int, count: int, nbytes: int) -> None:
+            told(number, count, nbytes)
+            if number == 2:
+                jax.tree.map(lambda array: array.delete(), state)
+
+        on_host(self, arrays, stacks, max_bytes, and_donate)
+
+    ckpt = bounded(directory, 1, snapshot="reference")
+    ckpt.save(1, state=state_of())
+    ckpt.wait_until_finished()
+    monkeypatch.setattr(Batches, "__init__", donating)
+    ckpt.save(2, state=state, force=True)
+    with pytest.raises(SaveError, match=r"state/w\d: its buffer was donated") as caught:
+        ckpt.wait_until_finished()
+    assert isinstance(caught.value.__cause__, DonatedBufferError)
+    assert ckpt.all_steps() == [1]
+    monkeypatch.undo()
+    ckpt.save(3, state=state_of(), force=True)
+    ckpt.close()
+
+
+def test_training_waits_for_a_transfer_of_all_batches(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``snapshot="transfer"`` promises that the program may donate once ``save`` returns."""
+    with bounded(directory, 1, snapshot="transfer") as ckpt:
+        state = state_of()
+        ckpt.save(1, state=state)
+        jax.tree.map(lambda array: array.delete(), state)
+        ckpt.wait_until_finished()
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state_of()), state_of())
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1])
+@pytest.mark.parametrize("handler", [ArrayLeafHandler, NumpyLeafHandler])
+def test_what_cannot_be_written_fails_the_save_by_its_own_name(
+    handler: Any, max_bytes: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serialize = handler.serialize
+
+    async def refuse() -> None:
+        raise OSError("the disk is on fire")
+
+    async def burning(self: Any, params: Any, context: Any) -> Any:
+        if any(param.keypath[-1].key in ("w3", "host") for param in params):
+            return refuse()
+        return await serialize(self, params, context)
+
+    state = {**state_of(), "host": np.arange(3)}
+    options = CheckpointOptions(max_host_bytes=max_bytes, layout="flat", save_timeout_secs=60)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(handler, "serialize", burning)
+            ckpt.save(1, state=state)
+            with pytest.raises(SaveError, match="the disk is on fire"):
+                ckpt.wait_until_finished()
+        ckpt.save(2, state=state, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [2]
+
+
+def test_a_save_whose_arrays_nobody_asks_for_says_why(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many_files(self: Any) -> Any:
+        raise OSError("too many open files")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(host_batches._Writing, "__await__", too_many_files)
+            ckpt.save(1, state=state_of())
+            with pytest.raises(SaveError, match="too many open files"):
+                ckpt.wait_until_finished(60)
+        ckpt.save(2, state=state_of(), force=True)
+
+
+def test_a_save_that_has_failed_writes_no_more_batches(
+    directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming: list[Batches] = []
+    init = Batches.__init__
+
+    def cancelling(self: Any, arrays: Any, stacks: Any, max_bytes: Any, told: Any) -> None:
+        def and_cancel(number: int, count: int, nbytes: int) -> None:
+            if number == 2:
+                self.cancel()
+            told(number, count, nbytes)
+
+        init(self, arrays, stacks, max_bytes, and_cancel)
+        coming.append(self)
+
+    ckpt = bounded(directory, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Batches, "__init__", cancelling)
+        ckpt.save(1, state=state_of())
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished(60)
+    assert len(written) == 2
+    assert ckpt.all_steps() == []
+    ckpt.save(2, state=state_of(), force=True)
+    ckpt.close()
+
+
+def test_a_save_that_orbax_gives_up_before_it_begins_ends() -> None:
+    """Orbax may cancel what it has not started: then nobody writes, and nobody may wait."""
+    coming = Batches(state_of(), (), None, lambda number, count, nbytes: None)
+    coming.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        coming.taken()
+    with pytest.raises(StopIteration):  # it writes nothing
+        coming.write([], lambda batch: pytest.fail("written")).send(None)

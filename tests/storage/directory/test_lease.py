@@ -1,0 +1,799 @@
+"""The lease: one writer at a time, wherever it runs and however it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.compare import entries
+from support.processes import run_python
+from support.training import mlp
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import LeaseError, SaveError
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory import lease
+from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
+from torchax_ckpt.storage.directory.lease import Lease
+from torchax_ckpt.storage.directory.lease_holder import Holder, process_of
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+
+STATE = {"w": np.arange(3)}
+T0 = 1_800_000_000.0
+ELSEWHERE = Holder("t1", "tpu-vm-7", 4711, "another kernel", 99, T0 - 600, T0 - 10)
+
+
+class Clock:
+    """Time that passes only in ``sleep``; what is scheduled happens on the way."""
+
+    def __init__(self) -> None:
+        self.now = T0
+        self.scheduled: list[tuple[float, Callable[[], Any]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, secs: float) -> None:
+        assert secs > 0
+        self.now += secs
+        for due in [s for s in self.scheduled if s[0] <= self.now - T0]:
+            self.scheduled.remove(due)
+            due[1]()
+
+    @property
+    def waited_secs(self) -> float:
+        return self.now - T0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def leased(tmp_path: Path, clock: Clock) -> Iterator[Lease]:
+    lease = Lease(tmp_path, clock=clock, sleep=clock.sleep)
+    yield lease
+    lease.release()
+
+
+def write(directory: Path, holder: Holder) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "lease").write_bytes(holder.to_bytes())
+
+
+def written(directory: Path) -> Holder:
+    holder = Holder.of((directory / "lease").read_bytes())
+    assert holder is not None
+    return holder
+
+
+# --- who may take it, and when ---
+
+
+@pytest.mark.parametrize(
+    ("renewed_secs", "waited_secs"),
+    [
+        pytest.param(T0 - 3600, 0, id="long-dead"),
+        pytest.param(T0 - 60, 0, id="just-expired"),
+        pytest.param(T0 - 59, 1, id="about-to-expire"),
+        pytest.param(T0 - 10, 50, id="fresh"),
+        pytest.param(T0 + 500, 60, id="from-a-clock-that-is-ahead"),
+    ],
+)
+def test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s_old(
+    renewed_secs: float, waited_secs: float, tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    write(tmp_path, dataclasses.replace(ELSEWHERE, renewed_secs=renewed_secs))
+    leased.hold()
+    assert clock.waited_secs == waited_secs
+    assert written(tmp_path).pid == os.getpid()
+    assert written(tmp_path).since_secs == T0 + waited_secs
+
+
+def test_a_holder_that_lives_elsewhere_is_named_as_soon_as_it_gives_a_sign(
+    tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    write(tmp_path, ELSEWHERE)
+    sign = dataclasses.replace(ELSEWHERE, renewed_secs=T0 + 12)
+    clock.scheduled.append((12, lambda: write(tmp_path, sign)))
+    with pytest.raises(
+        LeaseError,
+        match=r"another program writes .*host tpu-vm-7, pid 4711, since 2027-01-15 07:50:00 UTC, "
+        r"last sign of life 0 s ago\. End that program, or give this one a directory of its own",
+    ) as caught:
+        leased.hold()
+    assert clock.waited_secs == 12
+    assert caught.value.path == str(tmp_path)
+    assert written(tmp_path) == sign
+
+
+def odd(**changes: Any) -> bytes:
+    """A lease that names a holder elsewhere, all but what was changed."""
+    return json.dumps(dataclasses.asdict(ELSEWHERE) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b'{"pid": 1}', b"\xff", b'{"a": 1}', b"[" * 60_000),
+        *(odd(since_secs=secs) for secs in (1e300, 10**400, -1, "x", None, True)),
+        odd(since_secs=[]),
+        *(odd(renewed_secs=secs) for secs in (float("nan"), float("inf"), 1e18, "x")),
+        *(odd(pid=pid) for pid in ("../..", 2**70, 1.5, None)),
+        *(odd(host=5), odd(token=None), odd(kernel=[1]), odd(started="x")),
+    ],
+    ids=lambda content: f"{content!r:.20}..{content[-60:]!r}",
+)
+def test_a_lease_that_cannot_be_read_blocks_for_60_s(
+    content: bytes, tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    (tmp_path / "lease").write_bytes(content)
+    leased.hold()
+    assert clock.waited_secs == 60
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "huge", "socket"])
+def test_what_is_no_file_of_a_lease_blocks_for_60_s_and_is_neither_waited_for_nor_followed(
+    kind: str, tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    lease, elsewhere = tmp_path / "lease", tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(lease)
+    elif kind == "link":
+        lease.symlink_to(elsewhere)
+    elif kind == "huge":
+        with open(lease, "wb") as file:
+            file.truncate(1 << 40)
+    else:
+        os.mknod(lease, stat.S_IFSOCK | 0o600)
+    leased.hold()
+    assert clock.waited_secs == 60
+    assert written(tmp_path).pid == os.getpid()
+    assert elsewhere.read_text() == "precious"
+
+
+def test_a_directory_for_a_lease_is_said(tmp_path: Path, leased: Lease) -> None:
+    (tmp_path / "lease").mkdir()
+    with pytest.raises(IsADirectoryError):
+        leased.hold()
+
+
+def holder_of(process: subprocess.Popen[Any]) -> Holder:
+    started = process_of(process.pid)
+    assert started is not None
+    return dataclasses.replace(
+        Holder.here(T0), pid=process.pid, started=started.started, host="here"
+    )
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[Any]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_process_that_runs_on_this_host_refuses_at_once(
+    tmp_path: Path, clock: Clock, leased: Lease, process: subprocess.Popen[Any]
+) -> None:
+    # However old its last sign of life is: it may be stopped, and go on.
+    holder = dataclasses.replace(holder_of(process), renewed_secs=T0 - 3600)
+    write(tmp_path, holder)
+    with pytest.raises(LeaseError, match=f"host here, pid {process.pid}, since"):
+        leased.hold()
+    assert clock.waited_secs == 0
+    assert written(tmp_path) == holder
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_a_process_killed_on_this_host_never_blocks(
+    is_reaped: bool, tmp_path: Path, clock: Clock, leased: Lease, process: subprocess.Popen[Any]
+) -> None:
+    write(tmp_path, holder_of(process))
+    process.kill()
+    if is_reaped:
+        process.wait()
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    leased.hold()
+    assert clock.waited_secs == 0
+
+
+def test_a_process_number_used_again_is_another_process(
+    tmp_path: Path, clock: Clock, leased: Lease, process: subprocess.Popen[Any]
+) -> None:
+    holder = holder_of(process)
+    write(tmp_path, dataclasses.replace(holder, started=(holder.started or 0) - 1))
+    leased.hold()
+    assert clock.waited_secs == 0
+
+
+def test_of_many_that_want_a_dead_ones_lease_one_gets_it(tmp_path: Path) -> None:
+    for _ in range(4):
+        write(tmp_path, dataclasses.replace(ELSEWHERE, renewed_secs=0))
+        leases = [Lease(tmp_path) for _ in range(8)]
+        start = threading.Barrier(8)
+        refused: list[LeaseError] = []
+
+        def take(each: Lease, start: Any = start, refused: list[LeaseError] = refused) -> None:
+            start.wait()
+            try:
+                each.hold()
+            except LeaseError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=take, args=(each,)) for each in leases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(refused) == 7
+        for each in leases:
+            each.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_loses_no_exchange(tmp_path: Path) -> None:
+    first = record_at(tmp_path / "count")
+    first.swap(None, b"0")
+
+    def count() -> None:
+        record = record_at(tmp_path / "count")
+        done = 0
+        while done < 50:
+            seen = record.read()
+            assert seen is not None
+            try:
+                record.swap(seen, str(int(seen.content) + 1).encode())
+                done += 1
+            except Conflict:
+                pass
+        record.close()
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = first.read()
+    assert seen is not None
+    assert seen.content == b"200"
+    with pytest.raises(Conflict):
+        first.swap(None, b"0")
+    first.close()
+
+
+# --- keeping it ---
+
+
+def test_it_is_renewed_however_rarely_the_training_saves(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECS", 0.02)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+        before = written(directory)
+        deadline = time.monotonic() + 20
+        while written(directory).renewed_secs <= before.renewed_secs:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert written(directory).since_secs == before.since_secs
+        assert ckpt.save(2, state=STATE, force=True)
+    assert not (directory / "lease").exists()
+    assert not [t for t in threading.enumerate() if t.name == "lease"]
+
+
+def test_a_sign_of_life_bears_the_time(tmp_path: Path, clock: Clock, leased: Lease) -> None:
+    leased.hold()
+    clock.now += 20
+    leased.renew()
+    assert written(tmp_path).renewed_secs == T0 + 20
+    assert written(tmp_path).since_secs == T0
+    leased.hold()
+
+
+def test_a_holder_that_finds_another_stops_and_leaves_the_lease_alone(
+    tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    leased.hold()
+    write(tmp_path, ELSEWHERE)
+    leased.renew()
+    for _ in range(2):
+        with pytest.raises(
+            LeaseError, match=r"has lost its lease: it is held by host tpu-vm-7, pid 4711"
+        ):
+            leased.hold()
+    leased.renew()
+    leased.release()
+    assert written(tmp_path) == ELSEWHERE
+
+
+def test_a_lease_that_was_removed_is_lost_unless_the_directory_went_with_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    lease = Lease(run, clock=clock, sleep=clock.sleep)
+    lease.hold()
+    shutil.rmtree(run)
+    run.mkdir()
+    lease.renew()
+    lease.hold()
+    assert written(run).pid == os.getpid()
+    (run / "lease").unlink()
+    with pytest.raises(LeaseError, match="its file was removed or overwritten"):
+        lease.hold()
+    lease.release()
+
+
+# --- what checkpointers do with it ---
+
+
+def test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_closed(
+    directory: Path,
+) -> None:
+    first, second = TorchaxCheckpointer(directory), TorchaxCheckpointer(directory)
+    first.save(1, state=STATE)
+    for _ in range(2):
+        with pytest.raises(LeaseError, match=r"another checkpointer of this very process .*Close"):
+            second.save(2, state=STATE, force=True)
+    first.wait_until_finished()
+    with pytest.raises(LeaseError):
+        second.delete(1)
+    assert second.all_steps() == [1]  # reading needs no lease
+    second.load(1)
+    first.close()
+    assert second.save(2, state=STATE, force=True)
+    second.close()
+    with TorchaxCheckpointer(directory) as third:
+        third.delete(1)
+    assert third.all_steps() == [2]
+    assert entries(directory) == {"2"}
+
+
+def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: Path) -> None:
+    def use_and_drop() -> None:
+        ckpt = TorchaxCheckpointer(directory)
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+
+    use_and_drop()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(2, state=STATE, force=True)
+
+
+_ANOTHER_PROGRAM = """
+import sys
+import torchax
+from support.training import mlp
+from torchax_ckpt import TorchaxCheckpointer, policies
+torchax.enable_globally()
+keep = policies.PreserveAll()
+with TorchaxCheckpointer(sys.argv[1], preservation_policy=keep) as ckpt:
+    ckpt.attach(mlp())
+    if sys.argv[2]:
+        ckpt.restore(int(sys.argv[2]))
+    for step in map(int, sys.argv[3:]):
+        ckpt.save(step, force=True)
+"""
+
+
+def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
+    directory: Path,
+) -> None:
+    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2")
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as late:
+        assert late.attach(mlp()) == 2
+        run_python(_ANOTHER_PROGRAM, str(directory), "", "3", "4", "5")
+        held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+        for _ in range(2):
+            with pytest.raises(LeaseError, match=r"has saved steps 3, 4, 5 there.*Nothing was wr"):
+                late.save(3, force=True)
+        with pytest.raises(LeaseError, match="steps 3, 4, 5"):
+            late.delete(1)
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == held
+        # On purpose: what is newer than the step gone back to is set aside, whose ever it is.
+        late.restore(4)
+        late.save(6, force=True)
+    assert entries(directory) == {"1", "2", "3", "4", "6", "abandoned-5"}
+
+
+def test_a_branch_that_another_program_began_meanwhile_is_not_mixed_with_either(
+    directory: Path,
+) -> None:
+    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2", "9")
+    late = TorchaxCheckpointer(directory)
+    assert late.attach(mlp()) == 9
+    run_python(_ANOTHER_PROGRAM, str(directory), "2", "3")
+    with pytest.raises(LeaseError, match="has saved steps 3 there"):
+        late.delete(1)
+    late.close()
+
+
+def test_steps_that_were_removed_before_the_first_save_stop_nobody(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state=STATE, force=True)
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.load(2)
+        shutil.rmtree(directory / "3")
+        assert ckpt.save(4, state=STATE, force=True)
+    assert entries(directory) == {"1", "2", "4"}
+
+
+def test_readers_take_no_lease(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    write(directory, ELSEWHERE)
+    reader = TorchaxCheckpointer(directory)
+    assert reader.attach() == 1
+    reader.load()
+    reader.metrics(1)
+    reader.close()
+    assert written(directory) == ELSEWHERE
+
+
+def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_really = write_step.write_step
+
+    def lose(*args: Any, **kwargs: Any) -> None:
+        write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
+        write_really(*args, **kwargs)
+
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(1, state=STATE)
+    ckpt.wait_until_finished()
+    monkeypatch.setattr(write_step, "write_step", lose)
+    ckpt.save(2, state=STATE, force=True)
+    with pytest.raises(SaveError, match=r"saving step 2 .* has lost its lease: it is held by host"):
+        ckpt.wait_until_finished()
+    monkeypatch.undo()
+    assert ckpt.all_steps() == [1]
+    with pytest.raises(LeaseError, match="It writes nothing more"):
+        ckpt.save(3, state=STATE, force=True)
+    with pytest.raises(LeaseError):
+        ckpt.delete(1)
+    with pytest.raises(SaveError, match="lost its lease"):
+        ckpt.close()
+    assert ckpt.all_steps() == [1]
+    assert written(directory).host == "tpu-vm-7"
+
+
+@pytest.mark.parametrize("moment", ["commit", "set_aside", "settle", "delete", "recover"])
+def test_nothing_is_committed_moved_or_removed_without_the_lease(
+    moment: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> set[str]:
+        return entries(directory)
+
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+    (directory / "2").rename(directory / "incoming-1")
+    (directory / "7.orbax-checkpoint-tmp").mkdir()
+    (directory / "writing-8-t").mkdir()
+    steps = StepDirectory(directory)
+    one, incoming = sorted(steps._visible(), key=lambda s: s.is_incoming)
+    write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
+    monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
+    monkeypatch.setattr(lease, "LEASE_SECS", 0.3)
+    steps.fence()
+    write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
+    before = names()
+    with pytest.raises(LeaseError):
+        {
+            "commit": lambda: steps.commit(8, steps.path / "writing-8-t"),
+            "set_aside": lambda: steps.set_aside([one]),
+            "settle": lambda: steps.settle(incoming),
+            "delete": lambda: steps.delete(one),
+            "recover": steps.recover,
+        }[moment]()
+    assert names() == before
+
+
+def test_the_last_look_is_taken_when_only_the_commit_is_left(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[set[str], bool]] = []
+    fence = StepDirectory.fence
+
+    def look(self: StepDirectory) -> None:
+        for child in directory.glob("writing-*"):
+            items = {item.name for item in child.iterdir() if item.is_dir()}
+            seen.append((items, (child / "commit_success.txt").exists()))
+        fence(self)
+
+    monkeypatch.setattr(StepDirectory, "fence", look)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    everything = {"state", "manifest", "summary"}
+    assert seen == [(everything, False), (everything, True)]  # Orbax's mark, and our rename
+
+
+def test_a_stalled_writer_that_wakes_up_does_not_write_into_its_successors_step(
+    directory: Path,
+) -> None:
+    paths = set()
+    for _ in range(2):
+        steps = StepDirectory(directory)
+        steps.claim()
+        paths.add(steps.path_for(7))
+        steps.release()
+    assert len(paths) == 2
+
+
+# --- processes ---
+
+WRITER = """
+    import sys
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    from torchax_ckpt.storage.arrays import write_step
+
+    write = write_step.write_step
+    def slow(path, *args, before_commit, **kwargs):
+        def stay():
+            print("writing", flush=True)
+            sys.stdin.readline()
+            before_commit()
+        write(path, *args, before_commit=stay, **kwargs)
+
+    ckpt = TorchaxCheckpointer(sys.argv[1])
+    ckpt.save(1, state={"w": np.arange(3)})
+    ckpt.wait_until_finished()
+    write_step.write_step = slow
+    ckpt.save(2, state={"w": np.arange(3)}, force=True)
+    ckpt.wait_until_finished()
+"""
+
+
+def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_killed(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        before = entries(directory)
+        with TorchaxCheckpointer(directory) as ckpt:
+            assert ckpt.attach() == 1
+            with pytest.raises(LeaseError, match=f"pid {process.pid}"):
+                ckpt.save(2, state=STATE, force=True)
+        assert entries(directory) == before
+        assert len(before) == 3  # step 1, the lease, and what is being written
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        with TorchaxCheckpointer(directory) as ckpt:
+            assert ckpt.save(2, state=STATE, force=True)
+        assert "Waiting to see" not in caplog.text
+        assert entries(directory) == {"1", "2"}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+FORKED = """
+    import os, sys, pathlib
+    from torchax_ckpt.errors import LeaseError
+    from torchax_ckpt.storage.directory.lease import Lease
+
+    directory = pathlib.Path(sys.argv[1])
+    directory.mkdir()
+    lease = Lease(directory)
+    lease.hold()
+    child = os.fork()
+    if child == 0:
+        for attempt, expected in (
+            (lease, "this process was forked from the one that writes"),
+            (Lease(directory), f"another program writes to this directory: "),
+        ):
+            try:
+                attempt.hold()
+            except LeaseError as error:
+                assert expected in str(error) and f"pid {os.getppid()}" in str(error), error
+            else:
+                os._exit(1)
+        lease.renew()
+        lease.release()
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    lease.hold()
+    lease.release()
+    assert list(directory.iterdir()) == []
+    print("all is well")
+"""
+
+
+def test_a_forked_child_neither_writes_nor_gives_the_lease_away(directory: Path) -> None:
+    assert "all is well" in run_python(FORKED, str(directory), fresh=True).stdout
+
+
+ENDING = """
+    import sys
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    ckpt = TorchaxCheckpointer(sys.argv[1])
+    ckpt.save(1, state={"w": np.arange(3)})
+"""
+
+
+def test_a_program_that_ends_without_close_gives_the_lease_back(directory: Path) -> None:
+    run_python(ENDING, str(directory), devices=1, fresh=True)
+    assert entries(directory) == {"1"}
+
+
+BUCKET = """
+    import http, sys, threading
+    from gcp_storage_emulator.handlers import objects
+
+    # Google's server keeps conditions on generations, and names the one it sends; the emulator
+    # does neither.
+    lock = threading.Lock()
+
+    def generation(storage, bucket, name):
+        try:
+            return str(storage.get_file_obj(bucket, name)["generation"])
+        except Exception:
+            return "0"
+
+    def conditional(act, name_of):
+        def checked(request, response, storage, *args, **kwargs):
+            condition = request.query.get("ifGenerationMatch")
+            with lock:
+                if condition and condition[0] != generation(
+                    storage, request.params["bucket_name"], name_of(request)
+                ):
+                    response.status = http.HTTPStatus.PRECONDITION_FAILED
+                    return
+                return act(request, response, storage, *args, **kwargs)
+        return checked
+
+    objects._media_upload = conditional(objects._media_upload, lambda r: r.query["name"][0])
+    objects.delete = conditional(objects.delete, lambda r: r.params["object_id"])
+
+    class WithGeneration:
+        def __init__(self, response, generation):
+            self.__dict__.update(response=response, generation=generation)
+        def __getattr__(self, name):
+            return getattr(self.response, name)
+        def __setattr__(self, name, value):
+            setattr(self.response, name, value)
+        def __setitem__(self, key, value):
+            self.response[key] = value
+        def write_file(self, *args, **kwargs):
+            self.response["x-goog-generation"] = self.generation
+            self.response.write_file(*args, **kwargs)
+
+    def download(request, response, storage, *args, _download=objects.download, **kwargs):
+        found = generation(storage, request.params["bucket_name"], request.params["object_id"])
+        if found != "0":
+            response = WithGeneration(response, found)
+        return _download(request, response, storage, *args, **kwargs)
+
+    objects.download = download
+    from gcp_storage_emulator.server import create_server
+
+    server = create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="bucket")
+    server.start()
+    try:
+        import dataclasses, time
+        import torchax
+        torchax.enable_globally()
+        import numpy as np
+        from etils import epath
+        from torchax_ckpt import TorchaxCheckpointer
+        from torchax_ckpt.errors import LeaseError, SaveError
+        from torchax_ckpt.storage.arrays import write_step
+        from torchax_ckpt.storage.directory.lease_holder import Holder
+        from torchax_ckpt.storage.directory.lease import Lease
+        from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
+
+        def raises(kind, call):
+            try:
+                call()
+            except kind as error:
+                return str(error)
+            raise AssertionError(f"no {kind.__name__}")
+
+        # The record: one of two that saw the same wins.
+        record = record_at("gs://bucket/records/one")
+        assert record.read() is None
+        first = record.swap(None, b"1")
+        raises(Conflict, lambda: record.swap(None, b"2"))
+        second = record.swap(first, b"2")
+        raises(Conflict, lambda: record.swap(first, b"3"))
+        record.remove(first)
+        assert record.read() == second, (record.read(), second)
+        assert record.swap(first, b"2") == second  # sent again after its answer was lost
+        record.remove(second)
+        assert record.read() is None
+
+        # The lease.
+        url = "gs://bucket/run"
+        state = {"w": np.arange(3)}
+        a, b = TorchaxCheckpointer(url), TorchaxCheckpointer(url)
+        a.save(1, state=state)
+        assert "this very process" in raises(LeaseError, lambda: b.save(2, state=state, force=True))
+        a.wait_until_finished()
+        a._directory._lease.renew()
+
+        # Lost while a step is being written: the commit mark is never set.
+        lease = epath.Path(url) / "lease"
+        other = Holder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
+        write = write_step.write_step
+        def lose(*args, **kwargs):
+            lease.write_bytes(other.to_bytes())
+            write(*args, **kwargs)
+        write_step.write_step = lose
+        a.save(2, state=state, force=True)
+        assert "held by host tpu-vm-7" in raises(SaveError, a.wait_until_finished)
+        assert (epath.Path(url) / "2" / "state").exists()
+        assert a.all_steps() == [1]
+        raises(LeaseError, lambda: a.save(3, state=state, force=True))
+        raises(SaveError, a.close)
+        write_step.write_step = write
+
+        # That one has died elsewhere: taken over when its time is over.
+        b.close()
+        lease.write_bytes(dataclasses.replace(other, renewed_secs=time.time() - 58).to_bytes())
+        with TorchaxCheckpointer(url) as c:
+            began = time.monotonic()
+            assert c.save(2, state=state, force=True)
+            assert time.monotonic() - began < 40
+        assert c.all_steps() == [1, 2]
+        assert not lease.exists()
+        print("all is well")
+    finally:
+        server.stop()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_on_a_bucket_the_server_decides_who_has_it(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    result = run_python(
+        BUCKET,
+        str(port),
+        devices=1,
+        timeout_secs=190,
+        env={
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        },
+    )
+    assert "all is well" in result.stdout

@@ -1,0 +1,296 @@
+"""Verified steps: what was read back whole is known, survives every keep rule, and is reported."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+from orbax.checkpoint import v1 as ocp
+from support.damage import damage
+from support.training import mlp
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
+from torchax_ckpt.restoring import step_reader
+from torchax_ckpt.storage.arrays import array_checks, locate_chunk, write_step
+from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.medium import permissions
+from torchax_ckpt.stored import stored_step
+from torchax_ckpt.stored.stored_step import StoredStep
+
+LATEST = policies.LatestN(1)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng(step).standard_normal((64, 64))}
+
+
+def fill(directory: Path, *steps: int, **kwargs: Any) -> list[int]:
+    """Saves the steps, and gives what is there then."""
+    with TorchaxCheckpointer(directory, **kwargs) as ckpt:
+        for step in steps:
+            ckpt.save(step, state=state(step), force=True)
+            ckpt.wait_until_finished()
+        return ckpt.all_steps()
+
+
+PLACE = re.compile(r"(\S+), bytes (\d+) to (\d+)")
+
+
+def place_of(ckpt: TorchaxCheckpointer, leaf: str) -> tuple[Path, int, int]:
+    """The file that holds a leaf's chunk in step 1, where it begins in it, and where it ends."""
+    committed = ckpt._directory.find(1)
+    key = array_checks.stored_key(StoredStep(committed).leaves[leaf].stack or leaf)
+    store = {"driver": "ocdbt", "base": f"file://{committed.path / STATE}/", "path": f"{key}/"}
+    array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+    chunk = [0] * array.rank
+    if array.rank == 3:  # a stack, and the leaf its second row
+        chunk[0] = 1 // int((array.chunk_layout.read_chunk.shape or ())[0] or 1)
+    found = PLACE.fullmatch(locate_chunk.place_of_chunk(committed.path / STATE, key, chunk) or "")
+    assert found is not None
+    return Path(found[1]), int(found[2]), int(found[3])
+
+
+def test_no_keep_rule_deletes_the_newest_verified_step(directory: Path) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
+        assert ckpt.verify(1) == 1
+        for step in (3, 4):
+            ckpt.save(step, state=state(step), force=True)
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 4]
+    # A later program knows it from the step itself.
+    assert fill(directory, 5, preservation_policy=LATEST) == [1, 5]
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.verify() == 5
+    assert fill(directory, 6, preservation_policy=LATEST) == [5, 6]
+
+
+def test_a_step_that_was_restored_is_verified(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+    before = sorted(directory.rglob("*"))
+    with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
+        assert ckpt.attach(mlp()) == 1
+        assert sorted(directory.rglob("*")) == before  # so far it only reads
+        ckpt.save(2, force=True)
+        ckpt.save(3, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
+    assert (directory / "1" / MARK).exists()
+    assert not (directory / "3" / MARK).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "rng"),
+    [(CheckpointOptions(verify="never"), True), (CheckpointOptions(), False)],
+    ids=["unchecked", "in part"],
+)
+def test_a_restore_that_did_not_check_everything_verifies_nothing(
+    options: CheckpointOptions, rng: bool, directory: Path
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+    with TorchaxCheckpointer(directory, options=options, preservation_policy=LATEST) as ckpt:
+        ckpt.attach(mlp(), resume=False, rng=rng)
+        report = ckpt.restore(1, strict=False)
+        assert not report.is_verified
+        ckpt.save(2, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [2]
+
+
+def test_steps_that_are_read_back_are_verified_as_they_come(directory: Path) -> None:
+    options = CheckpointOptions(read_back=True)
+    assert fill(directory, 1, 2, options=options, preservation_policy=LATEST) == [2]
+    assert fill(directory, 3, 4, preservation_policy=LATEST) == [2, 4]
+
+
+def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
+        assert [ckpt.verify(step) for step in (1, 2)] == [1, 2]
+        damage(directory / "2", state(2)["w"].tobytes()[:64])
+        with pytest.raises(CorruptCheckpointError, match=r"Other steps there: 1 \(verified\)\."):
+            ckpt.verify(2)
+        assert not (directory / "2" / MARK).exists()
+        for step in (3, 4):
+            ckpt.save(step, state=state(step), force=True)
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 4]
+
+
+def test_a_step_that_cannot_be_marked_is_verified_and_stops_no_pruning(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    fill(directory, 1)
+    monkeypatch.setattr(permissions, "make_file", refuse)
+    with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
+        assert ckpt.verify(1) == 1
+        for step in (2, 3):
+            ckpt.save(step, state=state(step), force=True)
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    read = stored_step.parse_manifest
+
+    def delete_first(committed: Any) -> Any:
+        shutil.rmtree(directory / str(committed.step))
+        return read(committed)
+
+    monkeypatch.setattr(stored_step, "parse_manifest", delete_first)
+    monkeypatch.setattr(step_reader, "parse_manifest", delete_first)
+    ckpt = TorchaxCheckpointer(directory)
+    with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
+        ckpt.verify(2)
+    with pytest.raises(StepNotFoundError, match="step 1 was deleted meanwhile"):
+        ckpt.load()
+
+
+def test_a_step_that_was_deleted_since_it_was_listed_is_not_called_verified(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
+    ckpt = TorchaxCheckpointer(directory)
+    listed = ckpt._tiers.candidates
+
+    def delete_then(*args: Any) -> Any:
+        found = listed(*args)
+        shutil.rmtree(directory / "2")
+        return found
+
+    monkeypatch.setattr(ckpt._tiers, "candidates", delete_then)
+    with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
+        ckpt.verify(2)
+
+
+def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = StoredStep.verify
+
+    def fail(*args: Any) -> None:
+        raise DirectoryError("Input/output error")
+
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_back=True)) as ckpt:
+        ckpt.save(1, state=state(1), force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(StoredStep, "verify", fail)
+        ckpt.save(2, state=state(2), force=True)
+        with pytest.raises(SaveError, match="Input/output error"):
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 2]  # nobody knows that it is damaged
+        monkeypatch.setattr(StoredStep, "verify", verify)
+        ckpt.save(3, state=state(3), force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1, 3]
+
+
+def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = write_step.write_step
+    fill(directory, 1)
+
+    def damaging(path: Any, *args: Any, **kwargs: Any) -> None:
+        write(path, *args, **kwargs)
+        damage(Path(path), state(2)["w"].tobytes()[:64])
+
+    monkeypatch.setattr(write_step, "write_step", damaging)
+    ckpt = TorchaxCheckpointer(
+        directory, options=CheckpointOptions(read_back=True), preservation_policy=LATEST
+    )
+    ckpt.save(2, state=state(2), force=True)
+    with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
+        ckpt.wait_until_finished()
+    assert ckpt.all_steps() == [1]
+    monkeypatch.setattr(write_step, "write_step", write)
+    assert ckpt.save(2, state=state(2), force=True)
+    ckpt.close()
+    assert ckpt.all_steps() == [2]
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("compression", [False, True])
+def test_a_damaged_step_is_named_with_its_leaf_and_file(
+    layout: Any, compression: bool, directory: Path
+) -> None:
+    options = CheckpointOptions(layout=layout, compression=compression)
+    leaves = {f"layers.{i}.w": state(i)["w"] for i in range(3)}
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=leaves, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.verify() == 1
+        if compression:
+            # Bytes that do not unpack, rather than others: storage itself refuses them.
+            file, start, end = place_of(ckpt, "state/layers.1.w")
+            at = (start + end) // 2
+            content = bytearray(file.read_bytes())
+            content[at] ^= 1
+            file.write_bytes(content)
+            with pytest.raises(CorruptCheckpointError, match=r"state/layers\.\d\.w") as caught:
+                ckpt.verify(1)
+            assert caught.value.key_path in {f"state/{name}" for name in leaves}
+        else:
+            file, at = damage(directory / "1", leaves["layers.1.w"].tobytes()[:64])
+            with pytest.raises(CorruptCheckpointError, match=r"state/layers\.1\.w") as caught:
+                ckpt.verify(1)
+            assert caught.value.key_path == "state/layers.1.w"
+        place = PLACE.search(str(caught.value))
+        assert place is not None, str(caught.value)
+        assert Path(place[1]) == file
+        assert int(place[2]) <= at < int(place[3])
+
+
+def test_only_reading_leaves_no_mark(directory: Path) -> None:
+    fill(directory, 1)
+    before = sorted(directory.rglob("*"))
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
+        assert ckpt.verify() == 1
+        with pytest.raises(StepNotFoundError):
+            ckpt.verify(7)
+    assert sorted(directory.rglob("*")) == before
+
+
+def test_orbax_reads_a_marked_step(directory: Path) -> None:
+    fill(directory, 1)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.verify()
+    abstract = {"state": {"w": np.zeros((64, 64))}}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # beside it there is random state
+    with context:
+        loaded: Any = ocp.load(directory / "1", abstract, checkpointable_name="state")
+    assert loaded["state"]["w"].tobytes() == state(1)["w"].tobytes()
+    assert [m.step for m in ocp.training.Checkpointer(directory).checkpoints] == [1]
+
+
+def test_verifying_touches_nothing_live(directory: Path) -> None:
+    model = mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        drawn = torch.rand(3)
+        held = dict(model.named_parameters())
+        ckpt.verify(1)
+        assert all(held[name] is p for name, p in model.named_parameters())
+        ckpt.restore(1)
+        assert torch.equal(torch.rand(3), drawn)

@@ -1,0 +1,142 @@
+"""What is durable survives a loss of power: it was synced before it had a name, then the name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from etils import epath
+from orbax.checkpoint._src.serialization import tensorstore_utils
+from support.training import mlp
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.medium import fsync
+
+State = tuple[int, int, int]
+
+
+def state_of(status: os.stat_result) -> State:
+    """What tells a file or folder, as it was synced, from what it became afterwards."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Syncs:
+    """What was synced, as it was then: before a step had its name, and after."""
+
+    def __init__(self, step: Path) -> None:
+        self.before: set[State] = set()
+        self.after: set[State] = set()
+        self._step = step
+        self._fsync = os.fsync
+
+    def __call__(self, opened: int) -> None:
+        self._fsync(opened)
+        there = self.after if self._step.exists() else self.before
+        there.add(state_of(os.fstat(opened)))
+
+
+@pytest.fixture
+def syncs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Syncs:
+    found = Syncs(directory / "deep" / "er" / "1")
+    monkeypatch.setattr(os, "fsync", found)
+    return found
+
+
+def test_everything_of_a_step_is_synced_before_it_has_its_name_and_then_the_name(
+    directory: Path, syncs: Syncs
+) -> None:
+    run = directory / "deep" / "er"
+    with TorchaxCheckpointer(run) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        assert run.stat().st_ino in {inode for inode, *_ in syncs.after}
+    found = [run / "1", *(run / "1").rglob("*")]
+    names = {path.name for path in found}
+    assert {"_CHECKPOINT_METADATA", "data.json", "manifest.ocdbt", commit_record.MARK} <= names
+    left = {path for path in found if state_of(path.lstat()) not in syncs.before}
+    # These TensorStore has synced as it wrote them; see below.
+    assert left == {path for path in found if path.parent.name == "d"}
+    assert left
+    # The folders that the first save has made, each in the one above it.
+    inodes = {inode for inode, *_ in syncs.before}
+    assert {path.stat().st_ino for path in (directory, directory / "deep")} <= inodes
+
+
+def test_tensorstore_syncs_what_it_writes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a save opens it; a trace of one shows an fsync of every file in ``d``, and of ``d``."""
+    given = []
+    get_ts_context = tensorstore_utils.get_ts_context
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        given.append(get_ts_context(*args, **kwargs))
+        return given[-1]
+
+    monkeypatch.setattr(tensorstore_utils, "get_ts_context", recorded)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+    assert given
+    assert all(context["file_io_sync"].to_json() is True for context in given)
+
+
+def test_a_time_that_hosts_agree_on_is_synced_as_well(directory: Path, syncs: Syncs) -> None:
+    path = directory / "writing-1"
+    path.mkdir(parents=True)
+    (path / "_CHECKPOINT_METADATA").write_text("{}")
+    (path / commit_record.MARK).write_text("done")
+    commit_record.set_time(epath.Path(path), 5)
+    for name in ("_CHECKPOINT_METADATA", commit_record.MARK):
+        assert state_of((path / name).lstat()) in syncs.before
+
+
+def test_a_step_that_the_medium_does_not_store_is_none(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(opened: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fsync", fail)
+            ckpt.save(2, state={"w": np.arange(3)}, force=True)
+            with pytest.raises(SaveError, match="I/O error"):
+                ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+        ckpt.save(3, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+        assert 3 in ckpt.all_steps()
+
+
+def test_a_file_system_that_syncs_no_folders_is_good_enough(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_files(opened: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{opened}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert ckpt.all_steps() == [1]
+
+
+def test_a_file_that_cannot_be_synced_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(opened: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    (tmp_path / "file").touch()
+    fsync.sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        fsync.sync(tmp_path / "file")

@@ -1,0 +1,939 @@
+"""A checkpoint from elsewhere is data: whatever it holds, it is refused by name or it is restored.
+
+Every test damages a real step. Asked for by number it raises; attached, an older step is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+from orbax.checkpoint import v1 as ocp
+from support.compare import assert_trees_identical, training_state
+from support.processes import run_python
+from support.training import mlp, train_step
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    OutOfMemoryError,
+    StepNotFoundError,
+)
+from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
+from torchax_ckpt.restoring import step_reader
+from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.directory.commit_record import MARK
+from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import permissions, seals
+from torchax_ckpt.stored.stored_step import StoredStep
+
+DAMAGED = 2
+EVERY_STEP = policies.FixedIntervalPolicy(1)
+Change = Callable[[Any], None]
+
+
+class Box:
+    """A stateful object that takes any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Program:
+    """What a run attaches: a model, an optimizer that has stepped, a scheduler, a box."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
+        self.box = Box({"seen": 3, "table": np.arange(6.0), "set": {np.float32(1.5)}})
+
+    def attach(self, ckpt: TorchaxCheckpointer, **options: Any) -> int:
+        return ckpt.attach(
+            self.model,
+            self.optimizer,
+            lr_scheduler=self.scheduler,
+            stateful={"box": self.box},
+            **options,
+        )
+
+    def state(self) -> list[Any]:
+        rng = [torch.get_rng_state(), torchax_backend.prng_key(), np.random.get_state(legacy=False)]
+        return [
+            training_state(self.model, self.optimizer),
+            self.scheduler.state_dict(),
+            self.box.state,
+            *rng,
+        ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of a run, written once."""
+    path = tmp_path_factory.mktemp("hostile") / "run"
+    program = Program()
+    with TorchaxCheckpointer(path, preservation_policy=policies.PreserveAll()) as ckpt:
+        program.attach(ckpt)
+        for step in (1, DAMAGED):
+            train_step(program.model, program.optimizer, step)
+            ckpt.save(step, force=True, metrics={"loss": 1.0 / step})
+    return path
+
+
+@pytest.fixture
+def run(saved: Path, directory: Path) -> Path:
+    """A copy of the run, to be damaged."""
+    shutil.copytree(saved, directory)
+    return directory
+
+
+def edit(path: Path, change: Change) -> None:
+    """Changes a file of JSON, and seals it again as whoever changes it on purpose would."""
+    document = json.loads(path.read_text())
+    if path.name == "data.json":
+        document = seals.unseal(document)
+    change(document)
+    path.write_text(json.dumps(seals.seal(document) if path.name == "data.json" else document))
+
+
+def edit_document(run: Path, change: Change) -> None:
+    """Changes the document, and has the plan name what is left of it."""
+
+    def edited(raw: Any) -> None:
+        change(raw)
+        text = json.dumps(raw["document"])
+        for members in raw["stacks"].values():
+            members[:] = [name for name in members if json.dumps(name) in text]
+        raw["stacks"] = {stored: members for stored, members in raw["stacks"].items() if members}
+
+    edit(manifest_of(run), edited)
+
+
+def manifest_of(run: Path) -> Path:
+    return run / str(DAMAGED) / "manifest" / "data.json"
+
+
+def edit_array(run: Path, name: str, change: Change) -> None:
+    """Changes the metadata that TensorStore believes of one array."""
+    base = {"driver": "file", "path": f"{run / str(DAMAGED) / 'state'}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    metadata = json.loads(store.read(f"{name}/.zarray").result().value)
+    change(metadata)
+    store.write(f"{name}/.zarray", json.dumps(metadata)).result()
+
+
+def refused(
+    run: Path, match: str, kind: type[CheckpointError] = CorruptCheckpointError
+) -> CheckpointError:
+    """Asserts that the damaged step is refused with this, that nothing live changes, and that a
+    corrupt newest step is skipped for the one before."""
+    program = Program()
+    with TorchaxCheckpointer(run) as ckpt:
+        program.attach(ckpt, resume=False)
+        before = program.state()
+        with pytest.raises(kind, match=match) as caught:
+            ckpt.restore(DAMAGED)
+        assert_trees_identical(program.state(), before)
+    error = caught.value
+    assert (error.step, f"step {DAMAGED}" in str(error)) == (DAMAGED, True)
+    assert error.path is not None
+    assert error.path.startswith(str(run / str(DAMAGED)))
+    if kind is CorruptCheckpointError:
+        with TorchaxCheckpointer(run) as ckpt, pytest.warns(UserWarning, match=match):
+            assert Program().attach(ckpt) == 1
+    return error
+
+
+# --- the manifest's bytes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"\xff\xfe" + raw,
+        lambda raw: raw.replace(b'"document"', b'"docu\x00ment"'),
+        lambda raw: b"\x00" * len(raw),
+        lambda raw: b"[" * 100_000,
+        lambda raw: b'{"format":' * 50_000,
+        lambda raw: b"1" * 10_000,
+        lambda raw: b"null",
+    ],
+    ids=["empty", "half", "utf-16", "control", "zeros", "deep", "deeper", "number", "null"],
+)
+def test_garbage_for_a_manifest_is_refused(run: Path, damage: Callable[[bytes], bytes]) -> None:
+    manifest_of(run).write_bytes(damage(manifest_of(run).read_bytes()))
+    refused(run, "manifest")
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, 10**30])
+def test_a_manifest_of_a_future_version_says_which_and_what_to_do(run: Path, version: int) -> None:
+    def change(raw: Any) -> None:
+        raw["version"] = version
+        raw["versions"]["torchax_ckpt"] = "9.1"
+
+    edit(manifest_of(run), change)
+    error = refused(run, f"expected manifest version {VERSION}, found {version}")
+    assert "Install the release of torchax_ckpt that wrote it, '9.1', or a newer one" in str(error)
+
+
+@pytest.mark.parametrize("version", [False, 0.0, None, -1, [0], {"a": 1}], ids=str)
+def test_a_version_that_is_none_is_refused(run: Path, version: Any) -> None:
+    edit(manifest_of(run), lambda raw: raw.update(version=version))
+    refused(run, f"expected manifest version {VERSION}")
+
+
+# --- the manifest's leaves and plan --------------------------------------------------------------
+
+
+def leaf(raw: Any, name: str) -> Any:
+    """The array node of this name."""
+    found: list[Any] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict) and node.get("array") == name:
+            found.append(node)
+        for child in node.values() if isinstance(node, dict) else node:
+            if isinstance(child, (dict, list)):
+                walk(child)
+
+    walk(raw["document"])
+    return found[0]
+
+
+WEIGHT = "model/0.weight"
+
+
+def leaf_with(**changes: Any) -> Change:
+    return lambda raw: leaf(raw, WEIGHT).update(changes)
+
+
+def stack_of(raw: Any) -> list[str]:
+    (members,) = raw["stacks"].values()
+    return members
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (leaf_with(shape=[2**40, 2**40]), "at most"),
+        (leaf_with(shape=[2**62, 0]), "at most"),
+        (leaf_with(shape=[1] * 33), "at most"),
+        (leaf_with(shape=[2] * 1_000_000), "at most"),
+        (leaf_with(shape=[10**300]), "at most"),
+        (leaf_with(shape=[-1]), "malformed leaf"),
+        (leaf_with(shape=[float("nan")]), "malformed leaf"),
+        (leaf_with(shape=[float("inf")]), "malformed leaf"),
+        (leaf_with(dtype="object"), "malformed leaf"),
+        (leaf_with(kind="pickle"), "malformed leaf"),
+        (leaf_with(kind="numpy_scalar"), "malformed leaf"),
+        (leaf_with(kind="torch", dtype="int4"), "leaf that can be made"),
+        (leaf_with(kind="torchax", dtype="float8_e8m0fnu"), "leaf that can be made"),
+        (leaf_with(kind="key", impl="threefry2x32"), "leaf that can be made"),
+        (leaf_with(kind="key", dtype="uint32", shape=[2], impl="zebra"), "leaf that can be made"),
+        (leaf_with(kind="key", dtype="uint32", shape=[2**30], impl="rbg"), "words wide"),
+        (leaf_with(array="model/\ud800"), "malformed leaf"),
+        (leaf_with(array=""), "malformed leaf"),
+        (leaf_with(array="model/0.bias"), "one leaf of this name, found two"),
+        (lambda raw: raw["empty"].append("model/nowhere"), "model/nowhere.* listed in 'empty'"),
+        (lambda raw: raw["empty"].append(WEIGHT), "not in 'empty'"),
+        (leaf_with(shape=[0, 8]), "in 'empty'"),
+        (lambda raw: stack_of(raw).append("model/nowhere"), "a leaf in stack"),
+        (lambda raw: stack_of(raw).append(stack_of(raw)[0]), "stored in one place"),
+        (lambda raw: stack_of(raw).append(WEIGHT), "one dtype and shape"),
+        (lambda raw: stack_of(raw).clear(), "a stack of leaves"),
+        (lambda raw: raw["stacks"].update({WEIGHT: stack_of(raw)}), "a stack's name"),
+        (lambda raw: raw["versions"].update(torch=5), "wrong form"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    run: Path, change: Change, match: str
+) -> None:
+    edit(manifest_of(run), change)
+    refused(run, match)
+
+
+@pytest.mark.parametrize("name", ["../../../../etc/passwd", "/etc/passwd", "/./../../secret"])
+def test_a_leaf_named_like_a_path_names_no_file(run: Path, name: str) -> None:
+    edit(manifest_of(run), leaf_with(array=name))
+    refused(run, "no such array")
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "lr_scheduler", "stateful", "rng"], ids=str)
+def test_a_state_nested_too_deeply_is_refused(run: Path, part: str) -> None:
+    def change(raw: Any) -> None:
+        node: Any = 1
+        for _ in range(MAX_DEPTH + 20):
+            node = [node]
+        raw["document"][part] = node
+
+    edit_document(run, change)
+    refused(run, "nests deeper")
+
+
+def test_a_state_as_deep_as_can_be_saved_comes_back(directory: Path) -> None:
+    state: Any = 1
+    for level in range(MAX_DEPTH - 4):
+        state = [state, (1,)] if level % 2 else {(1, 2): state}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp(), stateful={"it": Box(state)})
+        ckpt.save(1, force=True)
+    box = Box()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(mlp(), stateful={"it": box}) == 1
+    assert_trees_identical(box.state, state)
+
+
+# --- what components take ------------------------------------------------------------------------
+
+
+def component(name: str, change: Change) -> Change:
+    return lambda raw: change(raw["document"][name])
+
+
+def optimizer_part(key: str) -> Callable[[Any], Any]:
+    return lambda node: dict(node["dict"])[key]
+
+
+state_of = optimizer_part("state")
+groups_of = optimizer_part("param_groups")
+
+
+def rng_part(key: str, value: Any) -> Change:
+    def change(raw: Any) -> None:
+        for pair in raw["document"]["rng"]["dict"]:
+            if pair[0] == key:
+                pair[1] = value
+
+    return change
+
+
+def numpy_position(position: Any) -> Change:
+    def change(raw: Any) -> None:
+        twister = dict(dict(raw["document"]["rng"]["dict"])["numpy"]["dict"])["state"]
+        for pair in twister["dict"]:
+            if pair[0] == "pos":
+                pair[1] = position
+
+    return change
+
+
+ARRAY = {"array": "model/new", "kind": "jax", "dtype": "float32", "shape": [2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (component("model", lambda n: n.update(dict=5)), "model: malformed"),
+        (component("model", lambda n: n.update(dict=[["0.weight"]])), "model: malformed"),
+        (component("model", lambda n: n["dict"][0].__setitem__(1, 5)), "expected a leaf"),
+        (component("model", lambda n: n["dict"].append(["0.weight", 5])), "one node of each name"),
+        (component("model", lambda n: n["dict"].append([5, 5])), "a name and a node"),
+        (component("model", lambda n: n.update(ties=5)), "a list of named nodes"),
+        (component("model", lambda n: n.update(ties=[["a"]])), "a name and a node"),
+        (component("model", lambda n: n.update(ties=[["a", 5]])), "a list of names"),
+        (component("model", lambda n: n.pop("extra_state")), "a list of named nodes"),
+        (component("model", lambda n: n.update(extra_state=[["", {"zebra": 1}]])), "unknown node"),
+        (component("optimizer", lambda n: n.update({"class": 5})), "a list of names"),
+        (component("optimizer", lambda n: n["dict"].pop()), "param_groups"),
+        (component("optimizer", lambda n: n["dict"].pop(0)), "optimizer/state"),
+        (component("optimizer", lambda n: groups_of(n).append(5)), "param_groups/1"),
+        (component("optimizer", lambda n: groups_of(n).append({"dict": []})), "params"),
+        (component("optimizer", lambda n: groups_of(n).append(groups_of(n)[0])), "one group"),
+        (component("optimizer", lambda n: state_of(n)["dict"][0].__setitem__(1, 5)), "a dict"),
+        (
+            component("optimizer", lambda n: state_of(n)["dict"][0].__setitem__(1, ARRAY)),
+            "a dict",
+        ),
+        (component("stateful", lambda n: n.update(dict=[["box", 1], ["box", 2]])), "of each name"),
+        (component("stateful", lambda n: n.update(dict=[[5, 5]])), "a name and a node"),
+        (component("stateful", lambda n: n.update(dict={"box": 5})), "stateful: malformed"),
+        (component("stateful", lambda n: n.clear()), "stateful: unknown node"),
+        (component("rng", lambda n: n["dict"].pop()), "rng: expected the states"),
+        (rng_part("torch", "text"), "rng/torch: expected random state"),
+        (rng_part("numpy", None), "rng/numpy: expected random state"),
+        (rng_part("numpy", {"dict": [["bit_generator", "os.system"]]}), "rng/numpy"),
+        (rng_part("python", {"tuple": [3, {"tuple": [1, 2]}, None]}), "rng/python"),
+        (rng_part("python", {"tuple": [4, {"tuple": []}, None]}), "rng/python"),
+        (rng_part("torchax", 5), "rng/torchax: expected random state"),
+        (numpy_position(10**6), "position 1000000 of 624 words"),
+        (numpy_position(-1), "position -1 of 624 words"),
+        (numpy_position("0"), "rng/numpy"),
+    ],
+)
+def test_a_document_that_no_component_writes_is_refused(
+    run: Path, change: Change, match: str
+) -> None:
+    edit_document(run, change)
+    refused(run, match)
+
+
+BOX_STATES: list[tuple[Any, str]] = [
+    ({"zebra": 1}, "unknown node"),
+    ({"set": [[1]]}, "malformed 'set'"),
+    ({"set": [ARRAY]}, "malformed 'set'"),
+    ({"dict": [[ARRAY, 1]]}, "malformed 'dict'"),
+    ({"dict": [[[1], 1]]}, "malformed 'dict'"),
+    ({"scalar": "AAAA", "type": "object"}, "malformed 'scalar'"),
+    ({"scalar": "AAAA"}, "malformed 'scalar'"),
+    ({"scalar": "AAAAAAAAAAA=", "type": "float32"}, "malformed 'scalar'"),
+    ({"complex": [1, 2]}, "malformed 'complex'"),
+    ({"complex": [10**400, 0.0]}, "malformed 'complex'"),
+    ({"bytes": "é"}, "malformed 'bytes'"),
+    (float("nan"), "unknown node"),
+    (float("-inf"), "unknown node"),
+]
+
+
+@pytest.mark.parametrize(("node", "match"), BOX_STATES, ids=lambda value: str(value)[:40])
+def test_a_value_that_cannot_be_made_is_refused(run: Path, node: Any, match: str) -> None:
+    def change(raw: Any) -> None:
+        raw["document"]["stateful"]["dict"] = [["box", node]]
+
+    edit_document(run, change)
+    refused(run, match)
+
+
+@pytest.mark.parametrize("state", [5, None, [["last_epoch", 3], ["gamma"]], {"tuple": [1]}])
+def test_a_state_that_an_object_refuses_is_a_mismatch_and_undone(run: Path, state: Any) -> None:
+    edit(manifest_of(run), lambda raw: raw["document"].update(lr_scheduler=state))
+    error = refused(run, "lr_scheduler: refused the stored state", MismatchError)
+    assert error.__cause__ is not None
+
+
+def test_what_jax_would_narrow_is_not_restored_narrowed(run: Path) -> None:
+    def change(raw: Any) -> None:
+        table = leaf(raw, "stateful/box/table")
+        table.update(kind="jax")
+
+    edit(manifest_of(run), change)
+    program = Program()
+    with TorchaxCheckpointer(run) as ckpt:
+        program.attach(ckpt, resume=False)
+        with pytest.raises(CheckpointError, match="stateful/box/table.*would narrow"):
+            ckpt.restore(DAMAGED)
+
+
+# --- arrays that are not as the manifest says ----------------------------------------------------
+
+
+def resized(size: int, chunk: int) -> Change:
+    return lambda metadata: metadata.update(shape=[size], chunks=[chunk])
+
+
+@pytest.mark.parametrize("name", ["rng.torch", "model.0.weight"])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.update(shape=[2**60]), "found .*1152921504606846976"),
+        (lambda m: m.update(shape=[2**30, 2**30]), "expected"),
+        (lambda m: m.update(dtype="<i2"), "'<i2'"),
+        (lambda m: m.update(dtype="|O"), "'|O'"),
+        (lambda m: m.update(dtype={"a": 1}), "expected"),
+        (lambda m: m.update(chunks=[2**40]), "chunks within"),
+        (lambda m: m.update(chunks=[2**50, 2**50]), "chunks within"),
+        (lambda m: m.update(chunks=[0]), "chunks within"),
+        (lambda m: m.update(compressor={"id": "bz2"}), "Zstandard"),
+        (lambda m: m.update(compressor={}), "Zstandard"),
+        (lambda m: m.update(compressor="zstd"), "metadata of a Zarr array"),
+        (lambda m: m.update(filters=[{"id": "delta"}]), "plain bytes"),
+        (lambda m: m.pop("shape"), "metadata of a Zarr array"),
+    ],
+)
+def test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_is_taken(
+    run: Path, name: str, change: Change, match: str
+) -> None:
+    edit_array(run, name, change)
+    error = refused(run, match)
+    assert error.key_path == name.replace(".", "/", 1)
+
+
+@pytest.mark.parametrize("compressor", [None, {"id": "zstd", "level": 1}])
+def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
+    run: Path, compressor: Any
+) -> None:
+    size = 2**50
+    edit(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
+
+    edit_array(run, "stateful.box/table", resized(size, size))
+    edit_array(run, "stateful.box/table", lambda m: m.update(compressor=compressor))
+    error = refused(run, "this host can hold.*which cannot be: .* bytes lie on storage")
+    assert error.key_path == "stateful/box/table"
+
+
+def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Path) -> None:
+    file = next((run / str(DAMAGED)).rglob("d/*"))
+    os.truncate(file, 2 * host_memory.host_memory_bytes())
+    refused(run, "a file that this host can hold.*which cannot be")
+
+
+@pytest.mark.parametrize("compression", [False, True])
+def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, compression: bool
+) -> None:
+    options = CheckpointOptions(compression=compression)
+    table = np.arange(50_000.0) if not compression else np.zeros(50_000)
+    box = Box({"table": table})
+    with TorchaxCheckpointer(
+        directory, options=options, preservation_policy=policies.PreserveAll()
+    ) as ckpt:
+        ckpt.attach(stateful={"box": box})
+        for step in (1, DAMAGED):
+            ckpt.save(step, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.verify() == DAMAGED
+        before = sorted(directory.rglob("*"))
+        monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 300_000)
+        said = r"step 2 .*can hold, 300000 bytes, found 4\d{5} bytes.*more memory"
+        for read in (ckpt.restore, ckpt.load):  # any step; a warning that one is skipped would fail
+            with pytest.raises(OutOfMemoryError, match=said):
+                read()
+        with (
+            TorchaxCheckpointer(directory) as other,
+            pytest.raises(OutOfMemoryError, match=said),
+        ):
+            other.attach(stateful={"box": Box()})
+        committed = ckpt._directory.find(DAMAGED)
+        assert committed in ckpt._directory.verified
+        with pytest.raises(OutOfMemoryError, match=said):
+            stored = StoredStep(committed)
+            stored.read(stored.leaves, options)
+        monkeypatch.undo()
+        assert sorted(directory.rglob("*")) == before
+        assert ckpt.restore().step == DAMAGED
+
+
+def test_an_array_of_too_many_chunks_is_refused(run: Path) -> None:
+    size = 2**30
+    edit(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
+
+    edit_array(run, "stateful.box/table", resized(size, 1))
+    refused(run, "chunks, found 1073741824")
+
+
+@pytest.mark.parametrize(
+    "file", ["_METADATA", "manifest.ocdbt", "ocdbt.process_0/manifest.ocdbt", "d/*"]
+)
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "gone"])
+def test_damaged_storage_metadata_is_refused_or_not_needed(
+    run: Path, file: str, damage: str
+) -> None:
+    for path in (run / str(DAMAGED) / "state").glob(file):
+        raw = path.read_bytes()
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(raw[: len(raw) // 2] if damage == "truncated" else b"\x5a" * len(raw))
+    if file.startswith(("_METADATA", "ocdbt.process")):  # for others, and merged when it was saved
+        with TorchaxCheckpointer(run) as ckpt:
+            assert Program().attach(ckpt) == DAMAGED
+    else:
+        refused(run, f"step {DAMAGED}")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file", ["manifest/data.json", "state/manifest.ocdbt", "state/_METADATA", "summary/data.json"]
+)
+def test_a_link_out_of_a_step_is_not_followed(run: Path, tmp_path: Path, file: str) -> None:
+    inside, outside = run / str(DAMAGED) / file, tmp_path / "outside"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    refused(run, "symbolic link")
+    if file.startswith("summary"):
+        with TorchaxCheckpointer(run) as ckpt:
+            assert ckpt.metrics(DAMAGED) == {}
+
+
+def test_a_linked_folder_in_a_step_is_not_followed(run: Path, tmp_path: Path) -> None:
+    folder = run / str(DAMAGED) / "state"
+    folder.rename(tmp_path / "outside")
+    folder.symlink_to(tmp_path / "outside")
+    refused(run, "symbolic link")
+
+
+@pytest.mark.parametrize("name", ["3", "incoming-2"])
+def test_a_linked_step_is_no_step(
+    run: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(run / str(DAMAGED), tmp_path / "outside")
+    (run / name).symlink_to(tmp_path / "outside")
+    with TorchaxCheckpointer(run) as ckpt:
+        assert ckpt.all_steps() == [1, DAMAGED]
+        with pytest.raises(StepNotFoundError):
+            ckpt.restore(3) if Program().attach(ckpt) else None
+    assert "looks like a step" in caplog.text
+
+
+def test_a_pipe_in_a_step_is_not_waited_for(run: Path) -> None:
+    manifest_of(run).unlink()
+    os.mkfifo(manifest_of(run))
+    refused(run, "special file")
+
+
+def test_a_pipe_for_a_commit_record_is_not_waited_for(run: Path) -> None:
+    record = run / str(DAMAGED) / "_CHECKPOINT_METADATA"
+    record.unlink()
+    os.mkfifo(record)
+    refused(run, "_CHECKPOINT_METADATA: .*found a special file")
+
+
+def test_metadata_larger_than_any_is_not_read(run: Path) -> None:
+    with manifest_of(run).open("r+b") as file:
+        file.truncate(1 << 40)  # holes: it takes no room here
+    refused(run, "at most .* bytes, found 1099511627776")
+    with (run / str(DAMAGED) / "_CHECKPOINT_METADATA").open("r+b") as file:
+        file.truncate(1 << 40)
+    refused(run, "_CHECKPOINT_METADATA: expected at most .* bytes, found 1099511627776")
+
+
+# --- commit records, summaries, names of steps ---------------------------------------------------
+
+
+def unseal(run: Path) -> None:
+    """Takes the digests from the mark, as whoever changes the record on purpose can."""
+    (run / str(DAMAGED) / "commit_success.txt").write_text("committed")
+
+
+RECORDS: list[Change] = [
+    lambda raw: raw.update(commit_timestamp_nsecs=10**30),
+    lambda raw: raw.update(commit_timestamp_nsecs=-1),
+    lambda raw: raw.update(commit_timestamp_nsecs=1.5),
+    lambda raw: raw.update(commit_timestamp_nsecs="now"),
+    lambda raw: raw.update(commit_timestamp_nsecs=None),
+    lambda raw: raw.update(commit_timestamp_nsecs=True),
+]
+
+
+@pytest.mark.parametrize("change", RECORDS, ids=range(len(RECORDS)))
+def test_a_commit_record_without_a_time_is_damaged(run: Path, change: Change) -> None:
+    edit(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
+    unseal(run)
+    refused(run, "_CHECKPOINT_METADATA: expected a time of commit, found")
+
+
+def test_a_commit_record_that_is_not_what_was_sealed_is_damaged(run: Path) -> None:
+    edit(
+        run / str(DAMAGED) / "_CHECKPOINT_METADATA",
+        lambda raw: raw.update(commit_timestamp_nsecs=raw["commit_timestamp_nsecs"] ^ 1),
+    )
+    refused(run, r"_CHECKPOINT_METADATA: was damaged: .*commit_success\.txt")
+
+
+@pytest.mark.parametrize("seals", [b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"a": 1} x'])
+def test_a_mark_with_garbage_for_digests_is_damaged(run: Path, seals: bytes) -> None:
+    (run / str(DAMAGED) / "commit_success.txt").write_bytes(b"committed\n" + seals)
+    refused(run, r"commit_success\.txt: was damaged")
+
+
+def test_a_pipe_for_a_mark_is_not_waited_for(run: Path) -> None:
+    mark = run / str(DAMAGED) / "commit_success.txt"
+    mark.unlink()
+    os.mkfifo(mark)
+    refused(run, r"commit_success\.txt: .*found a special file")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[" * 100_000, b"\xff\x00", b"5", b"[]"], ids=str)
+def test_a_garbage_commit_record_is_damaged(run: Path, raw: bytes) -> None:
+    (run / str(DAMAGED) / "_CHECKPOINT_METADATA").write_bytes(raw)
+    unseal(run)
+    refused(run, "_CHECKPOINT_METADATA: was damaged")
+
+
+@pytest.mark.parametrize("lost", [("_CHECKPOINT_METADATA",), ("_CHECKPOINT_METADATA", MARK)])
+def test_a_step_that_has_lost_its_commit_record_is_damaged(
+    run: Path, lost: tuple[str, ...]
+) -> None:
+    for name in lost:
+        (run / str(DAMAGED) / name).unlink()
+    refused(run, "cannot read its commit record.*_CHECKPOINT_METADATA")
+
+
+@pytest.mark.parametrize("files", [("state/checkpoint.pt",), ("README.md", "manifest/a.yaml"), ()])
+def test_a_folder_of_somebodys_with_a_number_for_a_name_is_no_step(
+    run: Path, files: tuple[str, ...]
+) -> None:
+    (run / "7").mkdir()
+    for file in files:
+        (run / "7" / file).parent.mkdir(exist_ok=True)
+        (run / "7" / file).touch()
+    with TorchaxCheckpointer(run) as ckpt:
+        assert ckpt.all_steps() == [1, DAMAGED]
+        assert Program().attach(ckpt) == DAMAGED
+
+
+def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:
+    handlers = dict.fromkeys(("state", "manifest", "summary"), "antigravity.Handler")
+    edit(
+        run / str(DAMAGED) / "_CHECKPOINT_METADATA",
+        lambda raw: raw.update(item_handlers=handlers),
+    )
+    unseal(run)
+    program = Program()
+    with TorchaxCheckpointer(run) as ckpt:
+        assert program.attach(ckpt) == DAMAGED  # the names decide nothing
+    assert "antigravity" not in __import__("sys").modules
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"metrics": 5, "abandons": 5},
+        {"metrics": [["loss", 1]], "abandons": [[1]]},
+        {"abandons": [["1", 2], [1, "x"], [None, None], [1, 2, 3], 5]},
+        {"abandons": {"1": 2}},
+        {"metrics": {"loss": 10**400}},
+    ],
+    ids=str,
+)
+def test_a_hostile_summary_hides_no_step_and_breaks_no_policy(run: Path, summary: Any) -> None:
+    sealed = seals.seal(summary) if isinstance(summary, dict) else summary
+    for step in (1, DAMAGED):
+        (run / str(step) / "summary" / "data.json").write_text(json.dumps(sealed))
+    best = policies.AnyPreservationPolicy([policies.BestN(metric="loss"), policies.LatestN(5)])
+    program = Program()
+    with TorchaxCheckpointer(run, preservation_policy=best) as ckpt:
+        assert program.attach(ckpt) == DAMAGED
+        assert ckpt.all_steps() == [1, DAMAGED]
+        assert isinstance(ckpt.metrics(DAMAGED), dict)
+        ckpt.best_step()
+        assert ckpt.save(3, force=True, metrics={"loss": 1.0})
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"5", b"[" * 100_000, b"\xff"], ids=repr)
+def test_a_garbage_summary_breaks_no_listing(run: Path, raw: bytes) -> None:
+    (run / str(DAMAGED) / "summary" / "data.json").write_bytes(raw)
+    refused(run, "summary")
+    with TorchaxCheckpointer(run) as ckpt:
+        assert ckpt.all_steps() == [1, DAMAGED]
+        assert ckpt.metrics(DAMAGED) == {}
+
+
+@pytest.mark.parametrize("lost", ["manifest", "summary", "manifest/data.json", "both"])
+def test_a_step_that_has_lost_its_json_is_damaged_and_not_foreign(run: Path, lost: str) -> None:
+    for item in ("manifest", "summary") if lost == "both" else (lost,):
+        path = run / str(DAMAGED) / item
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    refused(run, "cannot read its (manifest|summary)")
+    with TorchaxCheckpointer(run) as ckpt, pytest.raises(CorruptCheckpointError):
+        ckpt.load(DAMAGED)
+
+
+@pytest.mark.parametrize("name", ["02", "-2", "2 ", "٣", "9" * 200, "incoming-٣", "1e3"])
+def test_a_name_that_no_step_has_is_no_step(run: Path, name: str) -> None:
+    shutil.copytree(run / str(DAMAGED), run / name)
+    assert [s.step for s in StepDirectory(run).steps()] == [1, DAMAGED]
+
+
+# --- functional state and steps of bare Orbax ----------------------------------------------------
+
+
+@pytest.fixture
+def functional(directory: Path) -> Path:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (1, DAMAGED):
+            ckpt.save(step, state={"w": jnp.ones((2, 3)), "n": [1, 2.5]}, force=True)
+    return directory
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw["document"].update(state={"dict": [[{"array": "x"}, 5]]}),
+        lambda raw: raw["document"].update(state={"tuple": 5}),
+        lambda raw: raw["document"].update(state={}),
+        lambda raw: raw["document"]["state"]["dict"].append([{"zebra": 1}, 5]),
+        lambda raw: raw["document"]["state"]["dict"][0][1].update(shape=[3, 2]),
+        lambda raw: raw["document"]["state"]["dict"][0][1].update(shape=[2**40]),
+    ],
+)
+def test_hostile_functional_state_is_refused(
+    functional: Path, change: Change, abstract: bool
+) -> None:
+    edit(manifest_of(functional), change)
+    wanted = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "n": [1, 2.5]} if abstract else None
+    with TorchaxCheckpointer(functional) as ckpt:
+        with pytest.raises((CorruptCheckpointError, MismatchError)) as caught:
+            ckpt.load(DAMAGED, wanted)
+        assert caught.value.step == DAMAGED
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if isinstance(caught.value, CorruptCheckpointError):
+                assert_trees_identical(ckpt.load()["n"], [1, 2.5])
+
+
+@pytest.mark.parametrize("name", ["../../../secret", "/secret"])
+def test_a_step_of_bare_orbax_reads_nothing_outside_of_it(directory: Path, name: str) -> None:
+    path = directory / "1"
+    ocp.save(path, {"a": np.arange(3)})
+
+    def change(raw: Any) -> None:
+        (entry,) = raw["tree_metadata"].values()
+        entry["key_metadata"][0]["key"] = name
+        raw["use_ocdbt"] = False
+
+    edit(path / "state" / "_METADATA", change)
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(CorruptCheckpointError, match="arrays within the step"):
+            ckpt.load(1)
+        with pytest.raises(CorruptCheckpointError, match="arrays within the step"):
+            ckpt.load(1, {"a": np.zeros(3, np.int64)})
+
+
+def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ocp.save(directory / "1", {"a": np.arange(3000)})
+    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 1 << 14)
+    with (
+        TorchaxCheckpointer(directory) as ckpt,
+        pytest.raises(OutOfMemoryError, match="this host can hold, 16384 bytes, found 24000"),
+    ):
+        ckpt.load(1)
+
+
+def test_a_state_on_a_device_may_be_larger_than_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {name: jax.device_put(np.ones(10_000, np.float32)) for name in "abcdefgh"}
+    options = CheckpointOptions(compression=True)  # for small files
+    with TorchaxCheckpointer(tmp_path, options=options) as ckpt:
+        ckpt.save(1, state=state, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 60_000)
+        assert ckpt.load(1, state).keys() == state.keys()
+
+
+# --- the check that can fail ---------------------------------------------------------------------
+
+
+def test_without_the_look_at_array_metadata_a_hostile_shape_would_be_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_array(run, "rng.torch", lambda m: m.update(compressor={"id": "bz2", "level": 1}))
+    refused(run, "'bz2'")
+    monkeypatch.setattr(step_reader, "require_plausible", lambda *args: None)
+    refused(run, "cannot read its|BZ2|bz2|Error")  # by the library that unpacks it, too late
+
+
+# --- modes ---------------------------------------------------------------------------------------
+
+
+_SAVE = """
+import os, pathlib, sys, threading, time
+umask, target = int(sys.argv[1], 8), pathlib.Path(sys.argv[2])
+os.umask(umask)
+import torch, torchax
+from support.training import mlp
+from torchax_ckpt import TorchaxCheckpointer, policies
+torchax.enable_globally()
+seen, done = set(), threading.Event()
+
+def watch():
+    # Whatever another user could reach and write, at any moment.
+    while not done.is_set():
+        for folder, folders, files in os.walk(target):
+            folders[:] = [f for f in folders if mode_of(folder, f) & 0o001]
+            seen.update(os.path.join(folder, n) for n in (*folders, *files)
+                        if mode_of(folder, n) & 0o002)
+
+def mode_of(folder, name):
+    try:
+        return os.lstat(os.path.join(folder, name)).st_mode
+    except FileNotFoundError:
+        return 0
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = mlp()
+with TorchaxCheckpointer(target, preservation_policy=policies.PreserveAll()) as ckpt:
+    ckpt.attach(model)
+    for step in range(1, 6):
+        ckpt.save(step, force=True)
+    ckpt.wait_until_finished()
+    ckpt.restore(2)
+    ckpt.save(3, force=True)
+done.set()
+watcher.join()
+assert not seen, seen
+"""
+
+
+def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: Path) -> None:
+    names = (".torchax_ckpt_write_test", permissions.PROBE)
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (tmp_path / f"of-the-user-{name}").write_text("precious")
+        (directory / name).symlink_to(tmp_path / f"of-the-user-{name}")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
+    assert {(tmp_path / f"of-the-user-{name}").read_text() for name in names} == {"precious"}
+
+
+def test_a_link_named_like_a_leftover_is_removed_and_not_what_it_leads_to(
+    directory: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "of-the-user"
+    kept.mkdir()
+    (kept / "file").write_text("precious")
+    directory.mkdir(exist_ok=True)
+    links = [directory / "1.orbax-checkpoint-tmp", directory / "deleting-3"]
+    for link in links:
+        link.symlink_to(kept)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert ckpt.all_steps() == [1]
+    assert not any(link.is_symlink() for link in links)
+    assert (kept / "file").read_text() == "precious"
+
+
+def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    left = directory / f"{permissions.PROBE}-0123{DRAFT_SUFFIX}"
+    left.touch()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_nothing_that_is_created_can_be_written_by_everybody(
+    tmp_path: Path, directory: Path, umask: int
+) -> None:
+    target = directory / "deep" / "er"
+    run_python(_SAVE, f"{umask:o}", str(target))
+    found: Iterator[Path] = (p for p in (directory, *directory.rglob("*")))
+    expected = {True: 0o777 & ~umask & ~0o002, False: 0o666 & ~umask & ~0o002}
+    for path in found:
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        assert mode == expected[path.is_dir()], f"{path}: {mode:o}"
+    assert not list(target.glob("*.draft"))
+    with TorchaxCheckpointer(target) as ckpt:
+        assert ckpt.attach(mlp()) == 3

@@ -1,0 +1,345 @@
+"""Both ways without this package: its steps read by bare Orbax, and bare Orbax's steps by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as v0
+import pytest
+import torch
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+from support.compare import assert_trees_identical, bits
+from support.strategies import random_bits
+from support.training import P, fsdp_mesh, fsdp_rule, mlp, train_step
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import ForeignCheckpointError, MismatchError
+
+# --- a step of this package, seen through Orbax alone ------------------------------------------
+
+
+@dataclasses.dataclass
+class Run:
+    """What was attached, as it was saved, and the directory of the step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Path
+    options: CheckpointOptions
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"layout": "stacked"}, {"layout": "flat"}, {"compression": True}],
+    ids=["auto", "stacked", "flat", "compressed"],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A model with equal layers on 8 devices, trained one step and saved; no test changes it."""
+    directory = tmp_path_factory.mktemp("run")
+    sizes = [8, 16, 16, 16, 4]
+    layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
+    model = torch.nn.Sequential(*layers).to("jax")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    options = CheckpointOptions(**request.param)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.attach(model, optimizer, shardings=fsdp_rule(fsdp_mesh()))
+        train_step(model, optimizer, 0)
+        ckpt.save(1, force=True)
+    return Run(model, optimizer, directory / "1", options)
+
+
+def arrays_of(metadata: Any) -> dict[str, Any]:
+    """Component and name, joined with a slash -> what Orbax says of the array."""
+    return {
+        f"{component}/{name}" if name else component: leaf
+        for component, leaves in metadata.items()
+        for name, leaf in leaves.items()
+    }
+
+
+def array_nodes(node: Any) -> list[dict[str, Any]]:
+    """The objects of a manifest that describe an array, found as anyone with JSON would."""
+    children = node if isinstance(node, list) else list(node.values())
+    below = [leaf for c in children if isinstance(c, (list, dict)) for leaf in array_nodes(c)]
+    return [*([node] if isinstance(node, dict) and "array" in node else []), *below]
+
+
+def read_manifest(step: Path) -> dict[str, Any]:
+    return ocp.load_checkpointables(step, {"manifest": None})["manifest"]
+
+
+def test_orbax_alone_sees_arrays_under_torch_names(run: Run) -> None:
+    metadata = ocp.checkpointables_metadata(run.step).metadata["state"]
+    shapes = {name: leaf.shape for name, leaf in metadata["model"].items()}
+    if run.options.layout == "flat":
+        assert shapes == {n: tuple(p.shape) for n, p in run.model.named_parameters()}
+        assert metadata["optimizer"].keys() == {
+            f"{name}/{what}" for name in shapes for what in ("exp_avg", "exp_avg_sq", "step")
+        }
+        return
+    assert shapes == {
+        "0.weight": (16, 8),
+        "*.weight": (2, 16, 16),  # 1.weight and 2.weight
+        "3.weight": (4, 16),
+        "*.bias": (3, 16),  # 0.bias, 1.bias and 2.bias
+        "3.bias": (4,),
+    }
+    assert {re.sub(r"^\d+", "*", name) for name in metadata["optimizer"]} == {
+        f"*.{kind}/{moment}" for kind in ("weight", "bias") for moment in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_orbax_alone_loads_every_array_by_what_the_manifest_says(run: Run) -> None:
+    """As docs/reading.md says it: metadata, then load with abstract arrays on any devices."""
+    metadata = ocp.metadata(run.step, checkpointable_name="state").metadata
+    whole = NamedSharding(fsdp_mesh(4), P())
+    abstract = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+            if leaf.dtype != np.int64
+            else np.zeros(leaf.shape, leaf.dtype)
+        ),
+        metadata,
+    )
+    loaded = arrays_of(ocp.load(run.step, abstract, checkpointable_name="state"))
+    manifest = read_manifest(run.step)
+
+    def find(name: str) -> np.ndarray:
+        for stack, members in manifest["stacks"].items():
+            if name in members:
+                return np.asarray(loaded[stack])[members.index(name)]
+        return np.asarray(loaded[name])
+
+    for name, parameter in run.model.named_parameters():
+        live = torchax_backend.buffer(parameter)
+        assert len(live.sharding.device_set) == 8
+        assert find(f"model/{name}").tobytes() == np.asarray(live).tobytes()
+        state = run.optimizer.state[parameter]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            expected = np.asarray(torchax_backend.buffer(state[moment]))
+            assert find(f"optimizer/{name}/{moment}").tobytes() == expected.tobytes()
+        assert find(f"optimizer/{name}/step") == 1.0
+
+
+def test_the_manifest_explains_every_stored_array(run: Run) -> None:
+    manifest = read_manifest(run.step)
+    stored = arrays_of(ocp.checkpointables_metadata(run.step).metadata["state"])
+    leaves = {leaf["array"]: leaf for leaf in array_nodes(manifest["document"])}
+    stacks = manifest["stacks"]
+    stacked = [member for members in stacks.values() for member in members]
+    assert bool(stacked) == (run.options.layout != "flat")
+    assert stored.keys() == {*stacks, *(leaves.keys() - set(stacked))}
+    for name, array in stored.items():
+        members = stacks.get(name, [name])
+        leading = [len(members)] if name in stacks else []
+        for member in members:
+            assert list(array.shape) == leading + leaves[member]["shape"]
+            assert array.dtype == np.dtype(leaves[member]["dtype"])
+
+
+def test_the_manifest_is_strict_json_that_names_what_wrote_it(run: Run) -> None:
+    manifest = read_manifest(run.step)
+    assert json.loads(json.dumps(manifest, allow_nan=False)) == manifest
+    assert manifest["format"] == "torchax_ckpt"
+    assert manifest["versions"].keys() >= {"torchax_ckpt", "torch", "torchax", "jax"}
+
+
+@pytest.mark.parametrize("compression", [False, True])
+def test_what_orbax_reads_is_compressed_if_and_only_if_asked_for(
+    compression: bool, directory: Path
+) -> None:
+    state = {"w": jnp.zeros((1024, 1024))}
+    options = CheckpointOptions(compression=compression)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=state)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    assert (size < state["w"].nbytes / 10) == compression
+    whole = NamedSharding(fsdp_mesh(4), P())
+    abstract = {"state": {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=whole)}}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        loaded: Any = ocp.load(directory / "1", abstract, checkpointable_name="state")
+    assert bits(loaded["state"]["w"]) == bits(state["w"])
+
+
+def test_names_with_odd_characters_are_escaped_and_explained(directory: Path) -> None:
+    keys = ["a/b", "a%2Fb", "*", "|", "#", "é ü", ".", ""]
+    state = {key: np.array([i, i]) for i, key in enumerate(keys)}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state)
+    stored = ocp.checkpointables_metadata(directory / "1").metadata["state"]["state"]
+    assert sorted(stored) == sorted(["a%2Fb", "a%252Fb", "%2A", "|", "#", "é ü", ".", "%"])
+    pairs = read_manifest(directory / "1")["document"]["state"]["dict"]
+    assert [key for key, _ in pairs] == keys
+    assert sorted(leaf["array"] for _, leaf in pairs) == sorted(f"state/{n}" for n in stored)
+
+
+# --- a step of bare Orbax, seen through this package -------------------------------------------
+
+STEP = 5
+
+
+def foreign_tree() -> dict[str, Any]:
+    """What a recipe without this package saves; names sorted, as JAX sorts them."""
+    rows = NamedSharding(fsdp_mesh(), P("fsdp"))
+    return {
+        "epoch": 3,
+        "host": np.array([2**40, -1]),
+        "moments": [jnp.ones(2), 5.5],
+        "weights": {
+            "0.bias": jnp.asarray(random_bits("bfloat16", (3,), 1)),
+            "0.weight": jax.device_put(random_bits("float32", (8, 2), 2), rows),
+        },
+    }
+
+
+def write_v1_checkpointer(directory: Path, tree: Any) -> None:
+    with ocp.training.Checkpointer(directory) as ckpt:
+        assert ckpt.save(STEP, tree)
+
+
+def write_v1_save(directory: Path, tree: Any) -> None:
+    ocp.save(directory / str(STEP), tree)
+
+
+def write_v0_manager(directory: Path, tree: Any) -> None:
+    with v0.CheckpointManager(directory) as manager:
+        assert manager.save(STEP, args=v0.args.StandardSave(tree))
+        manager.wait_until_finished()
+
+
+def write_v0_named_item(directory: Path, tree: Any) -> None:
+    with v0.CheckpointManager(directory) as manager:
+        assert manager.save(STEP, args=v0.args.Composite(state=v0.args.StandardSave(tree)))
+        manager.wait_until_finished()
+
+
+writers = pytest.mark.parametrize(
+    "write",
+    [write_v1_checkpointer, write_v1_save, write_v0_manager, write_v0_named_item],
+    ids=lambda w: w.__name__.removeprefix("write_"),
+)
+Writer = Callable[[Path, Any], None]
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, jax.Array) else x, tree)
+
+
+@writers
+def test_a_step_of_bare_orbax_is_read_as_host_arrays(directory: Path, write: Writer) -> None:
+    tree = foreign_tree()
+    write(directory, tree)
+    ckpt = TorchaxCheckpointer(directory)
+    assert ckpt.all_steps() == [STEP]
+    assert ckpt.metrics(STEP) == {}
+    assert_trees_identical(ckpt.load(), host(tree))
+    assert_trees_identical(ckpt.load(STEP), host(tree))
+
+
+@writers
+def test_a_step_of_bare_orbax_is_read_onto_another_layout(directory: Path, write: Writer) -> None:
+    tree = foreign_tree()
+    write(directory, tree)
+    grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    for sharding in (NamedSharding(grid, P()), SingleDeviceSharding(jax.devices()[7]), None):
+        wanted = jax.tree.map(
+            lambda x, s=sharding: (
+                jax.device_put(np.asarray(x), s) if isinstance(x, jax.Array) else x
+            ),
+            tree,
+        )
+        abstract = jax.tree.map(
+            lambda x, s=sharding: (
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+                if isinstance(x, jax.Array)
+                else x
+            ),
+            tree,
+        )
+        assert_trees_identical(TorchaxCheckpointer(directory).load(STEP, abstract), wanted)
+
+
+@writers
+def test_a_step_of_bare_orbax_is_read_as_torch_tensors(directory: Path, write: Writer) -> None:
+    tree = foreign_tree()
+    write(directory, tree)
+    rows = NamedSharding(fsdp_mesh(2), P("fsdp"))
+    wanted = {
+        **tree,
+        "host": torchax_backend.from_numpy(tree["host"]),
+        "weights": {
+            "0.bias": torchax_backend.from_numpy(np.asarray(tree["weights"]["0.bias"])),
+            "0.weight": torchax_backend.wrap(
+                jax.device_put(np.asarray(tree["weights"]["0.weight"]), rows)
+            ),
+        },
+    }
+    with torchax_backend.native_torch():
+        blank_host, blank_bias = torch.zeros(2, dtype=torch.int64), torch.zeros(3).bfloat16()
+    abstract = {
+        **tree,
+        "host": blank_host,
+        "weights": {
+            "0.bias": blank_bias,
+            "0.weight": torchax_backend.wrap(jax.device_put(np.zeros((8, 2), np.float32), rows)),
+        },
+    }
+    loaded = TorchaxCheckpointer(directory).load(STEP, abstract)
+    assert_trees_identical(loaded, wanted)
+
+
+@pytest.mark.parametrize("write", [write_v1_checkpointer, write_v0_manager])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("kind", ["missing", "shape", "dtype"])
+def test_what_a_step_of_bare_orbax_does_not_have_is_a_mismatch(
+    directory: Path, write: Writer, on_device: bool, kind: str
+) -> None:
+    """Bare Orbax would give zeros, another shape, or cast."""
+    write(directory, {"w": np.arange(4.0, dtype=np.float32), "z": np.ones(1)})
+    asked: dict[str, tuple[str, tuple[int, ...], Any]] = {
+        "missing": ("absent", (4,), np.float32),
+        "shape": ("w", (5,), np.float32),
+        "dtype": ("w", (4,), ml_dtypes.bfloat16),
+    }
+    name, shape, dtype = asked[kind]
+    sharding = SingleDeviceSharding(jax.devices()[1])
+    leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    abstract: dict[str, Any] = {"w": np.zeros(4, np.float32), "z": np.zeros(1)}
+    abstract[name] = leaf if on_device else np.zeros(shape, dtype)
+    with pytest.raises(MismatchError) as caught:
+        TorchaxCheckpointer(directory).load(STEP, abstract)
+    assert name in str(caught.value)
+    assert caught.value.step == STEP
+
+
+@writers
+def test_a_step_of_bare_orbax_is_refused_where_names_cannot_be_matched(
+    directory: Path, write: Writer
+) -> None:
+    write(directory, foreign_tree())
+    model = mlp()
+    before = {name: bits(p) for name, p in model.named_parameters()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(ForeignCheckpointError, match="load") as caught:
+            ckpt.attach(model)
+        assert caught.value.step == STEP
+        assert caught.value.path == str(directory / str(STEP))
+        ckpt.attach(model, resume=False)
+        with pytest.raises(ForeignCheckpointError, match="load"):
+            ckpt.restore()
+        with pytest.raises(ForeignCheckpointError, match="load"):
+            ckpt.restore(STEP)
+    assert {name: bits(p) for name, p in model.named_parameters()} == before

@@ -1,0 +1,40 @@
+"""Commands of torchax-ckpt, run in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Any
+
+from typer.testing import CliRunner
+
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli.app import app
+from torchax_ckpt.cli.exit_codes import FOUND
+
+
+def run(*args: Any, code: int = 0) -> str:
+    """What a command prints; it must end with this code, and with one line where it fails."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    if code and result.stderr:
+        assert "Traceback" not in result.stderr
+    return result.stdout if code in (0, exit_codes.FOUND) else result.stderr
+
+
+def run_json(*args: Any, code: int = 0) -> Any:
+    return json.loads(run(*args, "--json", code=code))
+
+
+BLOCK = re.compile(r"^(```|<!-- )(?P<kind>[a-z{}-]*)\n(?P<body>.*?)^(```|-->)$", re.M | re.S)
+
+
+def run_commands(body: str) -> None:
+    """Runs lines of a shell that name commands of torchax-ckpt, one after the other."""
+    for line in filter(None, body.splitlines()):
+        command, *otherwise = line.split(" || ")
+        name, *args = shlex.split(command, comments=True)
+        assert name == "torchax-ckpt"
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == (FOUND if otherwise else 0), f"{line}: {result.output}"

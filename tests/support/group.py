@@ -1,0 +1,92 @@
+"""Processes played by threads, over a coordination service in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from torchax_ckpt.processes.coordination import Processes
+
+
+class Service:
+    """JAX's coordination service, as threads of one process see it."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        with self._changed:
+            assert allow_overwrite or key not in self.known, f"{key} was set before"
+            self.known[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.known, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self.known[key]
+
+    def key_value_dir_get_bytes(self, folder: str) -> list[tuple[str, bytes]]:
+        assert folder.endswith("/")
+        with self._changed:
+            return [(k, v) for k, v in self.known.items() if k.startswith(folder)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            for known in [k for k in self.known if k == key or k.startswith(f"{key}/")]:
+                del self.known[known]
+
+
+class Group:
+    """Three processes, each a thread."""
+
+    def __init__(self, timeout_secs: float = 30) -> None:
+        self.service = Service()
+        self.members = [
+            Processes(f"test {id(self)} {i}", timeout_secs, index=i, count=3, client=self.service)
+            for i in range(3)
+        ]
+        for member in self.members:
+            member._place = "test"
+
+    def __call__(self, act: Callable[[Processes], Any]) -> list[Any]:
+        """What each process gets, or the error that it gets."""
+
+        def run(member: Processes) -> Any:
+            try:
+                return act(member)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(run, self.members))
+
+
+TRAIN = """
+    import sys
+    from processes_program import COUNT, Training, report
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+
+    directory, seed = sys.argv[4], int(sys.argv[5])
+    training = Training(seed)
+    # Four processes write in batches, each in as many as it needs.
+    max_host_bytes = 1000 if COUNT == 4 else None
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=CheckpointOptions(process_timeout_secs=60, max_host_bytes=max_host_bytes),
+        save_decision_policy=policies.FixedIntervalPolicy(4),
+        preservation_policy=policies.PreserveAll(),
+    )
+
+    def train(first, last):
+        training.seen.clear()
+        for step in range(first, last + 1):
+            loss = training.step()
+            ckpt.save(step, metrics={"loss": loss})
+        report(seen=training.seen, whole=training.whole(), own=training.own())
+"""

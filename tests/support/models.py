@@ -1,0 +1,57 @@
+"""Models with ties, stacks, two dtypes and extra state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from support.compare import bits
+from support.training import before_enabling
+
+
+class Plain(torch.nn.Module):
+    """An embedding tied to its head, equal layers that are stacked, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((), 0.5))
+
+
+class Tied(Plain):
+    """The same with an extra state, which safetensors' own load_model does not stand."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def values(state: dict[str, Any]) -> dict[str, Any]:
+    """Name -> dtype, shape and bytes."""
+    found = {}
+    for name, tensor in state.items():
+        if not name.endswith("_extra_state"):
+            found[name] = bits(tensor)[1:]
+    return found
+
+
+def plain() -> torch.nn.Module:
+    with before_enabling():
+        torch.manual_seed(3)
+        model = Plain()
+        model.layers[1].bfloat16()
+        return model
+
+
+def live() -> Any:
+    model = Plain()
+    model.layers[1].bfloat16()
+    model.to("jax")
+    model.head.weight = model.embed.weight
+    return model

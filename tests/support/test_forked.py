@@ -1,0 +1,260 @@
+"""A forked program cannot tell that it is one, but for what ``forked.py`` says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import TESTS, forked
+from support.processes import COMPILED_ONCE, Started, run_python
+
+
+def report(source: str, *args: str, **kwargs: Any) -> Any:
+    return json.loads(run_python(source, *args, **kwargs).stdout)
+
+
+LOOKS = """
+    import MODULES
+    import json, os, re, signal, sys, threading, warnings
+    status = open("/proc/self/status").read()
+    import faulthandler, jax, numpy
+    from jax._src import xla_bridge
+    before = xla_bridge.backends_are_initialized()
+    print(json.dumps({
+        "argv": sys.argv,
+        "path": sys.path,
+        "main": sorted(set(vars()) - {"status", "before", "xla_bridge"}),
+        "name": __name__,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "umask": os.umask(0o22),
+        "files": sorted(os.listdir("/proc/self/fd")),
+        "threads": [len(os.listdir("/proc/self/task")) - before, threading.active_count()],
+        "is main": threading.current_thread() is threading.main_thread(),
+        "handlers": [str(signal.getsignal(number)) for number in signal.valid_signals()],
+        "masks": re.findall(r"(Sig(?:Blk|Ign)):\\s+(\\w+)", status),
+        "wakeup": signal.set_wakeup_fd(-1),
+        "faulthandler": faulthandler.is_enabled(),
+        "filters": [str(entry) for entry in warnings.filters],
+        "collects": [__import__("gc").isenabled(), __import__("gc").get_threshold()],
+        "streams": [
+            [s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()]
+            for s in (sys.stdout, sys.stderr)
+        ],
+        "backend": before,
+        "cache": jax.config.jax_compilation_cache_dir,
+        "least": jax.config.jax_persistent_cache_min_entry_size_bytes,
+        "devices": jax.device_count(),
+        "traced": sys.gettrace() is not None,
+        "limits": __import__("resource").getrlimit(7),
+    }))
+""".replace("MODULES", ", ".join(forked.MODULES))
+
+
+@pytest.mark.parametrize(
+    ("devices", "env"), [(8, {}), (2, COMPILED_ONCE), (None, {"PYTHONUNBUFFERED": "1"})]
+)
+def test_it_finds_what_a_fresh_one_finds(
+    devices: int | None, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, expected = (
+        report(LOOKS, "one", "", devices=devices, env=env, fresh=fresh) for fresh in (False, True)
+    )
+    assert expected["devices"] == (devices or 1)
+    # A fresh one has OpenBLAS's thread, which starts again where a forked one multiplies.
+    assert found.pop("threads") == [1, 1]
+    assert expected.pop("threads")[1] == 1
+    assert found == expected
+
+
+def test_a_script_is_run_as_one(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 5\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "from beside import VALUE\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], VALUE]))\n"
+    )
+    found, expected = (
+        Started(str(script), "a b", fresh=fresh).result(100).stdout for fresh in (False, True)
+    )
+    assert json.loads(expected)[0] == "__main__"
+    assert found == expected
+
+
+ENDS = """
+    import atexit, os, signal, sys, threading, time
+
+    class Left:
+        def __del__(self):
+            print("module torn down", flush=True)
+
+    left = Left()
+    atexit.register(print, "atexit, first")
+    atexit.register(print, "atexit, last")
+    is_ending = threading.Event()
+    threading._register_atexit(is_ending.set)
+    threading._register_atexit(print, "before threads are waited for")
+    threading.Thread(target=lambda: (is_ending.wait(), print("thread"))).start()
+    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+    sys.stdout.write("not flushed; ")
+    exec(sys.argv[1])
+"""
+ENDINGS = [
+    "pass",
+    "sys.exit(7)",
+    "raise ZeroDivisionError('here')",
+    "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+    "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+]
+MORE_ENDINGS = [
+    "sys.exit()",
+    "sys.exit('said')",
+    "raise KeyboardInterrupt",
+    "os.kill(os.getpid(), signal.SIGKILL)",
+    "os.abort()",
+    "os._exit(9)",
+    "signal.alarm(1); time.sleep(60)",
+    "r, w = os.pipe(); os.close(r); os.write(w, b'x')",  # BrokenPipeError, not SIGPIPE
+]
+
+
+@pytest.mark.parametrize(
+    "ending", [*ENDINGS, *(pytest.param(more, marks=pytest.mark.long) for more in MORE_ENDINGS)]
+)
+def test_it_ends_as_a_fresh_one_does(ending: str) -> None:
+    found, expected = (
+        run_python(ENDS, ending, check=False, fresh=fresh) for fresh in (False, True)
+    )
+    assert found.returncode == expected.returncode
+    assert found.stdout == expected.stdout
+    # The server's call is one line of the traceback more.
+    told = re.sub(r'  File "<string>", line 1, in <module>\n', "", found.stderr, count=1)
+    assert told == expected.stderr
+
+
+def test_a_signal_from_outside_reaches_it() -> None:
+    source = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with Started("-c", source) as program:
+        deadline = time.monotonic() + 60
+        while not program.output()[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert program.process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.process.wait(0.01)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(60) == 5
+        assert program.process.poll() == 5
+        program.process.kill()  # no more: the pid may be another's
+
+
+def test_it_is_there_until_its_end_was_seen() -> None:
+    with Started("-c", "pass") as program:
+        deadline = time.monotonic() + 60
+        state = Path(f"/proc/{program.process.pid}/stat")
+        while ") Z " not in state.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ") Z " in state.read_text()
+        assert program.process.wait() == 0
+        while state.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not state.exists()
+
+
+CHANCE = """
+    import json, os, random, sys, tempfile, uuid
+    import numpy as np, tensorstore as ts, torch
+
+    folder = tempfile.mkdtemp()
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+    store.write("key", b"x" * 10_000).result()
+    print(json.dumps({
+        "torch": torch.rand(()).item(),
+        "python": random.random(),
+        "numpy": np.random.random(),
+        "generator": np.random.default_rng().random(),
+        "uuid": str(uuid.uuid4()),
+        "folder": folder,
+        "names of files": sorted(os.listdir(f"{folder}/d")),
+        "hashes": hash("word"),
+    }))
+"""
+
+
+def test_what_is_left_to_chance_differs() -> None:
+    one, two, three = (report(CHANCE) for _ in range(3))
+    assert not [what for what in one if one[what] == two[what]]
+    assert [what for what in one if one[what] == three[what]] == ["hashes"]
+
+
+def test_what_is_read_at_import_is_read_by_a_server_of_its_own() -> None:
+    source = """
+        import jax, json, sys, warnings
+        errors = [kind.__name__ for action, _, kind, *_ in warnings.filters if action == "error"]
+        print(json.dumps([jax.config.jax_enable_x64, errors, hash("word")]))
+    """
+    env = {"JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "error::UserWarning", "PYTHONHASHSEED": "5"}
+    found, expected = (report(source, env=env, fresh=fresh) for fresh in (False, True))
+    assert found == expected
+    assert found[:2] == [True, ["UserWarning"]]
+    assert report(source)[:2] == [False, []]
+
+
+def descendants(pid: int) -> set[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children}.union(*(descendants(int(c)) for c in children))
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+def test_server_and_programs_end_with_who_started_them(sig: signal.Signals) -> None:
+    tester = f"""
+import os, sys, time
+sys.path.insert(0, {str(TESTS)!r})
+from support import forked
+program = "import time; print('ready', flush=True); time.sleep(600)"
+started = forked.start(["-c", program], env=dict(os.environ), stdout=sys.stdout, stderr=sys.stderr)
+time.sleep(600)
+"""
+    with tempfile.TemporaryFile("w+") as told:
+        env = {**os.environ, "PYTHONPATH": str(TESTS)}
+        with subprocess.Popen([sys.executable, "-c", tester], stdout=told, env=env) as process:
+            try:
+                deadline = time.monotonic() + 120
+                while os.pread(told.fileno(), 9, 0) != b"ready\n" and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                started = descendants(process.pid)
+                assert len(started) == 2  # the server and the program
+                process.send_signal(sig)
+                process.wait(60)
+            finally:
+                process.kill()
+        while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in started):
+            time.sleep(0.05)
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"process {pid} was still there")
+
+
+def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryFile("w+") as file, pytest.raises(RuntimeError, match="stderr says why"):
+        env = {**os.environ, "PYTHONPATH": str(TESTS)}
+        forked.start(["-c", ""], env=env, stdout=file, stderr=file, modules=("not_there",))
+    assert "No module named 'not_there'" in capfd.readouterr().err

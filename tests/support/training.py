@@ -1,0 +1,75 @@
+"""Small models, meshes and training steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torchax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torchax import interop
+
+P = PartitionSpec
+
+
+def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
+    """A one-axis mesh over the first devices, with the Auto axes that torchax needs."""
+    return Mesh(np.array(jax.devices()[:num_devices]), (axis,))
+
+
+def fsdp_rule(mesh: Mesh) -> Any:
+    """A sharding rule: the first dim that divides, else replicated."""
+    (axis,) = mesh.axis_names
+
+    def rule(name: str, abstract: Any) -> NamedSharding:
+        size = mesh.shape[axis]
+        for dim, length in enumerate(abstract.shape):
+            if length and length % size == 0:
+                return NamedSharding(mesh, P(*[None] * dim, axis))
+        return NamedSharding(mesh, P())
+
+    return rule
+
+
+@contextlib.contextmanager
+def before_enabling() -> Iterator[None]:
+    """As in a program that has not enabled torchax yet: the place to build meta modules."""
+    torchax.disable_globally()
+    try:
+        yield
+    finally:
+        torchax.enable_globally()
+
+
+def mlp(width: int = 16, bias: bool = True) -> torch.nn.Module:
+    """A small classifier on torchax's default device."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, width, bias=bias), torch.nn.Tanh(), torch.nn.Linear(width, 4, bias=bias)
+    ).to("jax")
+
+
+_grads: dict[int, Any] = {}
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+    """One step of jitted value_and_grad and an eager torch.optim step, on data of this seed."""
+
+    def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model, params, (x,))
+        return torch.nn.functional.cross_entropy(out, y)
+
+    if id(model) not in _grads:
+        _grads[id(model)] = (interop.jax_jit(interop.jax_value_and_grad(loss)), model)
+    data = np.random.default_rng(seed)
+    env = torchax.default_env()
+    x = env.to_xla(torch.from_numpy(data.standard_normal((8, 8)).astype(np.float32)))
+    y = env.to_xla(torch.from_numpy(data.integers(0, 4, 8).astype(np.int32)).long())
+    value, grads = _grads[id(model)][0](dict(model.named_parameters()), x, y)
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name]
+    optimizer.step()
+    return value

@@ -1,0 +1,383 @@
+"""torchax from inside: buffers, dtypes, native torch, meta tensors, and the check of all that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torchax
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from support.compare import bits
+from torch import nn
+from torchax.interop import JittableModule
+from torchax.tensor import Environment, RuntimeProperty, Tensor
+from torchax.view import View
+
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.errors import BackendError, UnsupportedLeafError
+
+NUMPY_DTYPES: dict[str, Any] = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "bool": np.bool_,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+}
+
+
+# --- dtypes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NUMPY_DTYPES)
+def test_dtypes_of_torch_and_numpy_are_each_others_inverse(name: str) -> None:
+    torch_dtype = getattr(torch, name)
+    assert torchax_backend.numpy_dtype(torch_dtype) == np.dtype(NUMPY_DTYPES[name])
+    assert torchax_backend.torch_dtype(np.dtype(NUMPY_DTYPES[name])) == torch_dtype
+
+
+def test_a_dtype_that_torch_lacks_is_named() -> None:
+    with pytest.raises(UnsupportedLeafError, match="float8_e4m3b11fnuz"):
+        torchax_backend.torch_dtype(np.dtype(ml_dtypes.float8_e4m3b11fnuz))
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    """Any bits in any shape, zero-size and 0-d too."""
+    dtype = np.dtype(NUMPY_DTYPES[draw(st.sampled_from(sorted(NUMPY_DTYPES)))])
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = draw(st.binary(min_size=size, max_size=size))
+    if dtype == np.bool_:
+        raw = bytes(byte & 1 for byte in raw)
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+@given(arrays())
+def test_every_bit_survives_from_numpy_to_torch_and_back(array: np.ndarray) -> None:
+    tensor = torchax_backend.from_numpy(array)
+    assert (tensor.device.type, tuple(tensor.shape)) == ("cpu", array.shape)
+    assert tensor.dtype == torchax_backend.torch_dtype(array.dtype)
+    with torchax_backend.native_torch():
+        assert bits(torchax_backend.to_numpy(tensor)) == bits(array)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "int64", "complex64"])
+def test_tensors_of_any_strides_are_read_as_they_look(name: str) -> None:
+    array = np.arange(12).reshape(3, 4).astype(NUMPY_DTYPES[name])
+    tensor = torchax_backend.from_numpy(array)
+    with torchax_backend.native_torch():
+        assert bits(torchax_backend.to_numpy(tensor.t())) == bits(array.T)
+        assert bits(torchax_backend.to_numpy(tensor[1:, ::2])) == bits(array[1:, ::2])
+        assert bits(torchax_backend.to_numpy(tensor[0].expand(2, 4))) == bits(
+            np.stack([array[0]] * 2)
+        )
+
+
+def test_conjugated_and_negated_views_are_read_as_they_look() -> None:
+    with torchax_backend.native_torch():
+        tensor = torch.tensor([1 + 2j, 3 - 4j])
+        assert torchax_backend.to_numpy(tensor.conj()).tolist() == [1 - 2j, 3 + 4j]
+        assert torchax_backend.to_numpy(tensor.conj().imag).tolist() == [-2.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_conversions_share_no_memory(name: str) -> None:
+    array = np.ones(3, NUMPY_DTYPES[name])
+    tensor = torchax_backend.from_numpy(array)
+    array[:] = 0
+    with torchax_backend.native_torch():
+        read = torchax_backend.to_numpy(tensor)
+        tensor.zero_()
+    assert read.astype(np.float32).tolist() == [1.0, 1.0, 1.0]
+    torchax_backend.copy_into(tensor, read)
+    read[:] = 0
+    with torchax_backend.native_torch():
+        assert tensor.to(torch.float32).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "float8_e5m2", "int64", "bool"])
+def test_copying_into_a_cpu_tensor_keeps_it_and_reaches_its_views(name: str) -> None:
+    dtype = NUMPY_DTYPES[name]
+    tensor = torchax_backend.from_numpy(np.zeros((2, 2), dtype))
+    with torchax_backend.native_torch():
+        row, pointer = tensor[1], tensor.data_ptr()
+    torchax_backend.copy_into(tensor, np.array([[0, 1], [1, 0]]).astype(dtype))
+    with torchax_backend.native_torch():
+        assert tensor.data_ptr() == pointer
+        assert bits(torchax_backend.to_numpy(row)) == bits(np.array([1, 0]).astype(dtype))
+
+
+def test_copying_into_a_parameter_that_requires_grad_records_nothing() -> None:
+    with torchax_backend.native_torch():
+        parameter = nn.Parameter(torch.zeros(2))
+    torchax_backend.copy_into(parameter, np.array([1, 2], np.float32))
+    assert parameter.requires_grad
+    assert parameter.grad_fn is None
+    with torchax_backend.native_torch():
+        assert torchax_backend.to_numpy(parameter).tolist() == [1, 2]
+
+
+# --- buffers -----------------------------------------------------------------------------------
+
+
+def test_replacing_a_buffer_keeps_the_parameter_and_shows_in_its_views() -> None:
+    parameter = nn.Parameter(torch.zeros(4, device="jax"))
+    view = parameter[1:3]
+    array = jnp.arange(4, dtype=jnp.float32)
+    torchax_backend.set_buffer(parameter, array)
+    assert isinstance(parameter, nn.Parameter)
+    assert torchax_backend.buffer(parameter) is array
+    assert isinstance(view, View)
+    assert torchax_backend.buffer(view).tolist() == [1.0, 2.0]
+
+
+def test_replacing_the_buffer_of_a_view_writes_through() -> None:
+    base = torch.zeros(4, device="jax")
+    torchax_backend.set_buffer(base[1:3], jnp.array([5.0, 6.0]))
+    assert torchax_backend.buffer(base).tolist() == [0.0, 5.0, 6.0, 0.0]
+
+
+def test_wrapping_shares_the_array() -> None:
+    array = jnp.ones(2)
+    assert torchax_backend.buffer(torchax_backend.wrap(array)) is array
+
+
+def test_device_tensors_are_told_from_all_others() -> None:
+    on_device = torch.ones(2, device="jax")
+    assert torchax_backend.is_device_tensor(on_device)
+    assert torchax_backend.is_device_tensor(on_device[:1])
+    assert torchax_backend.is_device_tensor(nn.Parameter(on_device))
+    others = [torch.ones(2), torch.empty(2, device="meta"), jnp.ones(2), np.ones(2), None, 1]
+    assert not any(torchax_backend.is_device_tensor(other) for other in others)
+
+
+# --- native torch ------------------------------------------------------------------------------
+
+
+def test_native_torch_stays_on_the_cpu_with_its_wide_dtypes_and_torchax_comes_back() -> None:
+    torch.ones(2, device="jax") + 1  # after an operation torchax's own switch does nothing
+    with torchax_backend.native_torch():
+        tensor = torch.tensor([2**40]) * 2
+        assert type(tensor) is torch.Tensor
+        assert tensor.tolist() == [2**41]
+        with pytest.raises(RuntimeError):
+            torch.ones(2, device="jax")
+    assert torchax_backend.is_device_tensor(torch.ones(2, device="jax") * 2)
+
+
+def test_native_torch_ends_with_an_exception_too() -> None:
+    with pytest.raises(KeyError), torchax_backend.native_torch():
+        raise KeyError
+    assert torchax_backend.is_device_tensor(torch.ones(2, device="jax"))
+
+
+# --- meta tensors ------------------------------------------------------------------------------
+
+
+def meta_linear(**arguments: Any) -> nn.Linear:
+    # Under enabled torchax, torch.device("meta") builds on jax.
+    with torchax_backend.native_torch():
+        return nn.Linear(2, 3, device="meta", **arguments)
+
+
+def test_a_filled_meta_parameter_is_the_same_object_everywhere() -> None:
+    model = meta_linear()
+    weight: Any = model.weight
+    other = nn.Module()
+    other.register_parameter("tied", weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    array = jnp.ones((3, 2))
+    torchax_backend.fill_meta(weight, array)
+    assert model.weight is other.tied is optimizer.param_groups[0]["params"][0] is weight
+    assert isinstance(weight, nn.Parameter)
+    assert torchax_backend.is_device_tensor(weight)
+    assert torchax_backend.buffer(weight) is array
+    weight.grad = torch.ones(3, 2, device="jax")
+    optimizer.step()
+    assert torchax_backend.buffer(model.weight).tolist() == [[0.5, 0.5]] * 3
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_filled_meta_parameter_requires_grad_as_before(requires_grad: bool) -> None:
+    model = meta_linear()
+    model.weight.requires_grad_(requires_grad)
+    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
+    assert model.weight.requires_grad is requires_grad
+
+
+def test_a_filled_meta_tensor_keeps_its_attributes() -> None:
+    model: Any = meta_linear()
+    model.weight.partition = ("fsdp", None)
+    model.weight.weight_loader = print
+    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
+    assert model.weight.partition == ("fsdp", None)
+    assert model.weight.weight_loader is print
+
+
+def test_optimizer_state_of_a_meta_parameter_is_still_found_once_it_is_filled() -> None:
+    model = meta_linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["note"] = 1
+    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
+    assert optimizer.state[model.weight] == {"note": 1}
+
+
+def test_a_filled_meta_buffer_is_no_parameter() -> None:
+    with torchax_backend.native_torch():
+        model = nn.BatchNorm1d(3, device="meta")
+    buffer: Any = model.running_mean
+    torchax_backend.fill_meta(buffer, jnp.zeros(3))
+    assert model.running_mean is buffer
+    assert not isinstance(buffer, nn.Parameter)
+    assert list(dict(model.named_buffers())) == [
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
+
+
+# --- random key and wrapped modules ------------------------------------------------------------
+
+
+@pytest.fixture
+def _key() -> Iterator[None]:
+    yield
+    torchax.default_env().manual_seed(0)
+
+
+@pytest.mark.usefixtures("_key")
+def test_the_random_key_that_is_set_is_the_one_that_is_drawn_from() -> None:
+    key = jax.random.key(3)
+    torchax_backend.set_prng_key(key)
+    assert torchax_backend.prng_key() is key
+    first = bits(torch.rand(4, device="jax"))
+    assert not bool(
+        (jax.random.key_data(torchax_backend.prng_key()) == jax.random.key_data(key)).all()
+    )
+    torchax_backend.set_prng_key(key)
+    assert bits(torch.rand(4, device="jax")) == first
+
+
+def test_a_jittable_module_is_unwrapped_and_any_other_is_left() -> None:
+    model = nn.Linear(2, 2).to("jax")
+    assert torchax_backend.unwrap_jittable(model) == (model, {})
+    wrapped = JittableModule(model)
+    assert isinstance(wrapped, nn.Linear), "it claims the wrapped class"
+    root, live = torchax_backend.unwrap_jittable(wrapped)
+    assert root is model
+    assert live.keys() == {"weight", "bias"}
+
+
+# --- the check ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _check_again() -> Iterator[None]:
+    torchax_backend.check_internals.cache_clear()
+    yield
+    torchax_backend.check_internals.cache_clear()
+
+
+@pytest.mark.usefixtures("_check_again")
+def test_the_installed_torchax_passes_the_check() -> None:
+    torchax_backend.check_internals()
+    assert torchax_backend.check_internals.cache_info().currsize == 1
+
+
+@pytest.mark.usefixtures("_check_again")
+def test_a_checkpointer_leaves_the_key_to_the_seed_that_the_program_sets_next(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchax takes its key from torch's seed when its environment is made.
+    monkeypatch.setattr(torchax, "_env", None)
+    TorchaxCheckpointer(directory).close()
+    assert torchax._env is None
+
+
+def _no_jax_method(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(Tensor, "jax")
+
+
+def _another_buffer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tensor, "jax", lambda self: jnp.zeros(2))
+
+
+def _no_view_update(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(View, "update")
+
+
+def _no_property(patch: pytest.MonkeyPatch) -> None:
+    original = Environment.__init__
+
+    def init(self: Any) -> None:
+        original(self)
+        del self._property
+
+    patch.setattr(Environment, "__init__", init)
+
+
+def _no_override(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(RuntimeProperty, "override")
+
+
+def _key_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    key = property(lambda self: jax.random.key(0))
+    patch.setattr(type(torchax.default_env()), "prng_key", key)
+
+
+def _no_wrapped_model(patch: pytest.MonkeyPatch) -> None:
+    original = JittableModule.__init__
+
+    def init(self: Any, module: nn.Module) -> None:
+        original(self, module)
+        del self._model
+
+    patch.setattr(JittableModule, "__init__", init)
+
+
+@pytest.mark.usefixtures("_check_again")
+@pytest.mark.parametrize(
+    "change",
+    [
+        _no_jax_method,
+        _another_buffer,
+        _no_view_update,
+        _no_property,
+        _no_override,
+        _key_elsewhere,
+        _no_wrapped_model,
+    ],
+)
+def test_a_torchax_without_an_internal_is_refused_with_its_version(
+    change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        change(patch)
+        with pytest.raises(BackendError) as caught:
+            TorchaxCheckpointer(tmp_path)
+    assert f"torchax {torchax.__version__} does not work" in str(caught.value)
+    assert isinstance(caught.value, ImportError)
+    TorchaxCheckpointer(tmp_path).close()  # a failed check is not remembered
