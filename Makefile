@@ -9,22 +9,30 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3, \
 VENV := .venv
 INSTALLED := $(VENV)/.installed-tests
 BIN := $(VENV)/bin
-# One more than two cores, as some tests wait.
-PYTEST_FLAGS ?= -n 3 --dist worksteal
+# As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
+PYTEST_FLAGS ?= -n auto --dist loadgroup
 
-.PHONY: demo test test-long lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
+.PHONY: demo test test-slow test-long test-all lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
     torture-endurance clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo.py
 
+# What a person waits for: at least one test of every promise.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# The longer variants of what those tests show; before a release.
+# The others of every change.
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "slow and not long"
+
+# Longer variants of what those tests show; before a release.
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "slow or long or not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -41,6 +41,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores that this process may use, as some tests wait."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of a module fixture on one worker, so that it is made once."""
+    for item in items:
+        known = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        shared = {
+            d.argname for (*_, d) in known if d.scope == "module" and "parametrize" not in d.argname
+        }
+        if shared:
+            name = f"{item.path.name}:{','.join(sorted(shared))}"
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _torchax_enabled() -> Iterator[None]:
     """As in a user's program: torchax is enabled once, globally."""

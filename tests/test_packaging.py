@@ -214,7 +214,7 @@ def undeclared(names: set[str], declared: set[str]) -> set[str]:
 
 def test_what_the_package_imports_is_a_core_dependency() -> None:
     files = loaded_with_the_package()
-    assert {"checkpointer.py", "saving.py", "restoring.py"} <= {path.name for path in files}
+    assert {"checkpointer.py", "saver.py", "restore.py"} <= {path.name for path in files}
     assert not {path.parent.name for path in files} & {"cli", "integrations", "lightning"}
     needed = libraries(name for path in files for name in imported(path, at_import=True))
     assert {"jax", "torch", "orbax", "xxhash", "tqdm"} <= needed  # so they are found
@@ -234,7 +234,7 @@ def test_what_the_package_imports_is_a_core_dependency() -> None:
 )
 def test_what_is_imported_elsewhere_is_in_an_extra(folder: str, extras: list[str]) -> None:
     paths = sorted((ROOT / folder).rglob("*.py"))
-    own = {path.stem for path in paths} | {"benchmarks"}
+    own = {path.stem for path in paths} | {path.parent.name for path in paths} | {"benchmarks"}
     needed = libraries(name for path in paths for name in imported(path, at_import=False)) - own
     if folder == "tests":
         needed -= {path.stem for path in ROOT.glob("*/*.py")}

@@ -10,8 +10,7 @@ from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage.arrays import array_checks, orbax_context
-from torchax_ckpt.storage.arrays.orbax_barriers import one_at_a_time
+from torchax_ckpt.storage.arrays import array_checks, orbax_barriers, orbax_context
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt
 
@@ -28,7 +27,11 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
       CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
     """
     metadata = foreign_metadata(committed)
-    with as_corrupt(committed, "checkpoint"), one_at_a_time, orbax_context.for_loading(options):
+    with (
+        as_corrupt(committed, "checkpoint"),
+        orbax_barriers.one_at_a_time,
+        orbax_context.for_loading(options),
+    ):
         if abstract_state is None:
             # Without an abstract state Orbax rebuilds the mesh it was saved on, which fails on
             # any other; host arrays need none.
