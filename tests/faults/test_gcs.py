@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from etils import epath
+from etils.epath import backend
+from gcsfs.extended_gcsfs import BucketType, ExtendedGcsFileSystem
+from google.api_core import exceptions
 from jax.sharding import NamedSharding
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support.compare import assert_trees_identical, bits
@@ -42,7 +46,7 @@ from torchax_ckpt import (
     torchax_backend,
 )
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import bucket, location
 
 ROOT = Path(__file__).parent.parent.parent
 _numbers = itertools.count(1)
@@ -255,6 +259,95 @@ def test_nothing_is_deleted_but_what_was_looked_at(
     assert len(deletes) > 10
     assert [r for r in deletes if "ifGenerationMatch=" not in r] == []
     assert names(gcs, bucket_run) == {"3"}
+
+
+def test_a_refused_delete_spares_what_was_written_since_the_listing(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+    prefix = bucket_run.removeprefix("gs://bucket/")
+    storage = gcs.server.storage
+    for name in ("a", "b/changed", "b/c"):
+        filesystem.pipe_file(f"{bucket_run}/{name}", b"old")
+
+    def write_meanwhile(request: str) -> None:
+        if request.startswith("DELETE") and not storage.objects["bucket"].get(f"{prefix}/b/new"):
+            found = storage.get_file_obj("bucket", f"{prefix}/b/changed")
+            for name in ("changed", "new"):
+                name = f"{prefix}/b/{name}"
+                generation = str(int(found["generation"]) + 1)
+                written = {**found, "name": name, "generation": generation}
+                storage.create_file("bucket", name, b"new", written)
+
+    gcs.hook = write_meanwhile
+    bucket.remove(epath.Path(bucket_run))
+    gcs.hook = None
+    assert gcs.server.names(f"{prefix}/") == [f"{prefix}/b/changed", f"{prefix}/b/new"]
+    assert filesystem.cat_file(f"{bucket_run}/b/changed") == b"new"
+    bucket.remove(epath.Path(bucket_run))
+    assert gcs.server.names(f"{prefix}/") == []
+
+
+class FoldersOfTheService:
+    """Folder resources of a hierarchical namespace, as the storage control API serves them."""
+
+    def __init__(self, server: gcs_server.GcsServer, folders: Sequence[str]) -> None:
+        self.server = server
+        self.folders = set(folders)
+
+    async def list_folders(self, request: Any, **kwargs: Any) -> Any:
+        async def listed() -> AsyncIterator[Any]:
+            for folder in sorted(self.folders):
+                if f"{folder}/".startswith(request.prefix):
+                    yield types.SimpleNamespace(
+                        name=f"projects/_/buckets/bucket/folders/{folder}/",
+                        create_time=None,
+                        update_time=None,
+                        metageneration=1,
+                    )
+
+        return listed()
+
+    async def delete_folder(self, name: str, **kwargs: Any) -> None:
+        folder = name.removeprefix("projects/_/buckets/bucket/folders/").rstrip("/")
+        if folder not in self.folders:
+            raise exceptions.NotFound(folder)
+        inside = [f for f in self.folders if f.startswith(f"{folder}/")]
+        if inside or self.server.names(f"{folder}/"):
+            raise exceptions.FailedPrecondition(f"{folder} is not empty")
+        self.folders.remove(folder)
+
+
+def test_only_empty_folders_of_a_hierarchical_namespace_go_with_their_objects(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = bucket_run.removeprefix("gs://bucket/")
+    folders = (f"{prefix}/1", f"{prefix}/1/empty", f"{prefix}/1/a", f"{prefix}/1/a/b", f"{prefix}")
+    service = FoldersOfTheService(gcs.server, folders)
+    filesystem = ExtendedGcsFileSystem(
+        endpoint_url=gcs.url, token="anon", finalize_on_close=True, skip_instance_cache=True
+    )
+    filesystem._storage_layout_cache["bucket"] = BucketType.HIERARCHICAL
+    filesystem._storage_control_client = service
+    monkeypatch.setattr(backend.fsspec_backend, "fs", lambda path: filesystem)
+    plain = fsspec.filesystem("gcs")
+    for name in ("1/x", "1/a/b/y"):
+        plain.pipe_file(f"{bucket_run}/{name}", b"old")
+
+    def write_meanwhile(request: str) -> None:
+        name = f"{prefix}/1/a/new"
+        if request.startswith("DELETE") and not gcs.server.storage.objects["bucket"].get(name):
+            found = gcs.server.storage.get_file_obj("bucket", f"{prefix}/1/a/b/y")
+            gcs.server.storage.create_file("bucket", name, b"new", {**found, "name": name})
+
+    gcs.hook = write_meanwhile
+    bucket.remove(epath.Path(f"{bucket_run}/1"))
+    gcs.hook = None
+    assert gcs.server.names(f"{prefix}/") == [f"{prefix}/1/a/new"]
+    assert service.folders == {prefix, f"{prefix}/1", f"{prefix}/1/a"}
+    bucket.remove(epath.Path(f"{bucket_run}/1"))
+    assert gcs.server.names(f"{prefix}/") == []
+    assert service.folders == {prefix}
 
 
 def test_a_write_of_a_failed_save_that_is_carried_out_late_spares_the_step_when_saved_anew(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,7 +370,9 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
     assert all("process 2 saves other device arrays than process 0" in str(e) for e in told)
 
 
-def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
+def test_what_each_process_has_for_itself_goes_into_one_document(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def captured(seed: int) -> dict[str, Captured]:
         node = {"dict": [["state", {"array": "rng/torch", "kind": "torch"}], ["n", seed]]}
         return {
@@ -395,8 +399,18 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
     ]
     # If they are all alike, nothing is said of processes, and any number of them may restore it.
     assert per_process_state.joined(sent[::2])[0].keys() == {"rng"}
-    with pytest.warns(UserWarning, match="restored by 2.*those of processes 2 to 2 are left out"):
-        per_process_state.document_of(document, SimpleNamespace(index=0, count=2), "step 1")
+    left_out = "restored by 2.*those of processes 2 to 2 are left out"
+    place_of_two = SimpleNamespace(index=0, count=2)
+    with pytest.warns(UserWarning, match=left_out):
+        expected = per_process_state.document_of(document, place_of_two, "step 1")
+    # A filter that turns warnings into errors changes nothing; the log says it in any case.
+    caplog.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert per_process_state.document_of(document, place_of_two, "step 1") == expected
+    assert [re.search(left_out, record.getMessage()) is None for record in caplog.records] == [
+        False
+    ]
 
 
 def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(

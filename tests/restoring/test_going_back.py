@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,21 @@ def test_an_unreadable_newest_step_is_skipped_and_then_abandoned(directory: Path
         assert ckpt.save(3, force=True)
         ckpt.wait_until_finished()
         assert entries(directory) == {"1", "2", "3", "abandoned-3"}
+
+
+def test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, held = trained(directory, 3)
+    (directory / "3" / "manifest" / "data.json").write_text("{")
+    with TorchaxCheckpointer(directory) as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ckpt.attach(model, optimizer) == 2
+        assert ckpt.restore().skipped_steps == (3,)
+    assert_trees_identical(training_state(model, optimizer), held[2])
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    skipped = [m for m in told if m.startswith("skipping an unreadable checkpoint: step 3 in")]
+    assert len(skipped) == 2
 
 
 def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:

@@ -200,13 +200,56 @@ def test_a_parameter_that_does_not_fit_gets_no_state_and_can_be_trained(director
     fresh: Any = wider_head()
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     report = restore_what_fits(directory, fresh, fresh_optimizer)
-    assert {"model/2.weight", "model/2.bias"} <= report.mismatched.keys()
+    assert report.mismatched == {
+        "model/2.weight": "expected float32[5, 16], found float32[4, 16]",
+        "model/2.bias": "expected float32[5], found float32[4]",
+        **{
+            f"optimizer/{name}": f"expected state of model/{name} as attached, found state of "
+            f"model/{name} as stored, which differs"
+            for name in ("2.weight", "2.bias")
+        },
+    }
     assert [p in fresh_optimizer.state for p in fresh.parameters()] == [True, True, False, False]
     assert_trees_identical(
         training_state(fresh, fresh_optimizer)[1]["moments"][:2],
         training_state(model, optimizer)[1]["moments"][:2],
     )
     train_step(fresh, fresh_optimizer, 1)
+
+
+def test_no_state_is_reported_where_the_checkpoint_has_none(directory: Path) -> None:
+    model, fresh = mlp(), wider_head()
+    save(directory, model, torch.optim.AdamW(model.parameters()))
+    report = restore_what_fits(directory, fresh, torch.optim.AdamW(fresh.parameters()))
+    assert report.mismatched.keys() == {"model/2.weight", "model/2.bias"}
+
+
+def test_state_of_each_of_several_optimizers_is_reported_under_its_name(directory: Path) -> None:
+    def build(model: Any) -> tuple[Any, dict[str, torch.optim.Optimizer]]:
+        optimizers = {
+            "body": torch.optim.AdamW(model[0].parameters()),
+            "head": torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
+        }
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        return model, optimizers
+
+    save(directory, *build(mlp()))
+    report = restore_what_fits(directory, *build(wider_head()))
+    assert report.mismatched.keys() == {
+        "model/2.weight", "model/2.bias", "optimizer/head/2.weight", "optimizer/head/2.bias"
+    }  # fmt: skip
+
+
+def test_state_of_a_parameter_that_is_gone_is_reported(directory: Path) -> None:
+    model, fresh = mlp(), shorter()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_step(model, optimizer, 0)
+    save(directory, model, optimizer)
+    report = restore_what_fits(directory, fresh, torch.optim.AdamW(fresh.parameters()))
+    assert {"optimizer/2.weight", "optimizer/2.bias"} <= set(report.unexpected)
 
 
 def test_state_of_a_parameter_that_does_not_fit_keeps_its_bytes(directory: Path) -> None:

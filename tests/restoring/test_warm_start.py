@@ -68,7 +68,9 @@ def test_a_run_goes_on_with_another_head(trained: Any) -> None:
         report = ckpt.restore(exclude="2")
         assert (report.step, report.missing, report.unexpected) == (2, (), ())
         assert report.mismatched == {}
-        assert set(report.left_out) == {"model/2.weight", "model/2.bias"}
+        assert set(report.left_out) == {
+            "model/2.weight", "model/2.bias", "optimizer/2.weight", "optimizer/2.bias"
+        }  # fmt: skip
         assert not report.is_verified
         assert_trees_identical(training_state(fresh[0]), training_state(model[0]))
         assert [bits(p) for p in fresh[2].parameters()] == head
@@ -109,6 +111,23 @@ def test_a_run_goes_on_under_other_names(trained: Any) -> None:
     train_step(model, optimizer, 3)
     assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]
     assert_trees_identical(moments(fresh_optimizer), moments(optimizer))
+
+
+@pytest.mark.parametrize("patterns", [{"exclude": "head.weight"}, {"include": ["body", "*.bias"]}])
+def test_state_that_is_left_out_is_reported_under_the_programs_names(
+    trained: Any, patterns: dict[str, Any]
+) -> None:
+    directory, _, optimizer = trained
+    fresh = Renamed().to("jax")
+    fresh_optimizer = adamw(fresh)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(fresh, fresh_optimizer, resume=False)
+        report = ckpt.restore(rename=RENAME, **patterns)
+    assert set(report.left_out) == {"model/head.weight", "optimizer/head.weight"}
+    assert (report.missing, report.unexpected, report.mismatched) == ((), (), {})
+    expected = moments(optimizer)
+    expected[2] = {}
+    assert_trees_identical(moments(fresh_optimizer), expected)
 
 
 def test_what_is_selected_must_fit(trained: Any) -> None:

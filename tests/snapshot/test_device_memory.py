@@ -22,6 +22,7 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import OutOfMemoryError
+from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.snapshot import stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
@@ -337,7 +338,7 @@ def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path
 def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a host is given back: what is missing of it is somebody's."""
     free = 7 * 8 * UNIT
-    monkeypatch.setattr("torchax_ckpt.snapshot.device_memory._available_host_bytes", lambda: free)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: free)
     memory = DeviceMemory()
     arrays = list(start().values())
     assert memory.holds(arrays)

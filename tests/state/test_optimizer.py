@@ -404,8 +404,30 @@ def test_live_moments_of_another_dtype_are_refused_with_both_dtypes(directory: P
     assert caught.value.mismatched["optimizer/0.weight/exp_avg_sq"] == (
         "expected bfloat16[8, 8], found float32[8, 8]"
     )
-    assert len(caught.value.mismatched) == 4
+    # The other entries of the parameter are not restored without this one.
+    assert caught.value.mismatched["optimizer/0.weight"] == (
+        "expected entries that all fit, found differences in exp_avg_sq"
+    )
+    names = [f"optimizer/{name}" for name, _ in fresh.named_parameters()]
+    assert caught.value.mismatched.keys() == {*names, *(f"{name}/exp_avg_sq" for name in names)}
     assert_trees_identical(training_state(fresh, optimizer), before)
+
+
+def test_every_entry_of_state_that_does_not_fit_is_named(directory: Path) -> None:
+    model, fresh = mlp(width=8), mlp(width=8)
+    saved, optimizer = one_group(model), one_group(fresh)
+    step(saved)
+    step(optimizer)
+    for entry in optimizer.state.values():
+        for key in entry:
+            entry[key] = entry[key].to(torch.bfloat16)
+    save(directory, model, saved)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(fresh, optimizer, resume=False)
+        report = ckpt.restore(strict=False)
+    names = [name for name, _ in fresh.named_parameters()]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert report.mismatched.keys() == {f"optimizer/{n}/{key}" for n in names for key in keys}
 
 
 def test_another_optimizer_class_is_refused_with_both_names(directory: Path) -> None:

@@ -95,7 +95,7 @@ class Selection:
         found: dict[str, str] = {}
         origins: dict[str, str] = {}
         for name in stored:
-            target = self._renamed(name)
+            target = self.renamed(name)
             if not self.takes(target):
                 continue
             other = origins.setdefault(target, name)
@@ -120,7 +120,8 @@ class Selection:
             "model's own and / where there are several. Nothing was changed."
         )
 
-    def _renamed(self, name: str) -> str:
+    def renamed(self, name: str) -> str:
+        """The program's name of a tensor that has this name in the checkpoint."""
         for pattern, compiled in self._rename.items():
             if match := compiled.match(name):
                 self._unused.discard(f"rename: {pattern!r}")

@@ -1,9 +1,8 @@
-"""Owns which step is read: the newest that can be, with what is said of those that cannot."""
+"""The choice of the step to read: the newest readable one, with a warning for each one skipped."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
 from torchax_ckpt.stored.stored_step import still_there
@@ -25,9 +25,10 @@ T = TypeVar("T")
 def newest_readable(
     candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
 ) -> tuple[T, tuple[int, ...]]:
-    """What ``attempt`` gives for the newest step that can be read, and the steps skipped.
+    """Returns what ``attempt`` gives for the newest readable step, and the numbers skipped.
 
-    Candidates come oldest first; of one number there may be one in each tier.
+    Candidates come oldest first; of one number there may be one in each tier. A skipped step is
+    logged and issued as a UserWarning; no warning filter keeps an older step from being read.
 
     Raises:
       CorruptCheckpointError: none of them can be read; the error of the newest.
@@ -48,7 +49,7 @@ def newest_readable(
             if left == 0:
                 break
             skipped.append(committed.step)
-            warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
+            user_warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
     assert first_error is not None, "called with no candidates"
     raise first_error
 

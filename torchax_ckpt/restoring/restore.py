@@ -40,8 +40,10 @@ class RestoreReport:
       step: the step restored; None of weights that came from files.
       missing: names attached but not in the checkpoint; they keep what they held.
       unexpected: names in the checkpoint that nothing attached takes.
-      mismatched: names that differ -> "expected ..., found ..."; they keep what they held.
-      left_out: names of the model's tensors, on either side, that the patterns do not select.
+      mismatched: names that differ -> "expected ..., found ..."; they keep what they held. State of
+        an optimizer stands under its parameter's name, ``optimizer/head.weight``.
+      left_out: names of the model's tensors, on either side, that the patterns do not select; and
+        of optimizer state in the checkpoint that is not restored for that reason.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
       tier: which tier it was read from, "durable" or "local".
@@ -93,13 +95,13 @@ def restore_attached(
 def report_of(
     step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
 ) -> RestoreReport:
-    """What a restore has done that found and left out these."""
+    """The report of a restore with these findings, of the tensors that are selected."""
     return RestoreReport(
         step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
-        left_out=tuple(f"model/{name}" for name in selection.left_out),
+        left_out=(*(f"model/{name}" for name in selection.left_out), *findings.left_out),
         is_verified=is_verified,
     )
 

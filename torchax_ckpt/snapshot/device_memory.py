@@ -1,16 +1,19 @@
-"""Owns what memory the devices have left, for copies beside the step that runs meanwhile."""
+"""The memory that devices have left for copies beside the step that runs meanwhile."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
+
+from torchax_ckpt.runtime import host_memory
 
 Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
 
@@ -30,7 +33,7 @@ def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | 
     """
     beside_peak = _free_beside_peak(stats(device))
     if beside_peak is None and device.platform == "cpu":
-        return _available_host_bytes()
+        return host_memory.available_host_bytes()
     return beside_peak
 
 
@@ -76,8 +79,9 @@ class DeviceMemory:
         """Whether the devices have memory for copies of those arrays that are on devices."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
+            free = self._free_of_each(needed)
             return all(
-                (free := self._free(device, len(needed))) is None or num_bytes * _HEADROOM <= free
+                (left := free[device]) is None or num_bytes * _HEADROOM <= left
                 for device, num_bytes in needed.items()
             )
 
@@ -85,7 +89,7 @@ class DeviceMemory:
         """What copies of arrays need of the device with least to spare, and what it has free."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
-            free = {device: self._free(device, len(needed)) for device in needed}
+            free = self._free_of_each(needed)
         short = min(needed, key=lambda d: math.inf if (f := free[d]) is None else f - needed[d])
         found = "unknown" if free[short] is None else f"{free[short]} bytes"
         return (
@@ -117,12 +121,19 @@ class DeviceMemory:
         with self._lock:
             self._has_failed = True
 
-    def _free(self, device: jax.Device, count: int) -> int | None:
+    def _free_of_each(self, devices: Collection[jax.Device]) -> dict[jax.Device, int | None]:
+        """What is left on each device; CPU devices share what the host has left."""
+        host_bytes = functools.cache(host_memory.available_host_bytes)  # reads several files
+        return {device: self._free(device, len(devices), host_bytes) for device in devices}
+
+    def _free(
+        self, device: jax.Device, count: int, host_bytes: Callable[[], int | None]
+    ) -> int | None:
         """What is left on one of so many devices."""
         beside_peak = _free_beside_peak(self._stats(device))
         if beside_peak is None:
-            free = free_device_bytes(device, self._stats)
-            return None if free is None else free // count  # of the host, which all share
+            free = host_bytes() if device.platform == "cpu" else None
+            return None if free is None else free // count
         self._look([device])
         if self._has_failed:
             return beside_peak
@@ -156,15 +167,3 @@ def _bytes_on_devices(arrays: Iterable[Any]) -> dict[jax.Device, int]:
         for device in sharding.addressable_devices:
             needed[device] += num_bytes
     return needed
-
-
-def _available_host_bytes() -> int | None:
-    """What Linux says can be allocated, file caches that it would give up included."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return None

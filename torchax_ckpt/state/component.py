@@ -1,4 +1,4 @@
-"""Owns the contract between the parts of a training state and whoever saves or restores them."""
+"""The contract between the parts of a training state and the code that saves or restores them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ class Findings:
       missing: attached, but not in the checkpoint.
       unexpected: in the checkpoint, but not attached.
       mismatched: on both sides but different: name -> "expected ..., found ...".
+      left_out: optimizer state in the checkpoint whose parameters are not selected. This is what
+        the caller has asked for, so it is no difference.
     """
 
     missing: list[str] = dataclasses.field(default_factory=list)
     unexpected: list[str] = dataclasses.field(default_factory=list)
     mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)

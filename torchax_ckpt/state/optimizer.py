@@ -1,4 +1,4 @@
-"""Owns optimizers: their state and hyperparameters, by the names of the parameters they step.
+"""Optimizers: their state and hyperparameters, by the names of the parameters they step.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
 [{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. Order and grouping of
@@ -197,7 +197,8 @@ class OptimizerComponent:
         """Compares class, parameters, hyperparameters and, where it exists, state.
 
         A parameter that is not selected keeps its state; its group's hyperparameters are those of
-        the others.
+        the others. State in the checkpoint that is not restored is among the findings, under the
+        name of its parameter: ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
         where = names.join(self.key_path)
@@ -223,14 +224,21 @@ class OptimizerComponent:
             f"{where}/{name}" for name in live if name not in group_of and selection.takes(name)
         ]
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
+        findings.left_out += [f"{where}/{name}" for name in stored.left_out]
         homes = self._placements()
         self._prepare_groups(group_of, name_of, homes, findings, restoration)
         for name, parameter in live.items():
+            if name not in group_of:
+                continue
             # The model component came first and has said which parameters do not fit.
-            unfit = first_name[id(parameter)] in findings.mismatched
-            if name in group_of and not (unfit and name in state):
-                home = homes[id(parameter)]
-                self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
+            model_name = first_name[id(parameter)]
+            if name in state and model_name in findings.mismatched:
+                expected = f"state of {model_name} as attached"
+                found = f"state of {model_name} as stored, which differs"
+                findings.mismatch(f"{where}/{name}", expected, found)
+                continue
+            home = homes[id(parameter)]
+            self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
         return restoration
 
     def _prepare_groups(
@@ -299,13 +307,19 @@ class OptimizerComponent:
         made); then it has none again.
         """
         live = self.optimizer.state.get(parameter) or {}
-        stored = (
-            {} if node is None else node_checks.keyed(node, f"{names.join(self.key_path)}/{name}")
-        )
+        where = f"{names.join(self.key_path)}/{name}"
+        stored = {} if node is None else node_checks.keyed(node, where)
+        unfit = [
+            key
+            for key, child in stored.items()
+            if not _compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
+        ]
+        if unfit:
+            if len(unfit) < len(stored):  # the others are not restored without these
+                differing = ", ".join(map(str, unfit))
+                findings.mismatch(where, "entries that all fit", f"differences in {differing}")
+            return
         for key, child in stored.items():
-            where = f"{names.join(self.key_path)}/{name}/{names.escape(str(key))}"
-            if not _compatible(child, live.get(key), where, findings):
-                return
             for leaf in array_nodes(child):
                 placement = self._leaf_placement(leaf, live.get(key), tuple(parameter.shape), home)
                 restoration.read(leaf, placement)

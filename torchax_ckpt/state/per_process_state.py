@@ -20,7 +20,6 @@ import copy
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ import numpy as np
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.names import PROCESSES, of_process
+from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Captured
 from torchax_ckpt.state.leaf import Array
@@ -157,7 +157,7 @@ def document_of(document: Mapping[str, Node], place: Place, where: str) -> Mappi
         named = ", ".join(sorted(set().union(*differing)))
         lost = f"those of processes {count} to {saved - 1} are left out"
         twice = f"processes {saved} to {count - 1} go on as others do, not independently"
-        warnings.warn(
+        user_warnings.warn(
             f"{where} was saved by {saved} processes and is restored by {count}. What they had for "
             f"themselves, {named}, goes to the process of the same index, modulo {saved}: "
             f"{lost if count < saved else twice}.",

@@ -161,11 +161,13 @@ class StoredOptimizer:
       groups: all of them, in order.
       group_of: parameter -> its group.
       state: parameter -> the node of its state, where it had any.
+      left_out: parameters with state that are not selected, under the program's names.
     """
 
     groups: tuple[StoredGroup, ...]
     group_of: Mapping[str, StoredGroup]
     state: Mapping[str, Node]
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of_node(cls, node: Node, where: str) -> StoredOptimizer:
@@ -199,4 +201,9 @@ class StoredOptimizer:
             self.groups,
             {name: self.group_of[old] for old, name in taken.items()},
             {name: self.state[old] for old, name in taken.items() if old in self.state},
+            tuple(
+                selection.renamed(name)
+                for name in self.group_of
+                if name in self.state and name not in taken
+            ),
         )

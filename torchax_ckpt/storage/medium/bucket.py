@@ -1,4 +1,4 @@
-"""Owns what is peculiar to ``gs://``: the settings of its clients, and the check of a bucket.
+"""Access to ``gs://``: the settings of its clients, the check of a bucket, and conditional removal.
 
 Three clients talk to a bucket: TensorStore for array data, gcsfs (through epath) for everything
 else, and google-cloud-storage, which Orbax asks for the bucket's kind. Each repeats what fails:
@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import aiohttp
 from etils import epath
 from etils.epath import backend
 from fsspec import asyn
+from google.api_core import exceptions
 
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import storage_errors
@@ -83,26 +84,55 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
 
 
 def remove(path: epath.Path) -> None:
-    """Removes an object, or all under a prefix, each only as it was listed; nothing is no error.
+    """Removes an object, or everything under a prefix; does nothing if there is nothing.
 
-    A request whose answer was lost is sent again, and the first one may be carried out long after
-    the second: a plain delete would then remove what was written under the same name meanwhile.
+    Each object is removed only in the generation that was listed. A request whose answer was lost
+    is sent again, and the first one may be carried out long after the second: an unconditional
+    delete would then remove an object that was written under the same name meanwhile.
+
+    Where the bucket has a hierarchical namespace, the listed folders that are empty by then are
+    removed too. An object that appeared or changed since the listing stays, with its folders.
     """
     filesystem = _filesystem(path)
-    found = filesystem.find(str(path), detail=True)
-    asyn.sync(filesystem.loop, _remove_all, filesystem, found)
-    if path.exists():  # a hierarchical namespace keeps the folders
-        path.rmtree(missing_ok=True)
+    found = filesystem.find(str(path), withdirs=True, detail=True)
+    objects = {name: info["generation"] for name, info in found.items() if "generation" in info}
+    asyn.sync(filesystem.loop, _remove_objects, filesystem, objects)
+    folders = found.keys() - objects.keys()
+    asyn.sync(filesystem.loop, _remove_empty_folders, filesystem, folders)
 
 
-async def _remove_all(filesystem: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
+async def _remove_objects(filesystem: Any, generations: Mapping[str, str]) -> None:
     async def remove_one(name: str, generation: str) -> None:
         bucket, _, key = name.partition("/")
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another by now
-            await filesystem._call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=generation)
+            await filesystem._call(
+                "DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=str(generation)
+            )
 
-    removals = [remove_one(name, str(info["generation"])) for name, info in found.items()]
+    removals = [remove_one(name, generation) for name, generation in generations.items()]
     await asyn._run_coros_in_chunks(removals, batch_size=_REMOVALS_AT_A_TIME)
+
+
+async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None:
+    """Removes folder resources; the service itself refuses to remove one that is not empty.
+
+    In a flat bucket, folders are only parts of objects' names, and there is nothing to remove.
+    gcsfs's ``rmdir`` is not used: it deletes an object ``folder/`` first, in any generation.
+    """
+    for folder in sorted(folders, reverse=True):  # those inside a folder come before it
+        bucket, _, key = folder.partition("/")
+        # gcsfs without its support of hierarchical namespaces neither lists nor removes folders.
+        if not hasattr(filesystem, "_is_bucket_hns_enabled"):
+            return
+        if not await filesystem._is_bucket_hns_enabled(bucket):
+            return
+        client = await filesystem._get_control_plane_client()
+        with contextlib.suppress(exceptions.NotFound, exceptions.FailedPrecondition):
+            await client.delete_folder(
+                name=f"projects/_/buckets/{bucket}/folders/{key}",
+                retry=filesystem._get_retry_config(),
+                timeout=_SILENCE_SECS,
+            )
 
 
 def _filesystem(path: epath.Path) -> Any:

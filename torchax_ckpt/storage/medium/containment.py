@@ -1,4 +1,4 @@
-"""Owns what a step must be before anything in it is opened: plain files, of a size to be expected.
+"""Checks of a step before anything in it is opened: plain files, of a size to be expected.
 
 A directory from elsewhere is data. Orbax and TensorStore follow links, so files are looked at
 before they are read.
@@ -36,12 +36,13 @@ def require_contained(step_path: epath.Path, step: int) -> None:
         if storage_errors.is_unavailable(error):
             raise
         raise corrupt(step, step_path, "a folder that can be read", str(error)) from error
+    memory = host_memory.host_memory_bytes()
     for path, status in found:
         if not stat.S_ISREG(status.st_mode):
             kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "special file"
             raise corrupt(step, path, "folders and regular files", f"a {kind}")
         in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
-        if in_data and status.st_size > host_memory.host_memory_bytes():
+        if in_data and status.st_size > memory:
             on_storage = status.st_blocks * 512  # holes take no room
             raise _too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
         if not in_data and status.st_size > seals.MAX_JSON_BYTES:
