@@ -58,7 +58,7 @@ class SaveCalls:
 
     def should_save(self, step: int) -> bool:
         """Whether a save of this step would begin."""
-        return bool(self._due(step, is_forced=self._preemption.reached(step)))
+        return bool(self._due(step, is_preempted=self._preemption.reached(step)))
 
     def save(
         self,
@@ -85,7 +85,7 @@ class SaveCalls:
         pending = self._loop.take_metrics(metrics)
         if is_forced:
             self._durable.saver.wait()  # the step may be on its way, and may fail there
-        due = self._due(step, is_forced=is_forced)
+        due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
             if not is_forced:  # otherwise it is there already
                 self._durable.telemetry.skipped(step)
@@ -111,14 +111,18 @@ class SaveCalls:
         _begin(capture, due)
         return self._finish(capture) if is_preempted else True
 
-    def _due(self, step: int, *, is_forced: bool) -> list[Tier]:
+    def _due(self, step: int, *, is_forced: bool = False, is_preempted: bool = False) -> list[Tier]:
         """The tiers to save a step to: those that lack it, and whose policies say so.
 
         A step that is forced, or saved before the end of the run, must be durable.
         """
         self._tiers.open()
-        if is_forced:
-            return [] if self._durable.history.has(step) else [self._durable]
+        if is_forced or is_preempted:
+            if self._durable.history.has(step):
+                return []
+            if is_preempted:
+                self._durable.decisions.tell_preemption(step)
+            return [self._durable]
         return [
             tier
             for tier in self._tiers
