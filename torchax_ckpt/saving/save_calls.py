@@ -72,34 +72,28 @@ class SaveCalls:
         """Saves a step where it is due; see ``TorchaxCheckpointer.save``."""
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
-        is_forced = force or is_preempted
+        must_save = force or is_preempted
         if self._raises and self._is_alone:  # several notice at different steps
             self._tiers.check_for_errors()
         self._loop.require_not_passed(step, self._durable.directory.path)
-        if state is None and (attached is None or attached.components.keys() <= {"rng"}):
-            raise AttachError(
-                "save was called before anything was attached; call attach(model, optimizer) or "
-                "give the state: save(step, state=...)",
-                step=step,
-            )
+        _require_state(attached, state, step)
         pending = self._loop.take_metrics(metrics)
-        if is_forced:
+        if must_save:
             self._durable.saver.wait()  # the step may be on its way, and may fail there
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
-            if not is_forced:  # otherwise it is there already
+            if not must_save:  # otherwise it is there already
                 self._durable.telemetry.skipped(step)
             return False
-        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-        step_metrics.require_ranking(pending, ranked, step)
         began = time.perf_counter()
-        pending = step_metrics.hold(pending)
+        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
+        fetch_metrics = step_metrics.fetching(pending, ranked, step)
         self._tiers.prepare(step, due)
         if self._raises:
             self._tiers.check_for_errors()
-        fetch_metrics = functools.partial(step_metrics.fetch_ranked, pending, ranked, step)
         try:
-            capture = self._capture(step, attached, state, fetch_metrics, began)
+            parts = attached or self._unattached
+            capture = self._capture(step, parts, state, fetch_metrics, began)
         except BaseException as error:
             if not self._is_alone:
                 self._loop.position = step  # as on those that begin to save it
@@ -132,12 +126,13 @@ class SaveCalls:
     def _capture(
         self,
         step: int,
-        attached: Attached | None,
+        attached: Attached,
         state: Any,
         fetch_metrics: Callable[[], Any],
         began: float,
     ) -> Capture:
-        captured = (attached or self._unattached).capture(state)
+        """What the save writes: the leaves as they are now, and how to put them together again."""
+        captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
         mine = None
@@ -154,6 +149,16 @@ class SaveCalls:
             self._durable.saver.begin(capture)  # there is no later save to try again
             self._durable.saver.wait()
         return self._durable.history.has(capture.step)
+
+
+def _require_state(attached: Attached | None, state: Any, step: int) -> None:
+    """Raises AttachError if there is nothing to save but random state."""
+    if state is None and (attached is None or attached.components.keys() <= {"rng"}):
+        raise AttachError(
+            "save was called before anything was attached; call attach(model, optimizer) or "
+            "give the state: save(step, state=...)",
+            step=step,
+        )
 
 
 def _begin(capture: Capture, tiers: Sequence[Tier]) -> None:

@@ -276,7 +276,7 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """So that local tiers that miss what this program saves do not count; ``identity.py``."""
+        """Names the run: a local tier that misses its steps does not count; ``run_identity.py``."""
         with self.processes.round("naming the run"):
             durable = self.durable.directory
             if self.local is None:
