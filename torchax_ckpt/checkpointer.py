@@ -1,4 +1,4 @@
-"""Owns ``TorchaxCheckpointer``: what users call. Composes the rooms, and holds no algorithm."""
+"""``TorchaxCheckpointer``: the class that users call. Composes the rooms; holds no algorithm."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError, PolicyError, StepError
+from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
-from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
-from torchax_ckpt.runtime import progress
+from torchax_ckpt.restoring.verify import verify_step
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
-from torchax_ckpt.saving import step_metrics
-from torchax_ckpt.saving.tiers import Tier, Tiers
-from torchax_ckpt.saving.writer import Capture
+from torchax_ckpt.saving.loop import Loop
+from torchax_ckpt.saving.save_calls import SaveCalls
+from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
-from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import Attached
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.stats import Stats
 
@@ -95,7 +92,7 @@ class TorchaxCheckpointer:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
-        self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
+        snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         self._tiers = Tiers(
             directory,
             save_decision_policy,
@@ -103,21 +100,24 @@ class TorchaxCheckpointer:
             local,
             self._options,
             on_event,
-            on_donated=self._snapshotter.donated,
+            on_donated=snapshotter.donated,
         )
         self._processes = self._tiers.processes
-        self._durable = self._tiers.durable
-        self._directory = self._durable.directory
-        self._history = self._durable.history
-        self._saver = self._durable.saver
-        self._telemetry = self._durable.telemetry
+        durable = self._tiers.durable
+        self._directory, self._saver = durable.directory, durable.saver
+        self._telemetry = durable.telemetry
         self._preemption = Preemption(self._options.preemption_grace_secs)
+        self._loop = Loop()
+        self._saves = SaveCalls(
+            self._tiers,
+            self._loop,
+            self._preemption,
+            snapshotter,
+            self._keep_policy,
+            self._options,
+        )
         self._calls = Calls()
         self._attached: Attached | None = None
-        self._unattached = Attached()  # random state alone, for functional training without attach
-        self._position: int | None = None
-        self._restores = 0
-        self._recorded: dict[str, Any] = {}
         self._is_closed = False
 
     @property
@@ -192,17 +192,17 @@ class TorchaxCheckpointer:
         )
         if candidates := self._tiers.steps() if resume else []:
             report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
-            self._position = report.step
+            self._loop.position = report.step
         else:
             fresh = attached.prepare_fresh()
             fresh.require_filled()
             fresh.apply({})
-            self._position = None
-        self._tiers.go_on_from(self._position)
+            self._loop.position = None
+        self._tiers.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:
             self._preemption.listen()
-        return self._position or 0
+        return self._loop.position or 0
 
     @guarded(trains=True)
     def restore(
@@ -250,9 +250,7 @@ class TorchaxCheckpointer:
         report, skipped = newest_readable(
             candidates, lambda s: self._restore(s, attached, strict, selection())
         )
-        self._position = report.step
-        self._restores += 1
-        self._recorded = {}
+        self._loop.restored(report.step)
         self._tiers.go_on_from(report.step)
         return dataclasses.replace(report, skipped_steps=skipped)
 
@@ -282,7 +280,7 @@ class TorchaxCheckpointer:
     def _reads_over_devices(self) -> bool:
         """Whether processes send each other over their devices what they read."""
         return self._processes.count > 1 and (
-            self._options.single_replica_restore or self._tiers.has_local
+            self._options.single_replica_restore or self._tiers.local is not None
         )
 
     @guarded(trains=_reads_over_devices)
@@ -347,29 +345,12 @@ class TorchaxCheckpointer:
           ForeignCheckpointError: bare Orbax wrote it, without digests.
           DirectoryError: it cannot be read now.
         """
-        if step is None:
-            step = self._tiers.candidates(None, tier)[-1].step
-        for committed in self._tiers.candidates(as_step(step), tier):
+        found = self._tiers.candidates(None if step is None else as_step(step), tier)
+        newest = found[-1].step
+        for committed in [s for s in found if s.step == newest]:
             place = self._tiers.holding(committed)
-            # Of the local tier another host may have a step that this one has not.
-            is_here = not place.processes.is_apart or committed.path.exists()
-            verified = place.directory.verified
-            try:
-                with reading(committed, place.directory, place.processes):
-                    if is_here:
-                        with verified.noting_damage(committed):
-                            self._verify(committed, place.processes)
-                if is_here:
-                    verified.note(committed, is_sound=True)
-            finally:
-                if place.processes.is_first and not self._options.read_only:
-                    verified.mark([committed])
-        return committed.step
-
-    def _verify(self, committed: CommittedStep, processes: Processes) -> None:
-        stored = StoredStep(committed, allow_part=True)
-        with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
-            stored.verify(self._options, processes, on_bytes=on_bytes)
+            verify_step(committed, place.directory, place.processes, self._options)
+        return newest
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -384,24 +365,7 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         self._require_attached("steps")
-        return self._iterate(as_step(total))
-
-    def _iterate(self, total: int) -> Iterator[int]:
-        step = self._position or 0
-        while step < total:
-            step = (self._position or 0) + 1
-            self._recorded = {}
-            restores = self._restores
-            yield step
-            if self._restores != restores:
-                # The body went to another step: what is attached is that step's state now.
-                step = self._position or 0
-                continue
-            self.save(step, force=step == total)
-            self._position = step
-            if self.reached_preemption():
-                logger.warning("step %d: preempted; ending the loop", step)
-                return
+        return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
         """Notes metrics of the present step; they are fetched and stored only if it is saved.
@@ -409,18 +373,11 @@ class TorchaxCheckpointer:
         Raises:
           MetricsError: neither a number nor JSON.
         """
-        self._recorded.update(step_metrics.check_metrics(metrics))
+        self._loop.record(metrics)
 
     def should_save(self, step: int) -> bool:
         """Whether ``save(step)`` would begin a save: at a preemption, or as a policy says."""
-        return bool(self._due(as_step(step), force=self._preemption.reached(as_step(step))))
-
-    def _due(self, step: int, *, force: bool) -> list[Tier]:
-        """Where a step is to be saved. What is forced, or saved before the end, must be durable."""
-        self._tiers.open()
-        if force:
-            return [] if self._history.has(step) else [self._durable]
-        return self._tiers.due(step)
+        return self._saves.should_save(as_step(step))
 
     @guarded(trains=True)
     def save(
@@ -464,74 +421,7 @@ class TorchaxCheckpointer:
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
-        step = as_step(step)
-        self._preemption.listen()
-        is_preempted = self._preemption.decide(step)
-        raises = self._options.on_save_error == "raise"
-        if raises and self._processes.count == 1:  # several notice at different steps
-            self.check_for_errors()
-        if self._position is not None and step < self._position:
-            raise StepError(
-                f"step {step} is below step {self._position}, the last one saved or restored in "
-                "this run; to go back, restore the step to go on from",
-                step=step,
-                path=self._directory.path,
-            )
-        attached = self._attached
-        if state is None and (attached is None or attached.components.keys() <= {"rng"}):
-            raise AttachError(
-                "save was called before anything was attached; call attach(model, optimizer) or "
-                "give the state: save(step, state=...)",
-                step=step,
-            )
-        pending = {**self._recorded, **step_metrics.check_metrics(metrics or {})}
-        self._recorded = {}
-        if force or is_preempted:
-            self._saver.wait()  # the step may be on its way, and may fail there
-        due = self._due(step, force=force or is_preempted)
-        if not due:
-            if not (force or is_preempted):  # otherwise it is there already
-                self._telemetry.skipped(step)
-            return False
-        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-        step_metrics.require_ranking(pending, ranked, step)
-        began = time.perf_counter()
-        pending = step_metrics.hold(pending)
-        self._tiers.prepare(step, due)
-        if raises:
-            self.check_for_errors()
-        fetch_metrics = functools.partial(step_metrics.fetch_ranked, pending, ranked, step)
-        try:
-            capture = self._capture(step, state, fetch_metrics, began)
-        except BaseException as error:
-            if self._processes.count > 1:
-                self._position = step  # as on those that begin to save it
-                # They try the durable tier again where there is no later save.
-                again = [self._tiers.durable] if is_preempted else []
-                self._tiers.abstain(step, [*due, *again], error)
-            raise
-        self._position = step  # also if what follows is not waited for
-        self._tiers.begin(capture, due)
-        if is_preempted:
-            self._saver.wait()
-            if not self._history.has(step):
-                self._saver.begin(capture)  # there is no later save to try again
-                self._saver.wait()
-            return self._history.has(step)
-        return True
-
-    def _capture(
-        self, step: int, state: Any, fetch_metrics: Callable[[], Any], began: float
-    ) -> Capture:
-        captured = (self._attached or self._unattached).capture(state)
-        names = [name for part in captured.values() for name in part.form.names]
-        arrays = [array for part in captured.values() for array in part.arrays]
-        mine = None
-        if self._processes.count > 1:
-            names, arrays, mine = per_process_state.split(captured)
-        document = {name: part.form.node for name, part in captured.items()}
-        snapshot = self._snapshotter.take(names, arrays)
-        return Capture(step, snapshot, document, mine, fetch_metrics, began)
+        return self._saves.save(as_step(step), self._attached, state, metrics or {}, force=force)
 
     def reached_preemption(self, step: int | None = None) -> bool:
         """Whether this run was told to end; True from then on. Ask after completing each step.
@@ -564,12 +454,7 @@ class TorchaxCheckpointer:
         Raises:
           PolicyError: there is no best-N rule.
         """
-        rule = next(preservation.best_rules(self._keep_policy), None)
-        if rule is None:
-            raise PolicyError(
-                "best_step needs to know what is best: give preservation_policy="
-                "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
-            )
+        rule = preservation.best_rule(self._keep_policy)
         sound = [s for s in self._directory.steps() if not self._directory.verified.is_damaged(s)]
         infos = [self._directory.info(s) for s in sound]
         return next((info.step for info in rule.ranked(infos)), None)

@@ -146,7 +146,7 @@ def test_signal_handlers_that_call_in_at_any_moment_never_hang(directory: Path) 
 
             def handler(signum, frame):
                 try:
-                    ckpt.save(ckpt._position or 0, force=True)
+                    ckpt.save(ckpt._loop.position or 0, force=True)
                     ckpt.wait_until_finished()
                     outcomes["worked"] += 1
                 except CallError:
@@ -176,7 +176,7 @@ def test_an_interrupt_leaves_the_checkpointer_usable(
             def interrupt(*args: Any) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr(ckpt._snapshotter, "take", interrupt)
+            patch.setattr(ckpt._saves.snapshotter, "take", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(1, state=STATE)
         assert ckpt.save(1, state=STATE)

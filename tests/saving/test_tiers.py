@@ -157,14 +157,14 @@ def test_a_step_that_both_tiers_want_is_captured_once(
 ) -> None:
     with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
         taken = 0
-        take = ckpt._snapshotter.take
+        take = ckpt._saves.snapshotter.take
 
         def counted(*args: Any) -> Any:
             nonlocal taken
             taken += 1
             return take(*args)
 
-        monkeypatch.setattr(ckpt._snapshotter, "take", counted)
+        monkeypatch.setattr(ckpt._saves.snapshotter, "take", counted)
         save(ckpt, 1, 2)
         assert taken == 2
         for tier in ("durable", "local"):

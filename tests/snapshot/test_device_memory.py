@@ -105,7 +105,7 @@ def test_a_peak_that_holds_the_own_copies_does_not_keep_from_copying(
 ) -> None:
     accelerator = Accelerator()
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
-    ckpt._snapshotter = Snapshotter("auto", layout, Watched(accelerator))
+    ckpt._saves.snapshotter = Snapshotter("auto", layout, Watched(accelerator))
     with ckpt, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
         for step in range(1, 5):
             state = start()
@@ -207,7 +207,7 @@ def test_copies_that_do_not_fit_are_said_and_change_nothing(
     content = {name: np.asarray(array).tobytes() for name, array in state.items()}
     needed = sum(array.nbytes for array in state.values()) // len(jax.devices())
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
-    ckpt._snapshotter = Snapshotter("copy", layout, DeviceMemory(Accelerator(peak=15)))
+    ckpt._saves.snapshotter = Snapshotter("copy", layout, DeviceMemory(Accelerator(peak=15)))
     with ckpt:
         ckpt.save(1, state=state, force=True)
         with monkeypatch.context() as patch:
@@ -243,7 +243,7 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
     if how == "is exhausted":
         monkeypatch.setattr(stacking, "_stack_onto", exhausted)
     ckpt = TorchaxCheckpointer(directory)
-    ckpt._snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
+    ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
     state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}
     with ckpt:
         ckpt.save(1, state=state)
@@ -276,7 +276,7 @@ ONE_IS_FULL = """
         options=CheckpointOptions(process_timeout_secs=60),
         preservation_policy=policies.PreserveAll(),
     )
-    ckpt._snapshotter = Snapshotter(mode, "auto", DeviceMemory(lambda device: limit))
+    ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(lambda device: limit))
     failed = {}
     for step, full in enumerate(fulls, 1):
         state = {f"layers.{i}.w": jax.make_array_from_callback(

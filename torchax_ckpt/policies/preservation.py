@@ -84,6 +84,17 @@ def best_rules(policy: Any) -> Iterator[BestN]:
     return (rule for rule in _with_children(policy) if isinstance(rule, BestN))
 
 
+def best_rule(policy: Any) -> BestN:
+    """The first best-N rule in a policy; raises PolicyError if there is none."""
+    rule = next(best_rules(policy), None)
+    if rule is None:
+        raise PolicyError(
+            "best_step needs to know what is best: give preservation_policy="
+            "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
+        )
+    return rule
+
+
 def _with_children(policy: Any) -> Iterator[Any]:
     yield policy
     for child in getattr(policy, "policies", None) or ():

@@ -1,8 +1,9 @@
-"""Owns whether a step is saved: what the policy says, and on several processes that they agree."""
+"""Save decisions: what the policy says of a step, and on several processes that they agree."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import Appointments
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.storage.directory.run_history import History
+
+logger = logging.getLogger(__name__)
 
 
 class Decisions:
@@ -35,18 +38,39 @@ class Decisions:
         self._observers = save_decision.observers(policy)
         self._history = history
         self._saver = saver
+        self._is_first = processes.is_first
         self._appointments = Appointments(processes, self._ask) if processes.count > 1 else None
 
     def should_save(self, step: int) -> bool:
         """Whether to save a step now; the same on every process, if each asks at the same steps."""
         return self._ask(step) if self._appointments is None else self._appointments.ask(step)
 
+    def tell_preemption(self, step: int) -> None:
+        """Asks the policy of a step that is saved because the run was told to end.
+
+        Where policies are asked, on process 0. The answer decides nothing, and a policy that raises
+        does not keep the step from being saved: there may be no later one.
+        """
+        if not self._is_first:
+            return
+        try:
+            self._ask(step, reached_preemption=True)
+        except Exception:
+            logger.warning(
+                "step %d: the save decision policy failed at a preemption; the step is saved "
+                "whatever the policy says",
+                step,
+                exc_info=True,
+            )
+
     def begun(self) -> None:
         """The step that was asked for last is being saved; asked for again, it is not."""
         if self._appointments is not None:
             self._appointments.keep()
 
-    def _ask(self, step: int, coming: Sequence[int] = ()) -> bool:
+    def _ask(
+        self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
+    ) -> bool:
         """What the policy says of a step, before which those coming are to be saved."""
         while self._saver.finished:
             cost = self._saver.finished.popleft()
@@ -66,6 +90,6 @@ class Decisions:
             (*known, *map(info, coming)) if coming else known,
             context=save_decision.decision_context(
                 is_saving_in_progress=bool(coming) or self._saver.is_saving,
-                reached_preemption=False,
+                reached_preemption=reached_preemption,
             ),
         )

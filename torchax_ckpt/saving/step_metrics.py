@@ -1,9 +1,10 @@
-"""Owns metrics: checked when they are given, fetched from devices only in the background."""
+"""Metrics of a step: checked when they are given, fetched from devices in the background."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,6 +103,18 @@ def fetch(pending: Pending) -> dict[str, Any]:
         name: _python_scalar(np.asarray(value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
     }
+
+
+def fetching(
+    pending: Pending, ranked: Sequence[str], step: int
+) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
+    """Holds the metrics of a step, and returns what calls ``fetch_ranked`` in the background.
+
+    Raises:
+      MetricsError: a ranked metric that is known already ranks nothing.
+    """
+    require_ranking(pending, ranked, step)
+    return functools.partial(fetch_ranked, hold(pending), ranked, step)
 
 
 def fetch_ranked(

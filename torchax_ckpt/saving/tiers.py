@@ -1,4 +1,4 @@
-"""Owns the tiers of a run: its durable directory, and perhaps a local one in front of it.
+"""The tiers of a run: its durable directory, and perhaps a local one in front of it.
 
 Each has steps, a history of them, a saver and policies of its own; whatever holds for one holds for
 the other. Together they are one run: the newest step of either that was not abandoned is the one to
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
@@ -25,7 +24,6 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.saver import Saver
-from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
@@ -58,7 +56,7 @@ class Tier:
 
 
 class Tiers:
-    """The tiers of a run.
+    """The tiers of a run; iterating yields them, the durable one first.
 
     Args:
       directory: of the durable tier.
@@ -71,6 +69,7 @@ class Tiers:
     Attributes:
       processes: those of the run, as its training threads speak to them.
       durable: the durable tier.
+      local: the local tier, or None.
 
     Raises:
       PolicyError: a policy is none.
@@ -101,7 +100,7 @@ class Tiers:
             "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
         )
         self._tiers.append(self.durable)
-        self._local: Tier | None = None
+        self.local: Tier | None = None
         self._is_open = self._is_named = False
         self._name = run_identity.new()
         if local is not None:
@@ -112,7 +111,7 @@ class Tiers:
                 )
             saves = Processes(f"local saves {durable.path}", options.process_timeout_secs)
             self._replica_axis = local.replica_axis
-            self._local = self._tier(
+            self.local = self._tier(
                 "local",
                 StepDirectory(local.path, read_only=options.read_only, durable=durable),
                 local.save_decision_policy,
@@ -120,7 +119,7 @@ class Tiers:
                 Apart(self.processes),
                 Apart(saves),
             )
-            self._tiers.append(self._local)
+            self._tiers.append(self.local)
 
     def _tier(
         self,
@@ -153,10 +152,8 @@ class Tiers:
         decisions = Decisions(save_policy, history, saver, agreed)
         return Tier(name, directory, history, saver, decisions, telemetry, calls)
 
-    @property
-    def has_local(self) -> bool:
-        """Whether there is a local tier."""
-        return self._local is not None
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(self._tiers)
 
     # --- the steps there are ---
 
@@ -188,7 +185,7 @@ class Tiers:
         asked, near = self._asked(name), self._compared()
         found = []
         for tier in asked:
-            if tier is self._local and self.processes.count > 1:
+            if tier is self.local and self.processes.count > 1:
                 found += [near[key] for key in sorted(near)]
             else:
                 found += tier.history.found(tier.directory.steps)
@@ -207,13 +204,13 @@ class Tiers:
         Tells the directories what other hosts know to be abandoned, and the history of the local
         tier what not all hosts have.
         """
-        if self._local is None or self.processes.count == 1:
+        if self.local is None or self.processes.count == 1:
             return {}
-        directory = self._local.directory
+        directory = self.local.directory
         with self.processes.round("comparing local steps"):
             mine = {s.key: s for s in directory.steps()}
             told = json.dumps([list(mine), sorted(directory.abandons())])
-            sent = [json.loads(s) for s in self._local.processes.gather(told.encode())]
+            sent = [json.loads(s) for s in self.local.processes.gather(told.encode())]
         for tier in self._tiers:
             tier.directory.told_abandoned |= {(a, b) for _, gone in sent for a, b in gone}
         keys = [{(a, b) for a, b in there} for there, _ in sent]
@@ -263,15 +260,6 @@ class Tiers:
 
     # --- saving ---
 
-    def due(self, step: int) -> list[Tier]:
-        """The tiers that lack the step, and whose policies say to save it now."""
-        self.open()
-        return [
-            tier
-            for tier in self._tiers
-            if not tier.history.has(step) and tier.decisions.should_save(step)
-        ]
-
     def claim(self, step: int | None = None) -> None:
         """Makes sure, before the first save, that all can be written, and takes them."""
         for tier in self._tiers:
@@ -288,32 +276,17 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """So that local tiers that miss what this program saves do not count; ``identity.py``."""
+        """Names the run: a local tier that misses its steps does not count; ``run_identity.py``."""
         with self.processes.round("naming the run"):
             durable = self.durable.directory
-            if self._local is None:
+            if self.local is None:
                 self.processes.first(durable.leave_tiers)
             else:
                 name = self.processes.first(lambda: self._name)
-                self._local.directory.join(self.processes.first(durable.runs), name)
+                self.local.directory.join(self.processes.first(durable.runs), name)
                 self.processes.meet()
                 self.processes.first(lambda: durable.join([], name))
         self._is_named = True
-
-    def abstain(self, step: int, tiers: Sequence[Tier], error: BaseException) -> None:
-        """Fails a save that the other processes begin, and this one cannot."""
-        for tier in tiers:
-            tier.decisions.begun()
-            tier.saver.abstain(step, error)
-
-    def begin(self, capture: Capture, tiers: Sequence[Tier]) -> None:
-        """Starts to write a capture to some of the tiers, at the same time."""
-        for tier in tiers:
-            tier.saver.begin(capture)
-            tier.decisions.begun()
-            # A problem with the metrics is one problem, however often they are written.
-            alone = functools.partial(_without_problem, capture.fetch_metrics)
-            capture = dataclasses.replace(capture, fetch_metrics=alone)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight."""
@@ -345,8 +318,8 @@ class Tiers:
 
     def _forget_what_others_lack(self) -> None:
         """So that all hosts decide alike what to save."""
-        if self._local is not None and self.processes.count > 1:
-            self._local.history.keep_only(self._on_all)
+        if self.local is not None and self.processes.count > 1:
+            self.local.history.keep_only(self._on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
         """Deletes a step from the tiers that have it; raises as ``candidates`` does."""
@@ -360,8 +333,3 @@ class Tiers:
         with contextlib.ExitStack() as closing:  # each, whatever another raises
             for tier in self._tiers:
                 closing.callback(tier.saver.close)
-
-
-def _without_problem(fetch_metrics: Callable[[], Any]) -> tuple[dict[str, Any], None]:
-    metrics, _ = fetch_metrics()
-    return metrics, None

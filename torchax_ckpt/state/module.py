@@ -1,4 +1,4 @@
-"""Owns modules: their parameters, persistent buffers, ties and extra state, by torch's names.
+"""Attached modules: parameters, persistent buffers, ties and extra state, by torch's names.
 
 The node of a module is ``{"dict": [[fqn, leaf], ...], "ties": [[alias, fqn], ...],
 "extra_state": [[path of the submodule, node], ...]}``: a tensor known by several names is stored
@@ -20,7 +20,7 @@ from torchax_ckpt.errors import AttachError, UninitializedLeafError, Unsupported
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.snapshot.sharding import Local, Placement, move, placement_of, put
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, put
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
@@ -90,8 +90,8 @@ class ModuleComponent:
             if why := torchax_backend.why_unsupported(slot.tensor):
                 name = self.name(slot.fqn)
                 raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
-        parameters = [s.tensor for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
-        if parameters and all(_on_cpu(p) for p in parameters):
+        parameters = [s for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
+        if parameters and all(s.is_on_cpu for s in parameters):
             raise AttachError(
                 f"{names.join(self.key_path)}: all parameters of {type(root).__name__} are on the "
                 "CPU. Move it first: torchax.enable_globally(); model.to('jax'), and build the "
@@ -316,19 +316,14 @@ class ModuleComponent:
 
         def write(_: Values) -> None:
             if isinstance(placement, Sharding):
-                for tensor in slot.tensors:
-                    torchax_backend.set_buffer(
-                        tensor, move(torchax_backend.buffer(tensor), placement)
-                    )
+                slot.reshard(placement)
 
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
         """Has ``init`` fill the meta tensors that the checkpoint does not supply."""
         for slot in slots(self.module).values():
-            if not slot.tensor.is_meta or torchax_backend.is_device_tensor(slot.tensor):
-                continue
-            if slot.fqn in supplied:
+            if not slot.is_meta or slot.fqn in supplied:
                 continue
             array = None if self._init is None else self._initial(slot)
             if array is None:
@@ -376,7 +371,7 @@ class ModuleComponent:
         return spec
 
     def _placement(self, slot: Slot) -> Placement:
-        if _on_cpu(slot.tensor):
+        if slot.is_on_cpu:
             return Local.HOST
         expected = self._expected(slot)
         ruled = self._rule and self._rule(
@@ -399,7 +394,3 @@ def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:
 
 def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
     return lambda _: slot.fill(array)
-
-
-def _on_cpu(tensor: torch.Tensor) -> bool:
-    return not torchax_backend.is_device_tensor(tensor) and not tensor.is_meta

@@ -1,4 +1,4 @@
-"""Owns what a module has registered: its tensors by torch's names, ties, extra state."""
+"""What a module has registered: its tensors by torch's names, ties, extra state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.snapshot.sharding import move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,16 @@ class Slot:
         """The live tensor."""
         return self.tensors[0]
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether it is a tensor of torch's own, with content."""
+        return not torchax_backend.is_device_tensor(self.tensor) and not self.tensor.is_meta
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no content yet."""
+        return self.tensor.is_meta and not torchax_backend.is_device_tensor(self.tensor)
+
     def fill(self, array: Any) -> None:
         """Gives the tensors this content, of their shape and dtype."""
         for tensor in self.tensors:
@@ -42,6 +54,11 @@ class Slot:
                 torchax_backend.fill_meta(tensor, array)
             else:
                 torchax_backend.copy_into(tensor, array)
+
+    def reshard(self, sharding: Sharding) -> None:
+        """Moves the device buffers to this sharding."""
+        for tensor in self.tensors:
+            torchax_backend.set_buffer(tensor, move(torchax_backend.buffer(tensor), sharding))
 
     def release(self) -> None:
         """Deletes the device buffers; the tensors hold nothing until they are filled."""

@@ -1,0 +1,52 @@
+"""Verification: a step is read back whole, and the result is noted for keep rules and readers."""
+
+from __future__ import annotations
+
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.restoring.fallback import reading
+from torchax_ckpt.runtime import progress
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
+
+
+def verify_step(
+    committed: CommittedStep,
+    directory: StepDirectory,
+    processes: Processes,
+    options: CheckpointOptions,
+) -> None:
+    """Compares every byte of a step with its digests, and notes what was found.
+
+    Args:
+      committed: the step.
+      directory: the directory that it is in.
+      processes: those that verify it together, each its share or, in a local tier, its part.
+      options: how steps are read; ``read_only`` leaves no mark for later programs.
+
+    Raises:
+      CorruptCheckpointError: it is damaged.
+      ForeignCheckpointError: bare Orbax wrote it, without digests.
+      StepNotFoundError: it was deleted meanwhile.
+      DirectoryError: it cannot be read now.
+    """
+    # Of the local tier another host may have a step that this one has not.
+    is_here = not processes.is_apart or committed.path.exists()
+    verified = directory.verified
+    try:
+        with reading(committed, directory, processes):
+            if is_here:
+                with verified.noting_damage(committed):
+                    _compare(committed, processes, options)
+        if is_here:
+            verified.note(committed, is_sound=True)
+    finally:
+        if processes.is_first and not options.read_only:
+            verified.mark([committed])
+
+
+def _compare(committed: CommittedStep, processes: Processes, options: CheckpointOptions) -> None:
+    stored = StoredStep(committed, allow_part=True)
+    with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
+        stored.verify(options, processes, on_bytes=on_bytes)

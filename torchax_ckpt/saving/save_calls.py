@@ -1,0 +1,183 @@
+"""A call of ``save``: which tiers take the step, its capture, and the start of its writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchax_ckpt import policies
+from torchax_ckpt.errors import AttachError
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.policies import preservation
+from torchax_ckpt.runtime.preemption import Preemption
+from torchax_ckpt.saving import step_metrics
+from torchax_ckpt.saving.loop import Loop
+from torchax_ckpt.saving.tiers import Tier, Tiers
+from torchax_ckpt.saving.writer import Capture
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state.training_state import Attached
+
+
+class SaveCalls:
+    """The calls of ``save`` on one checkpointer.
+
+    Args:
+      tiers: where steps go.
+      loop: the training loop, whose position each save moves.
+      preemption: whether the run was told to end.
+      snapshotter: takes the leaves of each step that is saved.
+      keep_policy: the durable tier's; its best-N rules name the metrics that must rank.
+      options: what to do with errors of earlier saves.
+
+    Attributes:
+      snapshotter: as given.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        loop: Loop,
+        preemption: Preemption,
+        snapshotter: Snapshotter,
+        keep_policy: policies.PreservationPolicy,
+        options: CheckpointOptions,
+    ) -> None:
+        self._tiers = tiers
+        self._durable = tiers.durable
+        self._is_alone = tiers.processes.count == 1
+        self._loop = loop
+        self._preemption = preemption
+        self.snapshotter = snapshotter
+        self._keep_policy = keep_policy
+        self._raises = options.on_save_error == "raise"
+        self._unattached = Attached()  # random state alone, for functional training without attach
+
+    def should_save(self, step: int) -> bool:
+        """Whether a save of this step would begin."""
+        return bool(self._due(step, is_preempted=self._preemption.reached(step)))
+
+    def save(
+        self,
+        step: int,
+        attached: Attached | None,
+        state: Any,
+        metrics: Mapping[str, Any],
+        *,
+        force: bool,
+    ) -> bool:
+        """Saves a step where it is due; see ``TorchaxCheckpointer.save``."""
+        self._preemption.listen()
+        is_preempted = self._preemption.decide(step)
+        must_save = force or is_preempted
+        if self._raises and self._is_alone:  # several notice at different steps
+            self._tiers.check_for_errors()
+        self._loop.require_not_passed(step, self._durable.directory.path)
+        _require_state(attached, state, step)
+        pending = self._loop.take_metrics(metrics)
+        if must_save:
+            self._durable.saver.wait()  # the step may be on its way, and may fail there
+        due = self._due(step, is_forced=force, is_preempted=is_preempted)
+        if not due:
+            if not must_save:  # otherwise it is there already
+                self._durable.telemetry.skipped(step)
+            return False
+        began = time.perf_counter()
+        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
+        fetch_metrics = step_metrics.fetching(pending, ranked, step)
+        self._tiers.prepare(step, due)
+        if self._raises:
+            self._tiers.check_for_errors()
+        try:
+            parts = attached or self._unattached
+            capture = self._capture(step, parts, state, fetch_metrics, began)
+        except BaseException as error:
+            if not self._is_alone:
+                self._loop.position = step  # as on those that begin to save it
+                # They try the durable tier again where there is no later save.
+                again = [self._durable] if is_preempted else []
+                _abstain(step, [*due, *again], error)
+            raise
+        self._loop.position = step  # also if what follows is not waited for
+        _begin(capture, due)
+        return self._finish(capture) if is_preempted else True
+
+    def _due(self, step: int, *, is_forced: bool = False, is_preempted: bool = False) -> list[Tier]:
+        """The tiers to save a step to: those that lack it, and whose policies say so.
+
+        A step that is forced, or saved before the end of the run, must be durable.
+        """
+        self._tiers.open()
+        if is_forced or is_preempted:
+            if self._durable.history.has(step):
+                return []
+            if is_preempted:
+                self._durable.decisions.tell_preemption(step)
+            return [self._durable]
+        return [
+            tier
+            for tier in self._tiers
+            if not tier.history.has(step) and tier.decisions.should_save(step)
+        ]
+
+    def _capture(
+        self,
+        step: int,
+        attached: Attached,
+        state: Any,
+        fetch_metrics: Callable[[], Any],
+        began: float,
+    ) -> Capture:
+        """What the save writes: the leaves as they are now, and how to put them together again."""
+        captured = attached.capture(state)
+        names = [name for part in captured.values() for name in part.form.names]
+        arrays = [array for part in captured.values() for array in part.arrays]
+        mine = None
+        if not self._is_alone:
+            names, arrays, mine = per_process_state.split(captured)
+        document = {name: part.form.node for name, part in captured.items()}
+        snapshot = self.snapshotter.take(names, arrays)
+        return Capture(step, snapshot, document, mine, fetch_metrics, began)
+
+    def _finish(self, capture: Capture) -> bool:
+        """Waits until a step is durable, and saves it once more if it failed."""
+        self._durable.saver.wait()
+        if not self._durable.history.has(capture.step):
+            self._durable.saver.begin(capture)  # there is no later save to try again
+            self._durable.saver.wait()
+        return self._durable.history.has(capture.step)
+
+
+def _require_state(attached: Attached | None, state: Any, step: int) -> None:
+    """Raises AttachError if there is nothing to save but random state."""
+    if state is None and (attached is None or attached.components.keys() <= {"rng"}):
+        raise AttachError(
+            "save was called before anything was attached; call attach(model, optimizer) or "
+            "give the state: save(step, state=...)",
+            step=step,
+        )
+
+
+def _begin(capture: Capture, tiers: Sequence[Tier]) -> None:
+    """Starts to write a capture to some of the tiers, at the same time."""
+    for tier in tiers:
+        tier.saver.begin(capture)
+        tier.decisions.begun()
+        # A problem with the metrics is one problem, however often they are written.
+        alone = functools.partial(_without_problem, capture.fetch_metrics)
+        capture = dataclasses.replace(capture, fetch_metrics=alone)
+
+
+def _abstain(step: int, tiers: Sequence[Tier], error: BaseException) -> None:
+    """Fails a save that the other processes begin, and this one cannot."""
+    for tier in tiers:
+        tier.decisions.begun()
+        tier.saver.abstain(step, error)
+
+
+def _without_problem(fetch_metrics: Callable[[], Any]) -> tuple[dict[str, Any], None]:
+    metrics, _ = fetch_metrics()
+    return metrics, None
