@@ -285,6 +285,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
 
     from torchax_ckpt import TorchaxCheckpointer, policies
     from torchax_ckpt.storage.arrays import write_step
+    from torchax_ckpt.storage.directory.abandonment import Branches
     from torchax_ckpt.storage.directory.committed_step import CommittedStep
     from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
@@ -303,7 +304,8 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     for kept in (3, 10_000):
         now = time.time_ns()
         steps = [CommittedStep(s, directory / str(s), now - kept + s) for s in range(1, kept + 1)]
-        StepDirectory.steps = lambda self, known=steps: list(known)  # type: ignore
+        branches = Branches(tuple(steps))
+        StepDirectory.branches = lambda self, known=branches: known  # type: ignore
         for name, policy, is_saving in (
             ("fixed interval", policies.FixedIntervalPolicy(10**9), False),
             ("minimum interval", policies.ContinuousCheckpointingPolicy(

@@ -247,18 +247,18 @@ def test_a_thousand_steps_cost_no_more_than_one(
 ) -> None:
     trained(directory, 3)
     listed = 0
-    steps = StepDirectory.steps
+    branches = StepDirectory.branches
 
     def counted(self: StepDirectory) -> object:
         nonlocal listed
         listed += 1
-        return steps(self)
+        return branches(self)
 
     with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
         ckpt.attach(stateful={}, resume=False)
         ckpt.save(4, state={"w": np.zeros(2)}, force=True)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(StepDirectory, "steps", counted)
+        monkeypatch.setattr(StepDirectory, "branches", counted)
         for step in range(5, 9):
             ckpt.save(step, state={"w": np.zeros(2)}, force=True)
         ckpt.wait_until_finished()

@@ -19,6 +19,7 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.stacking import Planner, execute
 from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
@@ -93,7 +94,7 @@ def _write(
             path,
             stored,
             lambda taken: Manifest(document, plan, installed_versions(), taken).to_json(),
-            {"metrics": {}, "abandons": []},
+            {"metrics": {}, SUMMARY_FIELD: []},
             options,
             bool(options.compression),
             stacks=plan.stacks,

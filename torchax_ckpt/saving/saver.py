@@ -110,8 +110,7 @@ class Saver:
                 self._calls.first(functools.partial(self._take, step))
             self._was_claimed = True
             self._history.open()
-            there = (*self._history.committed, *self._history.abandoned)
-            self._telemetry.open([s.step for s in there])
+            self._telemetry.open([s.step for s in self._history.branches.in_place])
 
     def _take(self, step: int | None) -> None:
         """Takes the lease, unless what this run would save would mix with another program's."""
@@ -137,7 +136,7 @@ class Saver:
                 if committed.step == step:
                     self._directory.delete(committed)
             self._telemetry.steps_gone("deleted", [step])
-            return committed_step.described(self._in_place())
+            return committed_step.described(self._directory.branches().in_place)
 
         with self._calls.round(f"deleting step {step}"):
             left = self._calls.first(delete)
@@ -149,13 +148,8 @@ class Saver:
             if self._num_failures:
                 self._directory.claim()
             self._directory.recover()
-            self._history.refresh(self._in_place())
+            self._history.refresh(self._directory.branches().in_place)
             self._is_claimed = True
-
-    def _in_place(self) -> list[CommittedStep]:
-        """Every step under its number, the abandoned ones too: the next save must name those."""
-        steps = self._directory.steps()
-        return [*steps, *self._directory.left_in_place]
 
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
@@ -292,22 +286,24 @@ class Saver:
 
         def tidy() -> list[Any]:
             history = self._history
-            self._directory.set_aside(history.abandoned)
-            self._telemetry.steps_gone("set_aside", [s.step for s in history.abandoned])
-            history.abandoned.clear()
+            abandoned = history.branches.abandoned
+            self._directory.set_aside(abandoned)
+            self._telemetry.steps_gone("set_aside", [s.step for s in abandoned])
+            history.clear_abandoned()
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
-            infos = [self._directory.info(s) for s in history.committed]
+            steps = history.branches.committed
+            infos = [self._directory.info(s) for s in steps]
             # What one host alone knows to be damaged is no reason to keep other parts than others.
             is_apart = self._saves.is_apart
             verified = self._directory.verified
-            damaged = [not is_apart and verified.is_damaged(s) for s in history.committed]
+            damaged = [not is_apart and verified.is_damaged(s) for s in steps]
             keep = preserved(self._preservation_policy, infos, damaged)
-            verified.mark(history.committed)
-            gone = self._directory.prune(keep, history.committed)
+            verified.mark(steps)
+            gone = self._directory.prune(keep, steps)
             self._telemetry.steps_gone("deleted", gone)
             history.forget(gone)
-            return committed_step.described(history.committed)
+            return committed_step.described(history.branches.committed)
 
         try:
             with self._saves.round(f"tidying up after step {durable.step}"):

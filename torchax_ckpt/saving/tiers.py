@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -209,13 +208,9 @@ class Tiers:
         directory = self.local.directory
         with self.processes.round("comparing local steps"):
             mine = {s.key: s for s in directory.steps()}
-            told = json.dumps([list(mine), sorted(directory.abandons())])
-            sent = [json.loads(s) for s in self.local.processes.gather(told.encode())]
-        for tier in self._tiers:
-            tier.directory.told_abandoned |= {(a, b) for _, gone in sent for a, b in gone}
-        keys = [{(a, b) for a, b in there} for there, _ in sent]
-        self._on_all = set.intersection(*keys) - directory.told_abandoned
-        there = set.union(*keys) - directory.told_abandoned
+            told = directory.abandonment.told(mine.values())
+            keys = directory.abandonment.learn(self.local.processes.gather(told))
+        self._on_all, there = set.intersection(*keys), set.union(*keys)
         # Under a name that nothing has: another step may lie here under its number.
         elsewhere = {
             (step, at): CommittedStep(step, directory.path / f"{step}-on-another-host", at)

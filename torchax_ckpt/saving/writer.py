@@ -29,6 +29,7 @@ from torchax_ckpt.state.per_process_state import Own, joined
 from torchax_ckpt.storage.arrays import block_digests, write_step
 from torchax_ckpt.storage.arrays.compression import Compression
 from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
 from torchax_ckpt.storage.directory.run_history import History
@@ -137,7 +138,7 @@ class Writer:
 
         summary = {
             "metrics": metrics,
-            "abandons": self._history.abandons(),
+            SUMMARY_FIELD: self._history.abandons(),
         }
         progress.enter("transferring the arrays from the devices")
         write_step.write_step(
@@ -163,8 +164,8 @@ class Writer:
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
         """The name to write a step under, and the steps of this run that are there."""
         recover()
-        known = (*self._history.committed, *self._history.abandoned)
-        return self._directory.path_for(step).name, committed_step.described(known)
+        known = committed_step.described(self._history.branches.in_place)
+        return self._directory.path_for(step).name, known
 
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
         """The document, the plan, and what this process writes, alone or with others.

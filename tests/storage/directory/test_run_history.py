@@ -19,6 +19,7 @@ from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.processes.coordination import ALONE
 from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
 from torchax_ckpt.storage.directory.run_history import History
@@ -44,8 +45,8 @@ def known_steps(monkeypatch: pytest.MonkeyPatch, directory: Path, count: int) ->
     """As if the directory held this many steps, the newest of this moment."""
     now = time.time_ns()
     path = epath.Path(directory)
-    steps = [CommittedStep(s, path / str(s), now - count + s) for s in range(1, count + 1)]
-    monkeypatch.setattr(StepDirectory, "steps", lambda self: list(steps))
+    steps = tuple(CommittedStep(s, path / str(s), now - count + s) for s in range(1, count + 1))
+    monkeypatch.setattr(StepDirectory, "branches", lambda self: Branches(steps))
 
 
 @pytest.fixture
@@ -169,4 +170,4 @@ def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) ->
         history.end(committed(directory, step))
     history.begin(2)
     assert [c.step for c in history.checkpoints()] == [1, 2]
-    assert [s.step for s in history.abandoned] == [3, 4]
+    assert [s.step for s in history.branches.abandoned] == [3, 4]

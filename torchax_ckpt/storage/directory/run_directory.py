@@ -1,4 +1,4 @@
-"""Owns the run directory: which steps are there, which count, how they come, move and go.
+"""The directory of a run: which steps are there, and how they come, move and go.
 
     DIRECTORY/120/             a committed step
     DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies, or on
@@ -9,16 +9,12 @@
     DIRECTORY/120/verified     whose bytes were read back whole and are what was saved
     DIRECTORY/lease            who is writing, see ``lease.py``; not there when nobody is
     DIRECTORY/events/          what happened, for people; nothing that is restored depends on it
-    DIRECTORY/run              which run this is, where it has a local tier; see ``identity.py``
+    DIRECTORY/run              which run this is, where it has a local tier; see ``run_identity.py``
 
-After going back to an older step, the newer ones are abandoned once a new step is durable. The
-new step itself says so in its summary, by the commit times of the steps it abandons: a process
-killed before it could set them aside does not bring them back. What cannot be read for now is an
-error here, never an absent step: a run must not go back, or start anew, for a passing failure.
-
-A run may have two directories, a durable one and a local one in front of it. A step of either may
-say of steps of both that they are abandoned, and the local one counts only as long as it is of the
-same run as the durable one.
+Which steps are abandoned, and so do not count, is in ``abandonment.py``. A run may have two
+directories, a durable one and a local one in front of it, and a step of either may abandon steps
+of both. What cannot be read for now is an error here, never an absent step: a run must not go
+back, or start anew, for a passing failure.
 
 On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
 mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
@@ -48,6 +44,7 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.policies import CheckpointInfo
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity
+from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.summaries import Summaries
@@ -69,9 +66,7 @@ class StepDirectory:
 
     Attributes:
       verified: the steps that were read back whole.
-      left_in_place: what ``steps`` last found and did not count: abandoned steps, and others of a
-        number that a later one has.
-      told_abandoned: keys of steps that others of the run's processes know to be abandoned.
+      abandonment: which steps do not count.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
@@ -96,28 +91,25 @@ class StepDirectory:
         self._summaries = Summaries()
         self._commit_times = commit_record.CommitTimes()
         self.verified = Verified()
-        self.left_in_place: list[CommittedStep] = []
-        self.told_abandoned: set[tuple[int, int]] = set()
+        self.abandonment: Abandonment = Abandonment(
+            self.path, self.found, self._summaries, None if durable is None else durable.abandonment
+        )
         self._is_read_only = read_only
         self._num_writes = 0
         self._runs: Sequence[str] = ()  # as this program has named it
         self._given: set[str] = set()
         self._lease = lease.Lease(self.path)
         self._durable = durable
-        self._other: StepDirectory | None = durable
-        if durable is not None:
-            durable._other = self
 
     # --- reading ---
 
     def steps(self) -> list[CommittedStep]:
         """The committed steps that count, oldest first; reads the directory anew."""
-        found = self.found()
-        keys = self._abandoned(found) if found else set()
-        in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
-        counted = {s.step: s for s in in_order if s.key not in keys}
-        self.left_in_place = [s for s in found if counted.get(s.step) is not s]
-        return [counted[step] for step in sorted(counted)]
+        return list(self.branches().committed)
+
+    def branches(self) -> Branches:
+        """The committed steps, those that count and the others; reads the directory anew."""
+        return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
         """The committed steps from this number on, also those that do not count."""
@@ -161,19 +153,6 @@ class StepDirectory:
             return list(self.path.iterdir())
         except (FileNotFoundError, NotADirectoryError):  # a bucket knows only what is in them
             return []
-
-    def _abandoned(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
-        """What the steps found here, and those of the run's other directory, have abandoned."""
-        keys = self.told_abandoned | self._abandoned_by(found)
-        return keys | (self._other.abandons() if self._other is not None else set())
-
-    def abandons(self) -> set[tuple[int, int]]:
-        """Keys of the steps that those found here have abandoned, in either directory."""
-        return self._abandoned_by(self.found())
-
-    def _abandoned_by(self, found: Sequence[CommittedStep]) -> set[tuple[int, int]]:
-        with self._translated("read"):
-            return self._summaries.abandoned_by(found)
 
     # --- writing ---
 
@@ -238,10 +217,7 @@ class StepDirectory:
         with self._translated("clean up"):
             self.fence()
             visible = self._visible()
-            # Not durable steps on the word of local ones, which may yet be lost with their host.
-            told = self._abandoned_by if self._durable is None else self._abandoned
-            abandoned = told(visible)
-            self.set_aside(s for s in visible if s.key in abandoned)
+            self.set_aside(self.abandonment.certain_among(visible))
             for committed in visible:
                 if committed.is_incoming:
                     self.settle(committed)

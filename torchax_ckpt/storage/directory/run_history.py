@@ -1,7 +1,7 @@
-"""Owns what a run knows of its directory: the steps it goes on from, and those it abandons.
+"""What a run knows of its directory: the steps it goes on from, and those it abandons.
 
 The directory is listed once, by process 0 for all; after that the one writer knows itself what
-comes and goes.
+comes and goes. Which steps are abandoned is in ``abandonment.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from torchax_ckpt.policies import CheckpointInfo
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory import abandonment, committed_step
+from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
 
@@ -30,8 +31,8 @@ class History:
 
     Attributes:
       path: of the directory.
-      committed: the steps this run builds on, oldest first.
-      abandoned: newer steps of a branch this run left; set aside once a new step is committed here.
+      branches: the steps this run builds on, and those of branches it left, which are set aside
+        once a new step is committed here. Replaced as a whole, never changed.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class History:
         self._other = durable
         if durable is not None:
             durable._other = self
-        self.committed: list[CommittedStep] = []
-        self.abandoned: list[CommittedStep] = []
+        self.branches = Branches()
         self._in_flight: CheckpointInfo | None = None
         self._landed: CommittedStep | None = None
         # Ascending. Replaced as a whole, never changed: it is asked for at every step of the
@@ -55,9 +55,9 @@ class History:
     def open(self) -> None:
         """Lists the directory, if that has not been done yet."""
         if not self._is_open:
-            self.committed = self.found(self._directory.steps)
-            self.abandoned = list(self._directory.left_in_place)
-            self._look()
+            with self._processes.round("looking for steps"):
+                found = self._processes.first(lambda: self._directory.branches().described())
+            self._take(Branches.named(found, self.path))
             self._is_open = True
 
     def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
@@ -74,11 +74,11 @@ class History:
         """
         if not self._is_open:
             return []
-        known = {s.key for s in (*self.committed, *self.abandoned)}
+        known = {s.key for s in self.branches.in_place}
         if step is not None:  # the first save waits for this: of old steps there may be thousands
             found = self._directory.found(first=step)
         else:
-            own = {s.key for s in self.committed}
+            own = {s.key for s in self.branches.committed}
             there = self._directory.steps()
             newest = max((s.step for s in there if s.key in own), default=-1)
             found = [s for s in there if s.step > newest]
@@ -88,22 +88,19 @@ class History:
         """The run goes on from this step (None: from the start); newer ones are abandoned."""
         self._is_open = False
         self.open()
-        self._abandon(s for s in self.committed if step is None or s.step > step)
+        self._go_back(step)
 
-    def keep_only(self, keys: set[tuple[int, int]]) -> None:
+    def keep_only(self, keys: set[Key]) -> None:
         """Leaves out steps that not all hosts have; they are removed after the next save."""
-        left_out = [s for s in self.committed if s.key not in keys]
-        self.committed = [s for s in self.committed if s.key in keys]
-        self.abandoned += left_out
-        self._look()
+        missing = (s for s in self.branches.committed if s.key not in keys)
+        self._take(self.branches.leaving(missing))
 
     def begin(self, step: int) -> None:
         """A save of this step begins; whatever is newer, in either tier, is of another branch."""
         for history in (self, self._other):
             if history is not None:
                 history.open()
-                if history.committed and history.committed[-1].step > step:
-                    history._abandon(s for s in history.committed if s.step > step)
+                history._go_back(step)
         now = time.time_ns()
         self._in_flight = CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
@@ -112,8 +109,8 @@ class History:
 
     def abandons(self) -> list[list[int]]:
         """What a step saved now abandons, in both tiers: steps and their commit times."""
-        known = [*self.abandoned, *(self._other.abandoned if self._other else ())]
-        return [list(s.key) for s in known]
+        tiers = (self,) if self._other is None else (self, self._other)
+        return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
         """The step in flight can be read from now on, however its save ends."""
@@ -128,30 +125,28 @@ class History:
         landed, self._landed = self._landed, None
         if durable is None:
             self._checkpoints = self._checkpoints[:-1]
-            self.abandoned += [] if landed is None else [landed]
+            self.branches = self.branches.leaving(() if landed is None else (landed,))
         else:
             self._directory.know_summary(durable, summary or {})
-            self.committed.append(durable)
+            self.branches = self.branches.with_newest(durable)
             self._checkpoints = (*self._checkpoints[:-1], _info(durable))
 
     def settle(self, settled: CommittedStep) -> None:
         """The newest step has moved to its own name."""
-        self.committed[-1] = settled
-        self._look()
+        self._take(self.branches.moved((*self.branches.in_place, settled)))
+
+    def clear_abandoned(self) -> None:
+        """The abandoned steps were set aside."""
+        self.branches = Branches(self.branches.committed)
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
         """Takes where the steps lie now, after some were moved or deleted."""
-        now_at = {s.key: s for s in steps}
-        for known in (self.committed, self.abandoned):
-            known[:] = [now_at[s.key] for s in known if s.key in now_at]
-        self._look()
+        self._take(self.branches.moved(steps))
 
     def forget(self, steps: Iterable[int]) -> None:
         """Strikes deleted steps."""
         if gone := set(steps):
-            self.committed = [s for s in self.committed if s.step not in gone]
-            self.abandoned = [s for s in self.abandoned if s.step not in gone]
-            self._look()
+            self.refresh(s for s in self.branches.in_place if s.step not in gone)
 
     def has(self, step: int) -> bool:
         """Whether this run has the step, or is saving it."""
@@ -164,24 +159,22 @@ class History:
         """The steps as save decision policies see them, oldest first, the one in flight last."""
         return self._checkpoints
 
-    def _look(self) -> None:
-        """Takes a new look at all steps, after others than the newest have come or gone."""
+    def _take(self, branches: Branches) -> None:
+        """Replaces the steps, after others than the newest have come or gone."""
+        self.branches = branches
         in_flight = () if self._in_flight is None else (self._in_flight,)
-        self._checkpoints = (*map(_info, self.committed), *in_flight)
+        self._checkpoints = (*map(_info, self.branches.committed), *in_flight)
 
-    def _abandon(self, steps: Iterable[CommittedStep]) -> None:
-        abandoned = list(steps)
-        if not abandoned:
+    def _go_back(self, step: int | None) -> None:
+        if not (newer := self.branches.newer_than(step)):
             return
         logger.warning(
             "%s: steps %s belong to another branch than this run goes on from; they will be set "
             "aside once a new step is durable",
             self._directory.path,
-            [s.step for s in abandoned],
+            [s.step for s in newer],
         )
-        self.abandoned += abandoned
-        self.committed = [s for s in self.committed if s not in abandoned]
-        self._look()
+        self._take(self.branches.leaving(newer))
 
 
 def _info(committed: CommittedStep) -> CheckpointInfo:

@@ -1,4 +1,4 @@
-"""Owns what steps say in their summaries: their metrics, and which newer steps they abandon."""
+"""The summaries of a directory's steps: small JSON with the metrics, and what else a save says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import containment, seals, storage_errors
 
-# How many commits may bear later times than the latest of all.
-_LATEST = 32
 # The summary of a step that has none, or a damaged one.
 _LOST: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -36,31 +34,10 @@ class Summaries:
         metrics = self._of(committed).get("metrics")
         return dict(metrics) if isinstance(metrics, dict) else {}
 
-    def abandoned_by(self, steps: Sequence[CommittedStep]) -> set[tuple[int, int]]:
-        """The steps and commit times that these steps have abandoned."""
-        # Only the latest commit can name steps that are still in place: whoever writes next first
-        # finishes setting them aside. Clocks of several hosts do not quite say which it is.
-        in_order = sorted(steps, key=lambda s: (s.has_lost_record, s.commit_timestamp_nsecs))
-        # One that cannot say when it was committed may be the latest.
-        latest = in_order[-_LATEST - sum(s.has_lost_record for s in steps) :]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            summaries = list(pool.map(self._of, latest))
-        # An incoming step has abandoned something, whether or not it can still say what.
-        lost = [s for s, said in zip(latest, summaries, strict=True) if said is _LOST]
-        guessed = {
-            s.key
-            for incoming in lost
-            if incoming.is_incoming
-            for s in steps
-            if s.step >= incoming.step
-            and s.commit_timestamp_nsecs < incoming.commit_timestamp_nsecs
-        }
-        return guessed | {
-            (entry[0], entry[1])
-            for entries in (summary.get("abandons") for summary in summaries)
-            for entry in (entries if isinstance(entries, list) else [])
-            if isinstance(entry, list) and [type(part) for part in entry] == [int, int]
-        }
+    def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
+        """The summary of each step; None of one that has none, or a damaged one."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
+            return [None if said is _LOST else said for said in pool.map(self._of, steps)]
 
     def _of(self, committed: CommittedStep) -> Mapping[str, Any]:
         found = self._known.get(committed.key)

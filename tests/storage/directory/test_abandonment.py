@@ -1,0 +1,302 @@
+"""Whatever a run does, the steps that count are those of the branch it is on, for every reader."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from etils import epath
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.directory import abandonment, commit_record, committed_step
+from torchax_ckpt.storage.directory.abandonment import Branches, Key
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.medium import seals
+
+KEEP = 2
+TIERS = ("durable", "local")
+NUMBERS = st.integers(0, 7)
+
+
+# --- sorting the steps of a directory ------------------------------------------------------------
+
+FOUND = st.lists(
+    st.builds(CommittedStep, NUMBERS, st.just(epath.Path("run")), st.integers(0, 9), st.booleans()),
+    unique_by=lambda s: (s.step, s.commit_timestamp_nsecs),
+)
+
+
+@given(FOUND, st.sets(st.tuples(NUMBERS, st.integers(0, 9))))
+def test_of_each_number_the_last_step_that_is_not_abandoned_counts(
+    found: list[CommittedStep], abandoned: set[Key]
+) -> None:
+    branches = Branches.among(found, abandoned)
+    assert sorted(s.key for s in branches.in_place) == sorted(s.key for s in found)
+    remaining = [s for s in found if s.key not in abandoned]
+    assert [s.step for s in branches.committed] == sorted({s.step for s in remaining})
+    for committed in branches.committed:
+        rivals = [s for s in remaining if s.step == committed.step]
+        assert committed == max(rivals, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
+
+
+@given(FOUND, st.none() | NUMBERS)
+def test_going_back_moves_newer_steps_to_the_abandoned_ones(
+    found: list[CommittedStep], step: int | None
+) -> None:
+    branches = Branches.among(found, set())
+    newer = branches.newer_than(step)
+    after = branches.leaving(newer)
+    assert after.committed + tuple(newer) == branches.committed
+    assert after.abandoned == branches.abandoned + tuple(newer)
+    assert all(step is None or s.step > step for s in newer)
+    assert all(step is not None and s.step <= step for s in after.committed)
+    sent = json.loads(json.dumps(after.described()))
+    at = lambda s: dataclasses.replace(s, path=epath.Path("there/run"))  # noqa: E731
+    assert Branches.named(sent, epath.Path("there")) == Branches(
+        tuple(map(at, after.committed)), tuple(map(at, after.abandoned))
+    )
+
+
+@given(FOUND)
+def test_a_summary_says_what_is_abandoned(found: list[CommittedStep]) -> None:
+    said = abandonment.to_summary(Branches(abandoned=tuple(found)), Branches(tuple(found)))
+    summary = json.loads(json.dumps({abandonment.SUMMARY_FIELD: said}))
+    assert abandonment.from_summary(summary) == {s.key for s in found}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+)
+
+
+@given(JSON)
+def test_of_any_other_summary_only_keys_are_taken(said: Any) -> None:
+    for entry in abandonment.from_summary({abandonment.SUMMARY_FIELD: said}):
+        assert [type(part) for part in entry] == [int, int]
+        assert list(entry) in said
+
+
+# --- a run against what is to be expected of it --------------------------------------------------
+
+
+class Chosen:
+    """Saves when it was told to."""
+
+    is_on = False
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return self.is_on
+
+
+class Run:
+    """A run, program after program, and the steps that are to count in each of its tiers.
+
+    Arrays are not written. Times of commits come in no order, as those of several hosts may.
+
+    Attributes:
+      counts: the keys that a reader is to find, oldest first, by tier.
+      counts_alone: those in the durable tier if the local one is lost.
+      goes_on: those that the present program is to go on from; None before it has looked.
+    """
+
+    def __init__(self, place: Path, tiers: Sequence[str]) -> None:
+        self.paths = {tier: place / tier for tier in tiers}
+        self.counts: dict[str, list[Key]] = {tier: [] for tier in tiers}
+        self.counts_alone: list[Key] = []
+        self.goes_on: dict[str, list[Key]] | None = None
+        self.times = (1 + count * 7919 % 997 for count in itertools.count())
+        self.written: dict[str, Key] = {}
+        self.is_unreadable = False
+        self.start()
+
+    def start(self) -> None:
+        self.policies = {tier: Chosen() for tier in self.paths}
+        local = None
+        if "local" in self.paths:
+            local = LocalTier(
+                self.paths["local"], save_decision_policy=self.policies["local"], keep=KEEP
+            )
+        self.ckpt = TorchaxCheckpointer(
+            self.paths["durable"],
+            save_decision_policy=self.policies["durable"],
+            preservation_policy=policies.PreserveAll(),
+            local=local,
+            options=CheckpointOptions(read_back=True),
+        )
+        self.goes_on = None
+
+    def end(self) -> None:
+        with contextlib.suppress(SaveError):
+            self.ckpt.close()
+
+    @contextlib.contextmanager
+    def faked(self) -> Iterator[None]:
+        """Steps consist of a summary and a commit record."""
+
+        def write(path: Any, stored: Any, manifest: Any, summary: Any, *_: Any, **__: Any) -> None:
+            (path / committed_step.SUMMARY).mkdir(parents=True)
+            text = json.dumps(seals.seal(summary))
+            (path / committed_step.SUMMARY / "data.json").write_text(text)
+            at = next(self.times)
+            record = {"commit_timestamp_nsecs": at, "item_handlers": {}}
+            (path / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
+            (path / commit_record.MARK).write_text(commit_record.sealing(path, ""))
+            number = int(path.name.split("-")[1])
+            self.written[path.parent.name] = (number, at)
+
+        def read_back(*_: Any) -> None:
+            if self.is_unreadable:
+                raise OSError(5, "cannot be read now")
+
+        with (
+            mock.patch.object(write_step, "write_step", write),
+            mock.patch.object(Writer, "_read_back", read_back),
+        ):
+            yield
+
+    # --- what may happen ---
+
+    def restart(self) -> None:
+        self.end()
+        self.start()
+
+    def lose_local(self) -> None:
+        """The program ends, and the host with its ramdisk is lost."""
+        self.end()
+        if "local" in self.paths:
+            shutil.rmtree(self.paths["local"], ignore_errors=True)
+            self.counts = {"durable": list(self.counts_alone), "local": []}
+        self.start()
+
+    def go_back(self, step: int | None) -> None:
+        self.ckpt._tiers.wait()
+        self.ckpt._tiers.go_on_from(step)
+        self.goes_on = {
+            tier: [key for key in keys if step is not None and key[0] <= step]
+            for tier, keys in self.counts.items()
+        }
+
+    def delete(self, step: int) -> None:
+        """With one tier only: a deleted step takes with it what it says of the other tier."""
+        if len(self.paths) > 1 or step not in [key[0] for key in self.counts["durable"]]:
+            return
+        self.ckpt.delete(step)
+        for known in (self.counts, self.goes_on or {}):
+            if known:
+                known["durable"] = [key for key in known["durable"] if key[0] != step]
+        self.counts_alone = list(self.counts["durable"])
+
+    def save(self, step: int, where: tuple[str, ...], how: str) -> None:
+        """Saves to some of the tiers; then all goes well, or the program is stopped at some point.
+
+        Args:
+          step, where: the step, and its tiers.
+          how: "well", "unreadable" (committed, but the save fails), "untidied" (ends before it
+            tidies up), "half" (ends after it set aside one of the steps).
+        """
+        goes_on = self.goes_on or {tier: list(keys) for tier, keys in self.counts.items()}
+        due = [t for t in where if t in self.paths and step not in [n for n, _ in goes_on[t]]]
+        if not due:
+            return
+        if how == "unreadable":  # of two, one may abandon what the other has left already
+            due = due[:1]
+        for tier, policy in self.policies.items():
+            policy.is_on = tier in due
+        self.is_unreadable = how == "unreadable"
+        self.ckpt._position = None  # any step may be saved next
+        with contextlib.ExitStack() as stack:
+            if how in ("untidied", "half"):
+                for stopped in self.ckpt._tiers._tiers:
+                    self.stop_tidying(stack, stopped, how)
+            assert self.ckpt.save(step, state={"w": np.zeros(2)})
+            with contextlib.suppress(SaveError):
+                self.ckpt.wait_until_finished()
+        goes_on = {tier: [k for k in keys if k[0] <= step] for tier, keys in goes_on.items()}
+        self.counts = {tier: list(keys) for tier, keys in goes_on.items()}
+        for tier in due:
+            self.counts[tier].append(self.written[tier])
+            if how != "unreadable":
+                goes_on[tier].append(self.written[tier])
+            if how == "well" and tier == "local":
+                self.counts[tier] = goes_on[tier] = goes_on[tier][-KEEP:]
+        if "durable" in due:
+            self.counts_alone = list(self.counts["durable"])
+        self.goes_on = goes_on
+        if how in ("untidied", "half"):
+            self.restart()
+
+    def stop_tidying(self, stack: contextlib.ExitStack, tier: Any, how: str) -> None:
+        directory = tier.directory
+        set_aside = directory.set_aside
+
+        def stopped(steps: Any) -> None:
+            set_aside(list(steps)[: int(how == "half")])
+            raise OSError(5, "killed")
+
+        def only_while_tidying(durable: Any, tidy: Any = tier.saver._tidy) -> None:
+            with mock.patch.object(directory, "set_aside", stopped):
+                tidy(durable)
+
+        stack.enter_context(mock.patch.object(tier.saver, "_tidy", only_while_tidying))
+
+    # --- what is to be seen ---
+
+    def check(self) -> None:
+        durable = StepDirectory(self.paths["durable"], read_only=True)
+        assert [s.key for s in durable.steps()] == self.counts_alone
+        if "local" in self.paths:
+            local = StepDirectory(self.paths["local"], read_only=True, durable=durable)
+            assert [s.key for s in local.steps()] == self.counts["local"]
+        assert [s.key for s in durable.steps()] == self.counts["durable"]
+        if self.goes_on is not None:
+            for tier in self.ckpt._tiers._tiers:
+                known = [(s.step, s.commit_timestamp_nsecs) for s in tier.history.checkpoints()]
+                assert known == self.goes_on[tier.name]
+
+
+SAVES = st.tuples(
+    st.just("save"),
+    NUMBERS,
+    st.sampled_from([("durable",), ("local",), TIERS]),
+    st.sampled_from(["well", "well", "unreadable", "untidied", "half"]),
+)
+EVENTS = st.one_of(
+    SAVES,
+    SAVES,
+    st.tuples(st.just("go_back"), st.none() | NUMBERS),
+    st.sampled_from([("restart",), ("lose_local",)]),
+    st.tuples(st.just("delete"), NUMBERS),
+)
+
+
+@given(st.sampled_from([("durable",), TIERS]), st.lists(EVENTS, min_size=4, max_size=12))
+@settings(max_examples=20, phases=[Phase.generate])  # shrinking takes minutes
+def test_the_steps_that_count_are_those_of_the_branch_the_run_is_on(
+    tiers: tuple[str, ...], events: list[tuple[Any, ...]]
+) -> None:
+    memory = Path("/dev/shm")  # each save waits for the medium several times
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
+        run = Run(Path(place), tiers)
+        with run.faked():
+            try:
+                for name, *arguments in events:
+                    getattr(run, name)(*arguments)
+                    run.check()
+            finally:
+                run.end()
