@@ -114,7 +114,9 @@ class _Server:
 
     def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lines = f"exec(__import__('forked').serve({theirs.fileno()}, {list(modules)!r}))"
+        lines = (
+            f"exec(__import__('support.forked').forked.serve({theirs.fileno()}, {list(modules)!r}))"
+        )
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", lines],
