@@ -30,6 +30,7 @@ from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.events import Event
@@ -79,7 +80,7 @@ class TorchaxCheckpointer:
     Raises:
       DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
         there, or lacks a permission (to write, unless ``CheckpointOptions(read_only=True)``).
-      BackendError: the installed torchax does not look as expected.
+      BackendError: the installed torchax or Orbax does not look as expected.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class TorchaxCheckpointer:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
+        orbax_internals.check_internals()
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         self._snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
