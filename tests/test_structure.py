@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "torchax_backend": {TOP, TORCH, JAX},
     "snapshot": {JAX},
     "state": {TORCH, JAX},
-    "processes": {JAX, ORBAX},
+    "processes": {JAX},
     "policies": {ORBAX},
     "storage/medium": set(),
     "storage/directory": {JAX},
