@@ -151,6 +151,13 @@ def test_private_torchax_is_met_in_one_file() -> None:
             assert "_jax_array" not in path.read_text(), path
 
 
+def test_private_orbax_is_met_in_one_file() -> None:
+    private = ("orbax.checkpoint._src", "experimental.v1._src", "_thread_runner", "_steps_set")
+    for path in FILES:
+        if path.name != "orbax_internals.py":
+            assert not [name for name in private if name in path.read_text()], path
+
+
 @pytest.mark.parametrize(
     "path", sorted((PACKAGE / "integrations").rglob("*.py")), ids=lambda p: p.name
 )
