@@ -103,7 +103,8 @@ def test_what_somebody_else_replaces_meanwhile_stays_and_works(directory: Path) 
 
 def test_operations_have_names_of_their_own_and_leave_orbaxs_counter_alone() -> None:
     generator = synchronization.OperationIdGenerator
-    before, found = generator.get_current_operation_id(), []
+    before = generator.get_current_operation_id()
+    found: list[str] = []
 
     def look() -> None:
         with orbax_context.operation():

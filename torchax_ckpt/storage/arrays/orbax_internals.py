@@ -280,7 +280,7 @@ def _is_alone() -> bool:
 # --- what Orbax keeps for itself -----------------------------------------------------------------
 
 
-def future_of(response: Any) -> concurrent.futures.Future[None]:
+def future_of(response: Any) -> concurrent.futures.Future[Any]:
     """How a save ends; to wait for it together with others."""
     return response._thread_runner._future
 
