@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "torchax_backend": {TOP, TORCH, JAX},
     "snapshot": {JAX},
     "state": {TORCH, JAX},
-    "processes": {JAX, ORBAX},
+    "processes": {JAX},
     "policies": {ORBAX},
     "storage/medium": set(),
     "storage/directory": {JAX},
@@ -149,6 +149,13 @@ def test_private_torchax_is_met_in_one_file() -> None:
         if path.name != "torchax_backend.py":
             assert "._elem" not in path.read_text(), path
             assert "_jax_array" not in path.read_text(), path
+
+
+def test_private_orbax_is_met_in_one_file() -> None:
+    private = ("orbax.checkpoint._src", "experimental.v1._src", "_thread_runner", "_steps_set")
+    for path in FILES:
+        if path.name != "orbax_internals.py":
+            assert not [name for name in private if name in path.read_text()], path
 
 
 @pytest.mark.parametrize(

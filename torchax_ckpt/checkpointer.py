@@ -28,6 +28,7 @@ from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.stats import Stats
@@ -76,7 +77,7 @@ class TorchaxCheckpointer:
     Raises:
       DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
         there, or lacks a permission (to write, unless ``CheckpointOptions(read_only=True)``).
-      BackendError: the installed torchax does not look as expected.
+      BackendError: the installed torchax or Orbax does not look as expected.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class TorchaxCheckpointer:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
+        orbax_internals.check_internals()
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)

@@ -2,7 +2,7 @@
 
     CheckpointError                 everything below
     ├── AttachError                 called in the wrong order, or with the wrong objects
-    ├── BackendError                this torchax release does not look as expected
+    ├── BackendError                this torchax or Orbax does not look as expected
     ├── CallError                   called on another thread, in a fork, in jit, within a call
     ├── ClosedError                 used after close()
     ├── CorruptCheckpointError      a step that cannot be read back
@@ -71,7 +71,7 @@ class AttachError(CheckpointError, RuntimeError):
 
 
 class BackendError(CheckpointError, ImportError):
-    """The installed torchax does not have the internals this package was written for."""
+    """The installed torchax or Orbax lacks internals that this package was written for."""
 
 
 class CallError(CheckpointError, RuntimeError):

@@ -32,7 +32,7 @@ from torchax_ckpt.processes.coordination import ALONE, Processes
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
-from torchax_ckpt.storage.arrays import block_digests, orbax_barriers, write_step
+from torchax_ckpt.storage.arrays import block_digests, orbax_context, write_step
 from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
@@ -436,7 +436,7 @@ def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
         together["loading"].wait(5)
         return load(*args)
 
-    monkeypatch.setattr(orbax_barriers, "one_at_a_time", OfThisProcess())
+    monkeypatch.setattr(orbax_context, "one_at_a_time", OfThisProcess())
     monkeypatch.setattr(write_step.ocp, "load", load_together)
 
     def act(index: int, kind: str, delay_secs: float) -> Any:
@@ -448,7 +448,7 @@ def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
             if kind == "loading":
                 options = CheckpointOptions()
                 return load_state(committed, step_files.read_manifest, None, options, processes)
-            with orbax_barriers.one_order(processes):
+            with orbax_context.one_order(processes):
                 together["saving"].wait(5)
             return None
 

@@ -19,7 +19,10 @@ PROGRAM = """
     from torchax_ckpt.policies.save_decision import decision_context
     from torchax_ckpt.processes.coordination import Processes
 
-    training, saving = Processes("training", 60), Processes("saving", 60)
+    from torchax_ckpt.storage.arrays.orbax_context import coordination_service
+
+    training, saving, decisions = (
+        Processes(name, 60, coordination_service()) for name in ("training", "saving", "decisions"))
     own = random.Random(index)
     policy = policies.AnySavePolicy(
         [policies.ContinuousCheckpointingPolicy(), policies.SpecificStepsPolicy({123, 777})])
@@ -42,7 +45,7 @@ PROGRAM = """
             pass
         durable.append(info(step))
 
-    appointments = Appointments(Processes("decisions", 60), decide)
+    appointments = Appointments(decisions, decide)
     for number, step in enumerate([*range(1, 500), *range(200, 500), *range(700, 2500, 7)]):
         if number % 20 == 0:
             with training.round("training"):

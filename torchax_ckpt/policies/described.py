@@ -7,6 +7,7 @@ comes from a directory that anybody may have written to: what makes no sense is 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ def described(policy: Any) -> list[dict[str, Any]]:
     if isinstance(policy, policies.LatestDuration):
         return [{"rule": name, "duration_secs": policy.duration.total_seconds()}]
     if isinstance(policy, policies.CustomSteps):
-        steps = [_plain(step) for step in sorted(policy._steps_set)]
+        [known] = dataclasses.asdict(policy).values()
+        steps = [_plain(step) for step in sorted(known)]
         return [{"rule": name, "steps": steps} if len(steps) <= _MAX_STEPS else {"rule": name}]
     fields = {key: _plain(value) for key, value in vars(policy).items() if value is not None}
     if not all(isinstance(value, (bool, int, float, str)) for value in fields.values()):

@@ -1,4 +1,4 @@
-"""Owns how the processes of one run speak to each other: through JAX's coordination service.
+"""How the processes of one run speak to each other: through JAX's coordination service.
 
 What concerns several processes happens in a round, which all of them enter, with the same calls in
 the same order. In it process 0 gathers what the others send, and shares what holds for all. Each
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-from orbax import checkpoint as v0
 
 from torchax_ckpt import errors
 from torchax_ckpt.errors import CheckpointError, ProcessError, ProcessTimeoutError
@@ -51,25 +50,25 @@ class Processes:
       name: what the conversation is about; those of one name are told apart by the order in which
         they are made, which is the same everywhere.
       timeout_secs: how long to wait for a process that is behind.
-      index, count, client: this process, how many there are, and JAX's coordination service;
-        default: JAX's own.
+      client: JAX's coordination service; only one process goes without.
+      index, count: this process, and how many there are; default: JAX's own.
     """
 
     def __init__(
         self,
         name: str,
         timeout_secs: float,
+        client: Any,
         *,
         index: int | None = None,
         count: int | None = None,
-        client: Any = None,
     ) -> None:
         self.index = jax.process_index() if index is None else index
         self.count = jax.process_count() if count is None else count
         self.timeout_secs = timeout_secs
         if self.count == 1:
             return
-        self._client = client or v0.multihost.get_jax_distributed_client()
+        self._client = client
         self._place = f"torchax_ckpt/{_digest(name):016x}/{_made[name]}"
         _made[name] += 1
         self._one_round = threading.Lock()
@@ -364,5 +363,5 @@ def _rebuilt(message: bytes) -> CheckpointError:
     return error
 
 
-ALONE = Processes("", 0, index=0, count=1)
+ALONE = Processes("", 0, None, index=0, count=1)
 """A process by itself, whatever JAX says."""

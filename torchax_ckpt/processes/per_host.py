@@ -21,7 +21,7 @@ class Apart(Processes):
     """
 
     def __init__(self, processes: Processes) -> None:
-        super().__init__("", 0, index=0, count=1)
+        super().__init__("", 0, None, index=0, count=1)
         self._processes = processes
 
     @property

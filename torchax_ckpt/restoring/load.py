@@ -22,7 +22,7 @@ from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.pytree import key_part
 from torchax_ckpt.state.training_state import STATE
 from torchax_ckpt.storage.arrays import foreign
-from torchax_ckpt.storage.arrays.orbax_barriers import one_order
+from torchax_ckpt.storage.arrays.orbax_context import one_order
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
 
@@ -43,7 +43,7 @@ def load_state(
         source = opened(committed)
     except ForeignCheckpointError:
         with one_order(processes):
-            return _load_foreign(committed, abstract_state, options)
+            return _load_foreign(committed, abstract_state, options, processes)
     findings = Findings()
     prefix: tuple[str, ...] = ()
     if STATE in source.document:
@@ -62,10 +62,12 @@ def load_state(
         return request.build(source.read(request.reads))
 
 
-def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
+def _load_foreign(
+    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
+) -> Any:
     """Reads a step of bare Orbax; its pytree must have the abstract state's structure."""
     if abstract_state is None:
-        return foreign.load_foreign(committed, None, options)
+        return foreign.load_foreign(committed, None, options, processes)
     _require_there(committed, abstract_state)
     leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
     reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
@@ -75,7 +77,8 @@ def _load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkp
         else leaf
         for i, leaf in enumerate(leaves)
     ]
-    loaded = foreign.load_foreign(committed, jax.tree_util.tree_unflatten(treedef, asked), options)
+    state = jax.tree_util.tree_unflatten(treedef, asked)
+    loaded = foreign.load_foreign(committed, state, options, processes)
     found = {str(i): leaf for i, leaf in enumerate(jax.tree_util.tree_leaves(loaded))}
     arrays = put({n: found[n] for n in reads}, {n: read.placement for n, read in reads.items()})
     revived = {n: functional.revive(reads[n].spec.node(n), arrays[n]) for n in reads}

@@ -40,6 +40,7 @@ from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
+from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.arrays.placement import Alone, Wanted
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
@@ -133,7 +134,8 @@ def warm_start(
     options = options or CheckpointOptions()
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
 
-    processes = Processes("warm starts", options.process_timeout_secs)
+    service = orbax_context.coordination_service()
+    processes = Processes("warm starts", options.process_timeout_secs, service)
 
     def start(origin: _Origin) -> RestoreReport:
         selection = Selection(include, exclude, rename)

@@ -23,6 +23,7 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
@@ -91,8 +92,7 @@ class Tiers:
         self._on_donated = on_donated
         durable = StepDirectory(directory, read_only=options.read_only)
         self.processes, saves = (
-            Processes(f"{kind} {durable.path}", options.process_timeout_secs)
-            for kind in ("calls", "saves")
+            self._conversation(f"{kind} {durable.path}") for kind in ("calls", "saves")
         )
         self._tiers: list[Tier] = []
         self.durable = self._tier(
@@ -108,7 +108,7 @@ class Tiers:
                     "on several processes a local tier is restored together, and restore_in_budget "
                     "takes leaves in parts that differ between processes: give one of the two"
                 )
-            saves = Processes(f"local saves {durable.path}", options.process_timeout_secs)
+            saves = self._conversation(f"local saves {durable.path}")
             self._replica_axis = local.replica_axis
             self.local = self._tier(
                 "local",
@@ -147,12 +147,17 @@ class Tiers:
             self._on_donated,
         )
         place = self._tiers[0].directory if self._tiers else directory
-        agreed = Processes(f"{name} decisions {place.path}", self._options.process_timeout_secs)
+        agreed = self._conversation(f"{name} decisions {place.path}")
         decisions = Decisions(save_policy, history, saver, agreed)
         return Tier(name, directory, history, saver, decisions, telemetry, calls)
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers)
+
+    def _conversation(self, about: str) -> Processes:
+        """The processes of the run, as they speak to each other about one thing."""
+        service = orbax_context.coordination_service()
+        return Processes(about, self._options.process_timeout_secs, service)
 
     # --- the steps there are ---
 

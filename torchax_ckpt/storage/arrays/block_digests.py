@@ -1,7 +1,7 @@
-"""Owns digests: one 64-bit number for every block of stored bytes, by which damage is found.
+"""Digests: one 64-bit number for every block of stored bytes, by which damage is found.
 
-An array is cut into equal blocks (``cutting.py``), and a stack into one or more for each member, so
-that a mismatch names the leaf. The digest is taken of the very bytes that go to storage, on the
+An array is cut into equal blocks (``chunking.py``), and a stack into one or more for each member,
+so that a mismatch names the leaf. The digest is taken of the very bytes that go to storage, on the
 host, and checked on the bytes that come back, whatever mesh they are read onto. Devices are not
 involved: what changes in a device's memory, or on the way between it and the host, is not seen.
 
@@ -14,17 +14,17 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import xxhash
-from orbax.checkpoint._src.serialization import replica_slices
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.snapshot.sharding import shards_of
-from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays import chunking, orbax_internals
 
 Index = tuple[slice, ...]
 Part = tuple[tuple[int, ...], np.ndarray]
@@ -119,11 +119,9 @@ def num_host_bytes(array: jax.Array) -> int:
     return int(parts.nbytes) * (2 if is_cut else 1)
 
 
-def _own_parts(array: jax.Array) -> replica_slices.ReplicaSlices:
+def _own_parts(array: jax.Array) -> Any:
     shards_of(array)  # for Orbax, too, on one thread at a time
-    return replica_slices.get_replica_slices(
-        array, replica_id=0, use_replica_parallel=chunking.is_shared(array)
-    )
+    return orbax_internals.stored_parts(array, use_replica_parallel=chunking.is_shared(array))
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:

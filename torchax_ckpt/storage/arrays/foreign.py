@@ -1,4 +1,4 @@
-"""Owns steps that bare Orbax wrote: what is in them, and reading it."""
+"""Steps that Orbax wrote without this package: what is in them, and reading it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage.arrays import array_checks, orbax_barriers, orbax_context
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.storage.arrays import array_checks, orbax_context
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt
 
 
-def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
+def load_foreign(
+    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
+) -> Any:
     """Reads a step that bare Orbax wrote.
 
     Args:
       committed: the step.
       abstract_state: a pytree of ShapeDtypeStructs, or None for everything, as host arrays.
       options: memory bounds.
+      processes: those that read it together, in a round.
 
     Raises:
       CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
     """
     metadata = foreign_metadata(committed)
     with (
+        orbax_context.operation(processes),
         as_corrupt(committed, "checkpoint"),
-        orbax_barriers.one_at_a_time,
+        orbax_context.one_at_a_time,
         orbax_context.for_loading(options),
     ):
         if abstract_state is None:

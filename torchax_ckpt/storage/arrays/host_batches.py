@@ -1,4 +1,4 @@
-"""Owns the way of a step's device arrays through the host: fetched, digested, written, let go.
+"""The way of a step's device arrays through the host: fetched, digested, written, let go.
 
 They go in batches, of which one is on the host at a time. What is fetched from a device JAX keeps
 beside the array that was asked, for as long as that is held, and Orbax holds all arrays of a step
@@ -27,24 +27,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback
-from orbax.checkpoint.experimental.v1._src.serialization import registry
-from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
 
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
-from torchax_ckpt.storage.arrays import block_digests, chunking
+from torchax_ckpt.storage.arrays import block_digests, chunking, orbax_internals
 
 _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
 
 
-class Batches(DefaultSerializationStatusCallback):
+class Batches(orbax_internals.StatusCallback):
     """The arrays of one save, and their digests.
 
-    Orbax takes it along, as the callback of a save, to the handler of device arrays below. Host
-    arrays it writes by itself.
+    Orbax takes it along, as the callback of a save, to the handler of device arrays
+    (``orbax_internals.PyTreeInBatches``). Host arrays it writes by itself.
 
     Args:
       arrays: stored name -> array.
@@ -85,6 +81,10 @@ class Batches(DefaultSerializationStatusCallback):
         """The digests of what this process stores, once ``on_devices`` are there."""
         own = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
         return own | self.on_devices.result()
+
+    def writing(self, params: Sequence[Any], write: _Write) -> _Writing:
+        """What begins to write all device arrays once it is awaited; args as for ``write``."""
+        return _Writing(self, params, write)
 
     async def write(self, params: Sequence[Any], write: _Write) -> None:
         """Writes all device arrays.
@@ -176,16 +176,6 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
         yield batch
 
 
-class _Arrays(ArrayLeafHandler):
-    """Orbax's handler of arrays, given one batch after the other."""
-
-    async def serialize(self, params: Sequence[Any], context: Any) -> _Writing:
-        async def write(batch: Sequence[Any]) -> Awaitable[None]:
-            return await super(_Arrays, self).serialize(batch, context)
-
-        return _Writing(self._context.memory.serialization_status_callback, params, write)
-
-
 class _Writing:
     """What Orbax awaits, perhaps; and cancels where it gives up."""
 
@@ -195,24 +185,3 @@ class _Writing:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._batches.write(self._params, self._write).__await__()
-
-
-class PyTreeInBatches(ocp.handlers.PyTreeHandler):
-    """Orbax's handler of pytrees, with arrays written batch by batch."""
-
-    def __init__(self, *, context: ocp.Context | None = None) -> None:
-        leaves = registry.BaseLeafHandlerRegistry()
-        for (
-            leaf,
-            abstract,
-            typestrs,
-            handler,
-        ) in registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER:
-            chosen = _Arrays if leaf is jax.Array else handler
-            leaves.add(leaf, abstract, chosen, secondary_typestrs=typestrs)
-        super().__init__(context=context, leaf_handler_registry=leaves)
-
-
-# By this name Orbax notes in each step how the item is to be read: as any pytree.
-PyTreeInBatches.__module__ = ocp.handlers.PyTreeHandler.__module__
-PyTreeInBatches.__qualname__ = ocp.handlers.PyTreeHandler.__qualname__

@@ -1,10 +1,11 @@
-"""Owns how Orbax is set up here, for what is saved and for what is loaded."""
+"""How Orbax is set up here, and how its processes wait for each other: in a round of ours."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -12,11 +13,12 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from etils import epath
+from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage.arrays import chunking, host_batches
+from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.storage.arrays import chunking, host_batches, orbax_internals
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import location
@@ -33,6 +35,7 @@ def _storage_options(_: Any, leaf: Any) -> Any:
     )
 
 
+@orbax_internals.recorded_as(ocp.handlers.JsonHandler)
 class _LaterJson(ocp.handlers.JsonHandler):
     """Writes JSON that becomes known while the other items of a step are being written."""
 
@@ -49,11 +52,6 @@ class _LaterJson(ocp.handlers.JsonHandler):
 
     def is_handleable(self, checkpointable: Any) -> bool:
         return isinstance(checkpointable, concurrent.futures.Future)
-
-
-# By this name Orbax notes in each step how the item is to be read: as any JSON.
-_LaterJson.__module__ = ocp.handlers.JsonHandler.__module__
-_LaterJson.__qualname__ = ocp.handlers.JsonHandler.__qualname__
 
 
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
@@ -79,41 +77,13 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
         return super().write_text(data, *args, **kwargs)
 
 
-class _WithoutRawMetrics:
-    """Keeps Orbax from asking TensorStore for its metrics, while anything is saved or loaded.
-
-    TensorStore 0.1.86 never frees what it answers, 7 kB each time: 1 GB in 70,000 saves. Orbax
-    only reports them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_within = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_within == 0:
-                self._ask = tensorstore_utils.get_tensorstore_raw_bytes
-                tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **kwargs: 0
-            self._num_within += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_within -= 1
-            if self._num_within == 0:
-                tensorstore_utils.get_tensorstore_raw_bytes = self._ask
-
-
-_without_raw_metrics = _WithoutRawMetrics()
-
-
 @contextlib.contextmanager
 def for_loading(options: CheckpointOptions) -> Iterator[None]:
     """Within it Orbax loads, with the memory bounds of the options."""
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     context.memory.read_concurrent_bytes = options.max_host_bytes
-    with context, _without_raw_metrics:
+    with context:
         yield
 
 
@@ -142,7 +112,7 @@ def for_saving(
     registry = ocp.handlers.local_registry(include_global_registry=False)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
     registry.add(_LaterJson, checkpointable_name=MANIFEST)
-    registry.add(host_batches.PyTreeInBatches, checkpointable_name=STATE)
+    registry.add(orbax_internals.PyTreeInBatches, checkpointable_name=STATE)
     context = ocp.Context()
     context.checkpointables.registry = registry
     # Where folders are made in the background and that fails, Orbax's other threads wait for them
@@ -173,7 +143,51 @@ def for_saving(
         context.multiprocessing.active_processes = {jax.process_index()}
     _FencedPath.fences[str(path)] = before_commit
     try:
-        with context, _without_raw_metrics:
+        with context:
             yield
     finally:
         del _FencedPath.fences[str(path)]
+
+
+# --- operations ----------------------------------------------------------------------------------
+
+one_at_a_time = threading.RLock()
+"""Held while Orbax begins to save, and while it loads, by every checkpointer of this process.
+
+Once begun, a save does without: a slow save to a bucket holds up no save to a local tier.
+"""
+
+_numbers = itertools.count(1)
+
+
+def coordination_service() -> Any:
+    """JAX's coordination service, through which processes speak; None where there is only one."""
+    return v0.multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
+
+
+@contextlib.contextmanager
+def one_order(processes: Processes) -> Iterator[None]:
+    """Holds ``one_at_a_time``, on every process for the same save or load; in a round."""
+    if not processes.is_first:
+        processes.share()  # comes once process 0 holds it
+    with one_at_a_time:
+        if processes.is_first:
+            processes.share()
+        yield
+
+
+@contextlib.contextmanager
+def operation(processes: Processes = ALONE) -> Iterator[None]:
+    """Within it this thread has Orbax save or load once; its barriers are meetings in the round.
+
+    Leave it once Orbax has ended, also what it does in the background.
+    """
+    # Orbax has its processes find each other's messages under the number of an operation, which
+    # each counts for itself. What one does alone must not be taken for what another does, nor for
+    # what the program has Orbax do.
+    number = f"torchax_ckpt-{processes.first(lambda: next(_numbers))}"
+    is_alone = processes.count == 1
+    if is_alone:
+        processes, number = ALONE, f"{number}-of-process-{jax.process_index()}"
+    with orbax_internals.operation(number, processes.meet, is_alone=is_alone):
+        yield

@@ -1,4 +1,4 @@
-"""Owns the content of a step: written, described and read through Orbax."""
+"""The content of a step, written and described through Orbax."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torchax_ckpt.storage.arrays import (
     block_digests,
     chunking,
     host_batches,
-    orbax_barriers,
     orbax_context,
+    orbax_internals,
 )
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
@@ -65,7 +65,7 @@ def write_step(
       options: memory bounds.
       is_compressed: whether the arrays are compressed.
       stacks: which arrays are stacks.
-      on_host: called for each batch of arrays, see ``batches.Batches``.
+      on_host: called for each batch of arrays, see ``host_batches.Batches``.
       before_commit: called when everything else is written, right before the commit mark is; what
         it raises keeps the step from being committed.
       processes: those that write it together, in a round.
@@ -92,33 +92,30 @@ def write_step(
             is_compressed=is_compressed,
             is_alone=processes.count == 1,
         ),
+        orbax_context.operation(processes),
     ):
         try:
-            with (
-                orbax_barriers.one_order(processes),
-                orbax_barriers.beginning(processes) as operation,
-            ):
+            with orbax_context.one_order(processes):
                 response = ocp.save_checkpointables_async(path, items)
         except BaseException:
             coming.cancel()  # it may have begun
             raise
-        with operation:
-            try:
-                # Not ``response.result``, which waits for the manifest also where all else failed.
-                ended = response._thread_runner._future
-                concurrent.futures.wait([coming.on_devices, ended], return_when=FIRST_COMPLETED)
-                if not coming.on_devices.done():
-                    ended.result()  # says why nobody asks for the arrays
-                later.set_result(seals.seal(manifest(coming.taken())))
-            except BaseException as error:
-                coming.cancel()
-                later.set_exception(error)  # which ends the save
-                # Where Orbax has given up, only it can say why.
-                is_known = not isinstance(error, concurrent.futures.CancelledError)
-                with contextlib.suppress(Exception) if is_known else contextlib.nullcontext():
-                    response.result()
-                raise
-            response.result()
+        try:
+            # Not ``response.result``, which waits for the manifest also where all else failed.
+            ended = orbax_internals.future_of(response)
+            concurrent.futures.wait([coming.on_devices, ended], return_when=FIRST_COMPLETED)
+            if not coming.on_devices.done():
+                ended.result()  # says why nobody asks for the arrays
+            later.set_result(seals.seal(manifest(coming.taken())))
+        except BaseException as error:
+            coming.cancel()
+            later.set_exception(error)  # which ends the save
+            # Where Orbax has given up, only it can say why.
+            is_known = not isinstance(error, concurrent.futures.CancelledError)
+            with contextlib.suppress(Exception) if is_known else contextlib.nullcontext():
+                response.result()
+            raise
+        response.result()
     if processes.is_first:
         fsync.sync_tree(path, but=_DATA)
 

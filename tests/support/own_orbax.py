@@ -1,0 +1,85 @@
+"""A program's own use of Orbax, through both of its APIs, and what is replaced in Orbax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax import checkpoint as v0
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures import future, synchronization
+from orbax.checkpoint._src.metadata import array_metadata_store
+from orbax.checkpoint._src.serialization import jax_array_handlers, tensorstore_utils, type_handlers
+from orbax.checkpoint.experimental.v1._src.saving import execution
+from orbax.checkpoint.experimental.v1._src.synchronization import multihost
+
+from support.compare import assert_trees_identical
+
+REPLACED: tuple[tuple[Any, str], ...] = (
+    (synchronization, "OperationIdGenerator.get_current_operation_id"),
+    (synchronization, "OperationIdGenerator.next_operation_id"),
+    (multihost, "sync_global_processes"),
+    (execution, "_check_directory_consistency"),
+    (future, "_SignalingThread.start"),
+    (tensorstore_utils, "get_tensorstore_raw_bytes"),
+    (jax_array_handlers, "jax"),
+    (array_metadata_store, "multihost"),
+    (type_handlers, "multihost"),
+)
+
+
+def replaced() -> list[Any]:
+    """The attributes that this package replaces, as they are now; None for what is not there."""
+    found = []
+    for module, path in REPLACED:
+        outer, _, name = path.rpartition(".")
+        owner = getattr(module, outer, None) if outer else module
+        found.append(vars(owner).get(name) if owner is not None else None)
+    return found
+
+
+def abstract(state: Any) -> Any:
+    """What Orbax is asked for, to load this state."""
+    return jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else np.zeros_like(leaf)
+        ),
+        state,
+    )
+
+
+def assert_came_back(found: Any, state: Any) -> None:
+    """Asserts that a state is the same to the bit; of arrays of several processes, its own part."""
+
+    def local(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return [np.asarray(shard.data) for shard in leaf.addressable_shards]
+
+    assert_trees_identical(jax.tree.map(local, found), jax.tree.map(local, state))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert not isinstance(b, jax.Array) or a.sharding == b.sharding
+
+
+def save_and_load(api: str, folder: Path, num_steps: int, state: Any) -> None:
+    """Saves and loads a state through one of Orbax's APIs, in all ways; it must come back."""
+    for step in range(num_steps):
+        if api == "v1":
+            ocp.save(folder / f"{step}", state)
+            ocp.save_async(folder / f"{step}-async", state).result()
+            loaded = [ocp.load(folder / f"{step}{end}", abstract(state)) for end in ("", "-async")]
+        else:
+            with v0.StandardCheckpointer() as checkpointer:
+                checkpointer.save(folder / f"alone-{step}", state)
+                checkpointer.wait_until_finished()
+                loaded = [checkpointer.restore(folder / f"alone-{step}", abstract(state))]
+            with v0.CheckpointManager(folder / "managed") as manager:
+                manager.save(step, args=v0.args.StandardSave(state))
+                manager.wait_until_finished()
+                loaded.append(manager.restore(step, args=v0.args.StandardRestore(abstract(state))))
+        for each in loaded:
+            assert_came_back(each, state)
