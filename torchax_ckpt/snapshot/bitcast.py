@@ -36,6 +36,11 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(narrow, target)
 
 
+def is_small_float(dtype: Any) -> bool:
+    """Whether it is a float that XLA may convert to a wider one on the way, which changes NaNs."""
+    return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
+
+
 def _num_bits(dtype: Any) -> int:
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     return int((jnp.iinfo if is_integer else jnp.finfo)(dtype).bits)

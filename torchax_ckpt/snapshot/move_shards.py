@@ -21,8 +21,8 @@ Permutes and sums share the rest: shards lie in slots, one for each device of a 
 function builds both programs. All three are collectives: every process calls them with the same
 targets, on its training thread. They move one chunk of leaves after the other.
 
-In permutes and sums values travel as integers of their bits: sums lose the sign of zeros and the
-bits of NaNs, and XLA converts small floats on the way.
+Values travel as integers of their bits where a program would change them: sums lose the sign of
+zeros and the bits of NaNs, and XLA converts small floats on the way.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
-from torchax_ckpt.snapshot.sharding import Local, Placement, shards_of
+from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
+from torchax_ckpt.snapshot.sharding import Local, Placement, auto_axes, shards_of
 
 Targets = Mapping[str, jax.ShapeDtypeStruct]
 """Leaf -> shape, dtype and the sharding where it goes, a NamedSharding."""
@@ -256,14 +256,47 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
       targets: see above.
     """
     for chunk in _chunks(targets):
-        program = reshard_program(tuple(map(_sharding, chunk.values())))
-        leaves.update(zip(chunk, program(*(leaves[name] for name in chunk)), strict=True))
+        onto = [_sharding(target) for target in chunk.values()]
+        given = [_relabelled(leaves[name]) for name in chunk]
+        program = reshard_program(
+            tuple(array.sharding for array in given), tuple(map(_on_auto_axes, onto))
+        )
+        for (name, target), array in zip(chunk.items(), program(*given), strict=True):
+            leaves[name] = _leaf(array, target)
 
 
 @functools.lru_cache(maxsize=64)
-def reshard_program(targets: tuple[NamedSharding, ...]) -> Program:
-    """From arrays to the same on these shardings."""
-    return jax.jit(lambda *arrays: arrays, out_shardings=targets)
+def reshard_program(
+    sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
+) -> Program:
+    """From arrays on these shardings to the same on those: in device memory, on Auto axes."""
+
+    def moved(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
+        if not is_small_float(array.dtype):
+            return array
+        # XLA would move the conversion to bits behind the collective, if it were not told where
+        # the bits lie before.
+        bits = jax.lax.with_sharding_constraint(to_bits(array), source)
+        bits = jax.lax.with_sharding_constraint(bits, target)
+        return from_bits(bits, array.dtype)
+
+    def on_all(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(map(moved, arrays, sources, targets))
+
+    return jax.jit(on_all, out_shardings=targets)
+
+
+def _relabelled(array: jax.Array) -> jax.Array:
+    """The same shards on Auto axes, which ``with_sharding_constraint`` asks for."""
+    assert isinstance(array.sharding, NamedSharding), "no other is moved"
+    shards = list(_in_device_memory(array).values())
+    sharding = _on_auto_axes(array.sharding)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def _on_auto_axes(sharding: NamedSharding) -> NamedSharding:
+    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+    return NamedSharding(auto_axes(sharding.mesh), sharding.spec)
 
 
 # --- for all ---
