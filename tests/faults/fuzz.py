@@ -64,7 +64,7 @@ from torchax_ckpt.layout.manifest import KINDS, STORABLE_DTYPES, Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import ALONE
 from torchax_ckpt.restoring import restore, step_reader
-from torchax_ckpt.snapshot.sharding import put
+from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state import component, functional, node_checks, random_state
 from torchax_ckpt.state.training_state import Attached
 from torchax_ckpt.storage.arrays import array_checks

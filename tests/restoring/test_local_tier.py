@@ -140,13 +140,14 @@ PLACES = """
     from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 
     torchax.enable_globally()
-    logging.getLogger("torchax_ckpt.restoring.restore.local_tier").setLevel(logging.INFO)
+    logging.getLogger("torchax_ckpt.restoring.local_tier").setLevel(logging.INFO)
     directory, ramdisks, places = sys.argv[4], pathlib.Path(sys.argv[5]), json.loads(sys.argv[6])
     # A host is one place of replica and fsdp, and has all of tp.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "fsdp", "tp"))
     random = np.random.default_rng(0)
     expected, shardings = {}, {}
-    dtypes = ["float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "int8", "int4", "uint32"]
+    dtypes = ["float32", "bfloat16", "complex64", "bool", "int8", "int4", "uint32"]
+    dtypes += ["float8_e4m3fn", "float8_e5m2"]
     specs = [P("fsdp"), P("tp", "fsdp"), P(None, "tp"), P(), P(("fsdp", "tp"))]
     for dtype, (i, spec) in itertools.product(dtypes, enumerate(specs)):
         kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -158,7 +159,13 @@ PLACES = """
         expected[f"{dtype} {i}"], shardings[f"{dtype} {i}"] = array, NamedSharding(mesh, spec)
     for name, array in {"scalar": np.float32(-0.0), "empty": np.zeros((0, 4), np.float32)}.items():
         expected[name], shardings[name] = np.asarray(array), NamedSharding(mesh, P())
-    turned = {"float32 0": P(None, ("tp", "fsdp")), "uint32 1": P("replica")}
+    turned = {
+        "float32 0": P(None, ("tp", "fsdp")),
+        "uint32 1": P("replica"),
+        "bfloat16 1": P("fsdp", "tp"),
+        "float8_e4m3fn 0": P(),
+        "float8_e5m2 4": P("replica"),
+    }
 
     def bits(array):
         return np.ascontiguousarray(array).tobytes()

@@ -15,7 +15,6 @@ from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, train_ste
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UninitializedLeafError
-from torchax_ckpt.storage.arrays import replica_broadcast
 
 
 class Net(torch.nn.Module):
@@ -310,29 +309,3 @@ def test_functional_state_restores_onto_other_layouts(directory: Path) -> None:
         abstract = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)}
         loaded = TorchaxCheckpointer(directory).load(abstract_state=abstract)
         assert_trees_identical(loaded, {"w": jax.device_put(value, sharding)})
-
-
-@pytest.mark.parametrize("axes", [("replica", "fsdp"), ("fsdp", "replica")])
-def test_what_one_replica_has_read_comes_to_all_wherever_their_axis_is(
-    axes: tuple[str, str],
-) -> None:
-    sizes = {"replica": 2, "fsdp": 4}
-    mesh = Mesh(np.array(jax.devices()).reshape([sizes[axis] for axis in axes]), axes)
-    values = {
-        "w": np.array([[0.0, -0.0], [np.nan, 1.5], [2.0, 3.0], [-1.0, 4.0]], np.float32),
-        "mask": np.array([True, False, False, True]),
-    }
-    final = NamedSharding(mesh, P("fsdp"))
-    spread = {
-        name: replica_broadcast.Spread(
-            final, *replica_broadcast._ways(final), value.shape, value.dtype.name
-        )
-        for name, value in values.items()
-    }
-    leaves = {name: jax.device_put(value, spread[name].source) for name, value in values.items()}
-    replica_broadcast.broadcast(leaves, spread)
-    for name, value in values.items():
-        assert leaves[name].sharding == final
-        assert len(leaves[name].addressable_shards) == 8
-        for shard in leaves[name].addressable_shards:
-            assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes()

@@ -15,7 +15,8 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.step_reader import Source
-from torchax_ckpt.snapshot.sharding import Local, put
+from torchax_ckpt.snapshot.move_shards import put
+from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state
 from torchax_ckpt.state.component import Findings, Read
 from torchax_ckpt.state.leaf import require_jax_dtype

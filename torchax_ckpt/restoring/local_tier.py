@@ -1,4 +1,4 @@
-"""Owns restoring from the steps that hosts have saved for themselves, each what its devices hold.
+"""Restoring from the steps that hosts have saved for themselves, each what its devices hold.
 
 Slices hold the same, so what one host has lost another still has: the one at its place in another
 slice. And hosts may come back at other places of the mesh than they had: which part of the state a
@@ -27,17 +27,15 @@ from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.per_host import Apart
 from torchax_ckpt.restoring import host_shards, step_reader
-from torchax_ckpt.restoring.shard_exchange import exchange, routes
-from torchax_ckpt.snapshot.sharding import from_host_part, put, spans_hosts
+from torchax_ckpt.restoring.shard_exchange import routes
+from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
+from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.per_process_state import Own
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.verified import Verified
 
 logger = logging.getLogger(__name__)
-
-# Leaves that are moved by one compiled call: what it takes to compile grows with its arguments.
-_CHUNK = 64
 
 
 class HostSteps:
@@ -119,14 +117,8 @@ class HostSteps:
             self._mine = None  # what comes from other hosts says nothing of this one's copy
         here = {name: read for name, read in reads.items() if name not in spanning}
         found = self._of_parts(spanning, values)
-        moved = {n: a for n, a in found.items() if asked[n].placement != reads[n].placement}
-        names = list(moved)
-        for start in range(0, len(names), _CHUNK):
-            chunk = names[start : start + _CHUNK]
-            targets = tuple(asked[name].placement for name in chunk)
-            of_chunk = [moved[name] for name in chunk]
-            whole = jax.jit(lambda *arrays: arrays, out_shardings=targets)(*of_chunk)
-            found.update(zip(chunk, whole, strict=True))
+        is_moved = [n for n in found if asked[n].placement != reads[n].placement]
+        reshard(found, {name: _target(asked[name]) for name in is_moved})
         return {**self._of_one(here, values), **found}
 
     # --- what is the same on all hosts ---
@@ -185,13 +177,15 @@ class HostSteps:
             [i for i, part in enumerate(needs) if part == holds[i]],
         )
         if rounds:
+            found = {} if values is None else {name: values[name] for name in reads}
             try:
-                return exchange(reads, values, rounds)
+                permute_over_processes(found, {n: _target(r) for n, r in reads.items()}, rounds)
             except ValueError as error:
                 raise self._lost(str(error)) from error
+            return found
         assert values is not None
         return {
-            name: from_host_part(values[name], read.placement, read.spec.shape)  # type: ignore[arg-type]
+            name: shards_as(values[name], read.placement, read.spec.shape)  # type: ignore[arg-type]
             for name, read in reads.items()
         }
 
@@ -217,6 +211,11 @@ class HostSteps:
             step=self.committed.step,
             path=place,
         )
+
+
+def _target(read: Read) -> jax.ShapeDtypeStruct:
+    spec = read.spec
+    return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=read.placement)
 
 
 def _digest(told: Mapping[str, Any]) -> str:

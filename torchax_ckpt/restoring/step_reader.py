@@ -11,7 +11,8 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest, Node
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.snapshot.sharding import Local, Placement, put
+from torchax_ckpt.snapshot.move_shards import put
+from torchax_ckpt.snapshot.sharding import Local, Placement
 from torchax_ckpt.state import node_checks, per_process_state
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.storage.arrays import array_checks, read_arrays

@@ -34,7 +34,7 @@ from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
 from torchax_ckpt.runtime.step_number import as_step
-from torchax_ckpt.snapshot.sharding import put
+from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state.component import Findings, Read, Values
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.module import ModuleComponent

@@ -1,4 +1,4 @@
-"""Owns arrays as the integers of their bits: what arithmetic and conversions would change is kept.
+"""Arrays as the integers of their bits: what arithmetic and conversions would change is kept.
 
 Sums of floats lose the sign of zeros and the bits of NaNs, XLA converts small floats on the way,
 and sums of narrow integers come out wide.
@@ -6,7 +6,6 @@ and sums of narrow integers come out wide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,12 +36,9 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(narrow, target)
 
 
-def sums(stacks: Sequence[jax.Array], dtypes: Sequence[str]) -> tuple[jax.Array, ...]:
-    """Of stacks of bits, over the leading axis, where all but one are zeros: that one."""
-    return tuple(
-        from_bits(jnp.sum(stack, axis=0, dtype=stack.dtype), dtype)
-        for stack, dtype in zip(stacks, dtypes, strict=True)
-    )
+def is_small_float(dtype: Any) -> bool:
+    """Whether it is a float that XLA may convert to a wider one on the way, which changes NaNs."""
+    return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
 
 
 def _num_bits(dtype: Any) -> int:

@@ -1,4 +1,4 @@
-"""Owns where arrays go: the placement of a leaf on the host or on devices, and the user's rule.
+"""Where arrays lie: the placement of a leaf on the host or on devices, and the user's rule.
 
 Knows neither torch nor storage.
 """
@@ -10,7 +10,7 @@ import enum
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,45 +63,6 @@ def stacked(sharding: Sharding) -> Sharding | None:
         spec = PartitionSpec(None, *sharding.spec)
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return sharding if isinstance(sharding, SingleDeviceSharding) else None
-
-
-def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Moves each array to its placement, in one batched transfer.
-
-    Host arrays are copied, so that the result does not alias memory that the caller may change.
-    """
-    result = dict(arrays)
-    near: dict[str, Sharding | None] = {}
-    for name, array in arrays.items():
-        placement = placements[name]
-        if isinstance(placement, Local):
-            if placement is Local.DEFAULT_DEVICE:
-                near[name] = None
-        elif _leaves_process(array, placement):
-            result[name] = move(array, placement)
-        else:
-            near[name] = placement
-    if near:
-        sources, targets = [arrays[name] for name in near], list(near.values())
-        result.update(zip(near, jax.device_put(sources, targets, may_alias=False), strict=True))
-    return result
-
-
-def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
-    """The array on this sharding; one that is there already stays the same."""
-    if not _leaves_process(array, sharding):
-        return jax.device_put(array, sharding)
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
-
-
-def _leaves_process(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
-    """Whether the array, which every process has, goes to devices of several processes.
-
-    ``jax.device_put`` would first compare what the processes have, on the devices.
-    """
-    is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
-    return is_here and not sharding.is_fully_addressable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,27 +134,30 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     return found
 
 
+def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
+    """The same buffers as an array of another sharding and shape; copies nothing.
+
+    Where the array is deleted, by donation for one, so is this one.
+    """
+    here = [shard.data for shard in shards_of(array)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here)
+
+
 def unshared(array: jax.Array) -> jax.Array:
     """The same buffers as an array of its own, with which what is fetched from it goes.
 
-    JAX keeps what it fetches from a device beside the array that was asked. Where the original is
-    deleted, by donation for one, so is this one. Copies nothing.
+    JAX keeps what it fetches from a device beside the array that was asked. Copies nothing.
     """
-    here = [shard.data for shard in shards_of(array)]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, here)
+    return shards_as(array, array.sharding, array.shape)
 
 
 def to_host_part(array: jax.Array) -> jax.Array:
-    """The part of an array that this host holds, as an array of its own; copies nothing."""
+    """The part of an array that this host holds, as an array of its own; copies nothing.
+
+    ``shards_as`` gives the array back: it is made up of this host's part and those of all others.
+    """
     part = host_part(array.sharding, array.shape)
-    here = [shard.data for shard in shards_of(array)]
-    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, here)
-
-
-def from_host_part(part: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
-    """The array that this host's part, and those of all other hosts, make up; copies nothing."""
-    here = [shard.data for shard in shards_of(part)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, here)
+    return shards_as(array, part.sharding, part.shape)
 
 
 def resolve_rule(

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from torchax_ckpt.layout.storage_plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout
-from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
+from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
 from torchax_ckpt.snapshot.sharding import shards_of, stacked
 
 Array = jax.Array | np.ndarray
@@ -160,7 +160,7 @@ def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
 def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
     """Joins arrays; small floats by their bits: XLA converts them on the way and changes NaNs."""
     dtype = arrays[0].dtype
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
+    if not is_small_float(dtype):
         return join(arrays)
     return from_bits(join([to_bits(array) for array in arrays]), dtype)
 

@@ -20,7 +20,8 @@ from torchax_ckpt.errors import AttachError, UninitializedLeafError, Unsupported
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, put
+from torchax_ckpt.snapshot.move_shards import put
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,

@@ -10,7 +10,7 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.snapshot.sharding import move
+from torchax_ckpt.snapshot.move_shards import move
 
 
 @dataclasses.dataclass(frozen=True)

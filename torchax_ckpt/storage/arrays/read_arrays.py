@@ -20,7 +20,8 @@ import tensorstore as ts
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.storage.arrays import block_digests, locate_chunk, replica_broadcast
+from torchax_ckpt.snapshot.move_shards import sum_over_replicas
+from torchax_ckpt.storage.arrays import block_digests, locate_chunk, replica_reading
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.placement import (
     Alone,
@@ -64,14 +65,14 @@ def read_arrays(
         names the leaf.
     """
     leaves: dict[str, Any] = {}
-    spread: dict[str, replica_broadcast.Spread] = {}
+    spread: dict[str, jax.ShapeDtypeStruct] = {}
     if options.single_replica_restore:
-        wanted, spread = replica_broadcast.split(wanted)
+        wanted, spread = replica_reading.split(wanted)
     targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
     _read(committed, targets, options)
     if spread:
         agree()
-        replica_broadcast.broadcast(leaves, spread)
+        sum_over_replicas(leaves, spread)
     return leaves
 
 

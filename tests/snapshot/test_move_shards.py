@@ -1,0 +1,158 @@
+"""Shards come bit for bit to the devices that need them, whatever moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from support.strategies import JAX_DTYPES, random_bits
+from support.training import P
+
+from torchax_ckpt.snapshot import move_shards
+
+DTYPES = [
+    *JAX_DTYPES,
+    *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn", "uint4"),
+]
+# Those that XLA converts, sums would change, or bits of another shape stand for.
+SOME = ["float32", "bfloat16", "float8_e5m2", "float8_e8m0fnu", "complex64", "bool", "int4"]
+SIZES = {"replica": 2, "fsdp": 2, "tp": 2}
+
+
+def mesh_of(*axes: str) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape([SIZES[axis] for axis in axes]), axes)
+
+
+def targets_of(
+    values: Mapping[str, np.ndarray], sharding: NamedSharding
+) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        for name, value in values.items()
+    }
+
+
+def assert_on(sharding: NamedSharding, array: Any, value: np.ndarray) -> None:
+    assert (array.shape, array.dtype, array.sharding) == (value.shape, value.dtype, sharding)
+    assert len(array.addressable_shards) == len(sharding.device_set)
+    for shard in array.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes(), shard
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        (("replica", "fsdp", "tp"), P("fsdp")),
+        (("replica", "fsdp", "tp"), P()),
+        (("tp", "fsdp", "replica"), P("tp", "fsdp")),
+        (("fsdp", "replica", "tp"), P(("fsdp", "tp"))),
+    ],
+    ids=str,
+)
+def test_shards_of_one_replica_come_to_all(axes: tuple[str, ...], spec: Any) -> None:
+    final = NamedSharding(mesh_of(*axes), spec)
+    values = {dtype: random_bits(dtype, (8, 4), seed=1) for dtype in SOME}
+    source = move_shards.replicas(final)[0]
+    leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
+    move_shards.sum_over_replicas(leaves, targets_of(values, final))
+    for name, value in values.items():
+        assert_on(final, leaves[name], value)
+
+
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+def test_scalars_and_empty_arrays_and_all_dtypes_come_to_all(memory_kind: str) -> None:
+    final = NamedSharding(mesh_of("replica", "fsdp", "tp"), P(), memory_kind=memory_kind)
+    values = {"scalar": np.array(-0.0, np.float32), "empty": np.zeros((0, 4), np.float32)}
+    if memory_kind == "device":
+        values |= {dtype: random_bits(dtype, (4,), seed=1) for dtype in DTYPES}
+    source = move_shards.replicas(final)[0]
+    leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
+    move_shards.sum_over_replicas(leaves, targets_of(values, final))
+    for name, value in values.items():
+        assert_on(final, leaves[name], value)
+
+
+def test_shards_go_from_row_to_row_and_others_stay() -> None:
+    grid = Mesh(np.array(jax.devices()).reshape(4, 2), ("row", "column"))
+    rounds = (((0, 1), (1, 0), (2, 3)), ((3, 2),), ((1, 2),))
+    target = NamedSharding(grid, P(("row", "column")))
+    values = [random_bits(dtype, (8, 4), seed=1) for dtype in DTYPES]
+    slots = [
+        move_shards.slots(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=target), grid)
+        for v in values
+    ]
+    assert [slot.shape for slot in slots] == [(8, 4)] * len(values)
+    given = [jax.device_put(v, slot.sharding) for v, slot in zip(values, slots, strict=True)]
+    program = move_shards.permute_program(grid, rounds)
+    for value, moved in zip(values, program(*given), strict=True):
+        # Rows 0 and 1 swap; 3 has what 2 had; 2 ends with what 1 has by then.
+        assert_on(target, moved, value.reshape(4, 2, 4)[[1, 0, 0, 2]].reshape(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (P("fsdp"), P(None, "fsdp")),
+        (P("fsdp"), P()),
+        (P(), P("fsdp")),
+        (P(("replica", "fsdp")), P("tp")),
+        (P("fsdp", "tp"), P("tp", "fsdp")),
+        (P("replica", "tp"), P(("fsdp", "tp"))),
+    ],
+    ids=str,
+)
+def test_leaves_change_their_sharding(source: Any, target: Any) -> None:
+    mesh = mesh_of("replica", "fsdp", "tp")
+    values = {dtype: random_bits(dtype, (8, 16), seed=1) for dtype in SOME}
+    leaves: dict[str, Any] = {
+        name: jax.device_put(value, NamedSharding(mesh, source)) for name, value in values.items()
+    }
+    onto = NamedSharding(mesh, target)
+    move_shards.reshard(leaves, targets_of(values, onto))
+    for name, value in values.items():
+        assert_on(onto, leaves[name], value)
+
+
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+def test_leaves_change_their_sharding_on_any_mesh_and_memory(memory_kind: str) -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"))  # of Explicit axes
+    source, target = (
+        NamedSharding(mesh, spec, memory_kind=memory_kind) for spec in (P("a"), P("b", "a"))
+    )
+    values = {dtype: random_bits(dtype, (8, 4), seed=1) for dtype in ("bfloat16", "float32")}
+    leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
+    move_shards.reshard(leaves, targets_of(values, target))
+    for name, value in values.items():
+        assert_on(target, leaves[name], value)
+
+
+def test_programs_are_built_once() -> None:
+    shardings = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
+    again = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
+    program = move_shards.reshard_program((shardings[0],), (shardings[1],))
+    assert program is move_shards.reshard_program((again[0],), (again[1],))
+    grid, same = (move_shards.replica_grid(pair[0]) for pair in (shardings, again))
+    assert move_shards.sum_program(grid) is move_shards.sum_program(same)
+    rounds = (((0, 1),),)
+    assert move_shards.permute_program(grid, rounds) is move_shards.permute_program(same, rounds)
+
+
+def test_a_program_moves_no_more_leaves_and_bytes_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharding = NamedSharding(mesh_of("replica", "fsdp", "tp"), P("fsdp"))
+    lengths = [2, 2, 2, 2, 64, 2, 64, 64]
+    targets = {
+        f"{i}": jax.ShapeDtypeStruct((length,), jnp.float32, sharding=sharding)
+        for i, length in enumerate(lengths)
+    }
+    monkeypatch.setattr(move_shards, "_CHUNK", 3)
+    monkeypatch.setattr(move_shards, "_CHUNK_BYTES", 136)  # of a device, which has half of a leaf
+    chunks = ["".join(chunk) for chunk in move_shards._chunks(targets)]
+    assert chunks == ["012", "345", "6", "7"]

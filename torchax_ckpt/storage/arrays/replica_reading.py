@@ -1,0 +1,69 @@
+"""Which leaves one replica reads from storage for all others.
+
+With data-parallel replicas over slices, every slice would read the same bytes from storage. With
+``single_replica_restore`` the processes of the first replica read them, and ``move_shards`` gives
+them to the devices of all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from torchax_ckpt.snapshot.move_shards import replicas
+from torchax_ckpt.snapshot.sharding import Placement
+from torchax_ckpt.storage.arrays.placement import Wanted
+
+# Every process reads leaves of these dtypes, and complex ones, for itself: they are rare.
+_NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
+
+
+def split(
+    wanted: Mapping[str, Wanted],
+) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
+    """What this process reads, and the leaves that come from the first replica, the same on all."""
+    mine: dict[str, Wanted] = {}
+    spread: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, want in wanted.items():
+        placements: dict[str, Placement] = {}
+        shape = want.shape[1:] if want.members else want.shape
+        for leaf, placement in want.placements.items():
+            source = _source(placement, want.dtype)
+            if source is None:
+                placements[leaf] = placement
+                continue
+            spread[leaf] = jax.ShapeDtypeStruct(shape, np.dtype(want.dtype), sharding=placement)
+            if source.addressable_devices:
+                placements[leaf] = source
+        if placements:
+            mine[name] = dataclasses.replace(want, placements=placements)
+    return mine, spread
+
+
+def _source(placement: Placement, dtype: str) -> NamedSharding | None:
+    """Where the first replica reads a leaf; None where every process reads what it needs."""
+    if not isinstance(placement, NamedSharding) or placement.is_fully_addressable:
+        return None
+    if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
+        return None
+    if not isinstance(placement.mesh, Mesh):
+        return None
+    source, is_everywhere = _first_replica(placement)
+    return None if is_everywhere else source
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_replica(final: NamedSharding) -> tuple[NamedSharding, bool]:
+    """The sharding of the first replica, and whether every process has a part of it."""
+    source = replicas(final)[0]
+    return source, _processes(source) == _processes(final)
+
+
+def _processes(sharding: Sharding) -> set[int]:
+    devices: set[jax.Device] = sharding.device_set
+    return {device.process_index for device in devices}
