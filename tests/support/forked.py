@@ -45,7 +45,7 @@ MODULES = ("jax", "numpy", "orbax.checkpoint", "torch", "torchax", "torchax_ckpt
 
 # Variables that nothing reads at import, and those of JAX's that can be set afterwards.
 READ_LATER = {
-    "DIES_AFTER_SECS",  # of faults/test_survivors.py
+    "DIES_AFTER_SECS",  # of killed_once_all_have_step.py
     "HEARTBEAT_SECS",  # of processes_program.py
     "JAX_COORDINATOR_BIND_ADDRESS",
     "PYTEST_CURRENT_TEST",
@@ -114,7 +114,8 @@ class _Server:
 
     def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lines = f"exec(__import__('forked').serve({theirs.fileno()}, {list(modules)!r}))"
+        call = f"serve({theirs.fileno()}, {list(modules)!r})"
+        lines = f"exec(__import__('support.forked').forked.{call})"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", lines],
