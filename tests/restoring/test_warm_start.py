@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_trees_identical, bits, training_state
-from support.training import mlp, train_step
+from support.training import adamw, mlp, train_and_save, train_step
 from torch import nn
 
 from torchax_ckpt import TorchaxCheckpointer, warm_start
 from torchax_ckpt.errors import MismatchError, SelectionError
-
-
-def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def other_head() -> Any:
@@ -44,10 +40,7 @@ def trained(directory: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     """A run of two steps."""
     model = mlp()
     optimizer = adamw(model)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in ckpt.steps(2):
-            train_step(model, optimizer, step)
+    train_and_save(directory, model, optimizer)
     return directory, model, optimizer
 
 
