@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from etils import epath
 from hypothesis import strategies as st
+from support import PROGRAMS
 from support.processes import run_processes, run_python
 from support.training import mlp
 
@@ -151,24 +152,11 @@ def test_where_the_training_is_is_told_now_and_then(
     assert ("reached", 5) in names(run)
 
 
-SEVERAL = """
-    import sys
-    from processes_program import Training, report
-    from torchax_ckpt import TorchaxCheckpointer
-
-    told = []
-    with TorchaxCheckpointer(sys.argv[4], on_event=lambda e: told.append(e.name)) as ckpt:
-        training = Training(0)
-        training.attach(ckpt)
-        for step in (1, 2):
-            training.step()
-            ckpt.save(step, force=True)
-    report(told=told, durable=ckpt.stats().num_durable)
-"""
-
-
 def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> None:
-    first, second = (report for (report,) in run_processes(SEVERAL, 2, str(directory)))
+    first, second = (
+        report
+        for (report,) in run_processes(PROGRAMS / "events_of_processes.py", 2, str(directory))
+    )
     saves = ["saving", "durable", "saving", "durable"]
     assert first == {"told": ["started", *saves, "closed"], "durable": 2}
     assert second == {"told": saves, "durable": 2}
@@ -488,36 +476,10 @@ def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert 3 < len(run) < 25
 
 
-KILLED = """
-    import os, signal, sys, threading
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.arrays import write_step
-    from torchax_ckpt.telemetry.journal import Journal
-
-    write, append, written = write_step.write_step, Journal.append, threading.Event()
-    def append_and_say(self, lines):
-        append(self, lines)
-        if any(b'"saving","step":2' in line for line in lines):
-            written.set()
-    Journal.append = append_and_say
-    def die(path, *args, **kwargs):
-        if "writing-2" in path.name:
-            assert written.wait(60)
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(path, *args, **kwargs)
-    write_step.write_step = die
-    ckpt = TorchaxCheckpointer(sys.argv[1])
-    for step in (1, 2):
-        ckpt.save(step, state={"w": np.arange(3)}, force=True)
-    ckpt.wait_until_finished()
-"""
-
-
 def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path) -> None:
-    killed = run_python(KILLED, str(directory), devices=1, check=False)
+    killed = run_python(
+        PROGRAMS / "killed_once_recorded.py", str(directory), devices=1, check=False
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (journal,) = (directory / FOLDER).iterdir()
     with open(journal, "ab") as file:
@@ -529,32 +491,15 @@ def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path)
     assert names(second)[-1] == ("closed", 2)
 
 
-ENDING = """
-    import sys
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer
-    ckpt = TorchaxCheckpointer(sys.argv[1], on_event=lambda event: print(event.name))
-    ckpt.save(1, state={"w": np.arange(3)})
-    if "drop" in sys.argv:
-        ckpt.wait_until_finished()
-        thread = ckpt._telemetry._thread
-        del ckpt
-        import gc
-        gc.collect()
-        thread.join(30)
-        assert not thread.is_alive()
-"""
-
-
 @pytest.mark.parametrize(
     ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["saving", "durable"])]
 )
 def test_without_close_everything_is_still_told_and_written(
     how: str, end: list[str], directory: Path
 ) -> None:
-    result = run_python(ENDING, str(directory), how, devices=1, fresh=True)
+    result = run_python(
+        PROGRAMS / "unclosed_with_events.py", str(directory), how, devices=1, fresh=True
+    )
     assert result.stdout.split()[-2:] == end
     (run,) = recorded(directory)
     assert [event.name for event in run][-2:] == end
@@ -620,21 +565,6 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     assert read_events(epath.Path(tmp_path)) == {"3" * 8: [Event("saving", 2.0, 8)]}
 
 
-BOUNDED = """
-    import json, re, sys
-    from pathlib import Path
-    from etils import epath
-    from torchax_ckpt.telemetry.journal import read_events
-
-    def most_kib():
-        return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-    before = most_kib()
-    runs = read_events(epath.Path(sys.argv[1]))
-    print(json.dumps([(most_kib() - before) >> 10, sum(map(len, runs.values())), sorted(runs)]))
-"""
-
-
 @pytest.mark.parametrize("kind", ["lines", "events"])
 def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
@@ -644,7 +574,7 @@ def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Pat
     content += b"".join(line % n for n in range((1 << 20) // len(line)))
     for index in range(64):
         (folder / f"{index:019d}-{index:08x}.jsonl").write_bytes(content)
-    program = run_python(BOUNDED, str(tmp_path), fresh=True)
+    program = run_python(PROGRAMS / "reads_events.py", str(tmp_path), fresh=True)
     mib, num_events, runs = json.loads(program.stdout.splitlines()[-1])
     assert mib < 500
     assert runs[-1] == f"{63:08x}"  # the newest are read
