@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import PROGRAMS
+from support.processes import environment
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -187,16 +188,8 @@ def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
     if is_terminal:
         termios.tcsetwinsize(ours, (24, 100))
     program = subprocess.Popen(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(PROGRAMS / "unclosed.py"),
-            str(directory),
-            "7",
-            "1.5",
-            "end",
-        ],
+        [sys.executable, "-W", "ignore", PROGRAMS / "unclosed.py", directory, "7", "1.5", "end"],
+        env=environment(1, {}),
         stdout=subprocess.DEVNULL,
         stderr=theirs,
     )

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from support import PROGRAMS
 from support.compare import entries
-from support.processes import run_python
+from support.processes import environment, run_python
 from support.training import mlp
 from support.waiting import wait_until
 
@@ -532,7 +532,8 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, str(PROGRAMS / "stops_in_save.py"), str(directory)],
+        [sys.executable, PROGRAMS / "stops_in_save.py", directory],
+        env=environment(1, {}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
