@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_trees_identical, bits, training_state
+from support.models import WithExtraState
 from support.training import adamw, mlp, train_and_save, train_step
 from torch import nn
 
@@ -201,16 +202,6 @@ def test_one_name_of_a_tied_weight_is_enough(directory: Path) -> None:
         other = "head" if exclude == "embed" else "embed"
         assert bits(getattr(fresh, other).weight) == bits(tied.embed.weight)
         assert bits(getattr(fresh, exclude).weight) == before
-
-
-class WithExtraState(nn.Linear):
-    extra: Any = "live"
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def test_extra_state_goes_with_its_module(directory: Path) -> None:

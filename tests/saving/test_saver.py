@@ -21,6 +21,7 @@ import torch
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support import PROGRAMS
 from support.compare import assert_trees_identical, entries
+from support.models import Counter
 from support.processes import run_python
 from support.training import mlp, train_step
 from support.waiting import wait_until
@@ -136,17 +137,6 @@ def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -
     saved = ckpt.load(1)
     np.testing.assert_array_equal(np.asarray(saved["model"]["0.weight"].jax()), weight)
     assert saved["optimizer"]["state"]["0.weight"]["step"].item() == 1
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def test_donating_right_after_save_is_safe(directory: Path) -> None:

@@ -73,7 +73,7 @@ def train_and_save(
     num_steps: int = 2,
     **settings: Any,
 ) -> None:
-    """A run of some steps, which saves as it is told by its settings: those of a checkpointer."""
+    """A run of some steps, saved by a checkpointer with these settings."""
     with TorchaxCheckpointer(directory, **settings) as ckpt:
         ckpt.attach(model, optimizer)
         for step in ckpt.steps(num_steps):
