@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from support.compare import entries
 from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.medium import seals
 
 
@@ -56,6 +58,17 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
         document = seals.unseal(document)
     change(document)
     path.write_text(json.dumps(seals.seal(document) if is_sealed else document))
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has every save find the disk full, until the function that it returns is called."""
+    write = write_step.write_step
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write_step, "write_step", fail)
+    return lambda: monkeypatch.setattr(write_step, "write_step", write)
 
 
 def killed_before_setting_aside(directory: Path) -> None:
