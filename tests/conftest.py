@@ -17,8 +17,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where the programs that tests start again and again keep what JAX compiles; see support.py. The
-# first process to come here makes the place, for those it starts.
+# Where the programs that tests start again and again keep what JAX compiles: see
+# support/processes.py. The first process to come here makes the place, for those it starts.
 if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
     COMPILED = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)

@@ -23,13 +23,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import golden_program
 import jax
 import numpy as np
 import safetensors.numpy
 import torch
 import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import golden
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.formats.importing import import_weights
@@ -207,12 +207,12 @@ def write_imported(directory: Path) -> None:
 
 def write_together(directory: Path) -> None:
     """A step of two processes: sharded over them, with random state and a loader of each."""
-    expect_together("processes", golden_program.write(directory, STEP))
+    expect_together("processes", golden.write(directory, STEP))
 
 
 def write_apart(directory: Path) -> None:
     """A step in the local tiers of two processes, each of which has a part of it."""
-    expect_together("hosts", golden_program.write(directory / "durable", STEP, directory))
+    expect_together("hosts", golden.write(directory / "durable", STEP, directory))
 
 
 def expect_together(kind: str, told: list[Any]) -> None:

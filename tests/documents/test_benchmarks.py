@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
+from support import PROGRAMS, ROOT
 from support.processes import run_python
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -212,44 +212,7 @@ def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_re
 
 
 def test_the_measurements_run(tmp_path: Path) -> None:
-    program = """
-    import sys
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    import json
-    import measure, peers
-    root = Path(sys.argv[2])
-    found = {}
-    for peer in peers.PEERS:
-        saved = measure.save("tiny", peer, root / peer, 2)
-        restored = measure.restore("tiny", peer, root / peer, 1)
-        found[peer] = [saved["leaves"], len(saved["durable"]), len(restored["restore"])]
-
-    class Watched(peers.Ours):
-        arrays, gone = [], []
-
-        def save(self, step):
-            self.gone.append(all(a.is_deleted() for a in self.arrays) if self.arrays else None)
-            self.arrays[:] = [v for v in self._flat().values() if hasattr(v, "is_deleted")]
-            super().save(step)
-
-    peers.PEERS["watched"] = Watched
-    for donate in (False, True):
-        Watched.arrays, Watched.gone = [], []
-        ran = measure.loop("tiny", "watched", root / f"loop-{donate}", 3, max_secs=100,
-                           compute_secs=0.01, donate=donate)
-        found[f"donate {donate}"] = [
-            len(ran["intervals"]), len(ran["blocking"]) > 2, Watched.gone[1:]]
-    stopped = measure.loop("tiny", "orbax_v1", root / "stopped", 3, max_secs=0,
-                           compute_secs=None, donate=True)
-    found["stopped"] = stopped["intervals"]
-    found["modes"] = sorted(measure.modes("tiny", "-", root / "modes", 1))
-    found["digests"] = [len(t) for t in measure.digests("tiny", "-", root / "digests", 1).values()]
-    found["declined"] = sorted(measure.declined("-", "-", root / "declined", 10))
-    found["machine"] = measure.machine("-", "-", root, 0)
-    print("FOUND " + json.dumps(found))
-    """
-    ran = run_python(program, str(BENCHMARKS), str(tmp_path))
+    ran = run_python(PROGRAMS / "tiny_measurements.py", str(BENCHMARKS), str(tmp_path))
     found = json.loads(ran.stdout.split("FOUND ")[1])
     assert {peer: found[peer] for peer in PEERS} == {peer: [8, 2, 1] for peer in PEERS}
     for donate in (False, True):

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import PROGRAMS, ROOT
 from support.processes import COMPILED_ONCE, Talking, environment
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -170,35 +170,10 @@ def test_lightning_killed_and_resumed_ends_on_the_same_bits(
     assert resumed.digest == uninterrupted
 
 
-# Runs an example twice; the second time, each training step gets the same random key.
-USUAL_AND_ONE_KEY = """
-import runpy, sys
-import jax, torchax
-
-example, directory = sys.argv[1:]
-environment = torchax.tensor.Environment
-draw = environment.get_and_rotate_prng_key
-keys = []
-
-def draw_the_first(env, generator=None):
-    key = draw(env, generator)
-    if isinstance(key, jax.core.Tracer):
-        return key  # drawn within the compiled step
-    keys.append(key)
-    return keys[0]
-
-for name, drawing in ("usual", draw), ("one_key", draw_the_first):
-    environment.get_and_rotate_prng_key = drawing
-    sys.argv = [example, "--steps", "3", "--directory", f"{directory}/{name}"]
-    runpy.run_path(example, run_name="__main__")
-assert len(keys) == 3, keys
-"""
-
-
 @pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])
 def test_each_step_has_its_own_dropout_mask(tmp_path: Path, example: Path) -> None:
     # Were the key a constant of the compiled step, it would not matter what later steps draw.
-    outcome = run("-c", USUAL_AND_ONE_KEY, example, tmp_path)
+    outcome = run(PROGRAMS / "usual_and_one_key.py", example, tmp_path)
     assert outcome.returncode == 0, outcome.output
     usual, one_key = re.findall("^final state: (.+)$", outcome.output, re.MULTILINE)
     assert usual != one_key

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import ROOT
+from support import PROGRAMS, ROOT
 from support.processes import run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
@@ -119,38 +119,8 @@ def test_local_checkpoint_period(written: Any, directory: Path) -> None:
 
 
 def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
-    program = """
-        import sys
-        from processes_program import report
-        import jax, numpy as np
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-        from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-        from torchax_ckpt.storage.arrays import read_arrays
-
-        directory, row = sys.argv[4:]
-        host = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
-        mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("slice", "fsdp"))
-        state = {"w": jax.make_array_from_callback(
-            host.shape, NamedSharding(mesh, P("fsdp")), lambda index: host[index])}
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.save(1, state=state, force=True)
-        read, arrival = [], read_arrays._Arrival
-
-        def counted(committed, target, piece, store):
-            read.append(piece.nbytes)
-            return arrival(committed, target, piece, store)
-
-        read_arrays._Arrival = counted
-        for options in (CheckpointOptions(), eval(row)):
-            read.clear()
-            with TorchaxCheckpointer(directory, options=options) as ckpt:
-                found = ckpt.load(1, state)["w"]
-            for shard in found.addressable_shards:
-                assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes()
-            report(read=sum(read))
-    """
     row = ROWS["enable_single_replica_ckpt_restoring"][0]
-    first, second = run_processes(program, 2, str(directory), row)
+    first, second = run_processes(PROGRAMS / "bytes_of_restore.py", 2, str(directory), row)
     nbytes = 256 * 256 * 4
     assert first == [{"read": nbytes}, {"read": nbytes}]
     assert second == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
@@ -158,22 +128,6 @@ def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
 
 def test_enable_autocheckpoint(written: Any, directory: Path) -> None:
     assert written("enable_autocheckpoint") == CheckpointOptions()
-    program = """
-        import os, signal, sys
-        import torchax
-        torchax.enable_globally()
-        import numpy as np
-        from torchax_ckpt import TorchaxCheckpointer, policies
-        never = policies.SpecificStepsPolicy(())
-        with TorchaxCheckpointer(sys.argv[1], save_decision_policy=never) as ckpt:
-            ckpt.attach(stateful={})
-            os.kill(os.getpid(), signal.SIGTERM)
-            for step in range(1, 100):
-                ckpt.save(step, state={"w": np.full(3, step)})
-                if ckpt.reached_preemption(step):
-                    break
-        sys.exit(128 + signal.SIGTERM)
-    """
-    result = run_python(program, str(directory), devices=1, check=False)
+    result = run_python(PROGRAMS / "preempted_loop.py", str(directory), devices=1, check=False)
     assert result.returncode == 128 + signal.SIGTERM, result.stderr[-2000:]
     assert os.path.isdir(directory / "1")

@@ -14,48 +14,8 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 import gcs_proxy
 import gcs_server
 import pytest
-from support import slices
-from support.group import TRAIN
+from support import PROGRAMS, slices
 from support.processes import Running, run_processes
-
-KILLED = (
-    TRAIN
-    + """
-    import os, signal
-    assert training.attach(ckpt) == 0
-    train(1, 7)
-    ckpt.wait_until_finished()
-    report(steps=ckpt.all_steps())
-    ckpt.save(7, force=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-)
-
-RESUMED = (
-    TRAIN
-    + """
-    import numpy as np
-    from processes_program import digest, rule
-    from torchax_ckpt import warm_start
-
-    def held(training):
-        return {n: [digest(np.asarray(s.data)) for s in a.addressable_shards]
-                for n, a in training.arrays().items()}
-
-    assert training.attach(ckpt) == 4
-    train(5, 7)
-    ckpt.save(7, force=True)
-    ckpt.wait_until_finished()
-    verified = ckpt.verify()
-    ckpt.close()
-    # Another run, from its weights.
-    fresh = Training(5)
-    taken = warm_start(fresh.model, directory, shardings=rule)
-    weights = held(fresh)
-    alike = weights == {n: d for n, d in held(training).items() if n in weights}
-    report(verified=verified, step=taken.step, alike=alike, count=len(weights))
-"""
-)
 
 
 @pytest.fixture
@@ -71,11 +31,15 @@ def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
     gcs: gcs_proxy.FaultProxy,
 ) -> None:
     environment = gcs.environment()
-    with Running(KILLED, 2, "gs://bucket/run", "0", env=environment) as running:
+    with Running(
+        PROGRAMS / "killed_after_training.py", 2, "gs://bucket/run", "0", env=environment
+    ) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output(0)[1][-3000:]
         before = [running.reports(index) for index in range(2)]
     assert [steps for _, steps in before] == [{"steps": [4]}] * 2
-    resumed = run_processes(RESUMED, 2, "gs://bucket/run", "77", env=environment)
+    resumed = run_processes(
+        PROGRAMS / "resumed_then_warm_started.py", 2, "gs://bucket/run", "77", env=environment
+    )
     for (found, after), (expected, _) in zip(resumed, before, strict=True):
         assert (found["whole"], found["own"]) == (expected["whole"], expected["own"])
         assert found["seen"] == expected["seen"][4:]

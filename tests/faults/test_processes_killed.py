@@ -10,54 +10,13 @@ import signal
 import time
 from pathlib import Path
 
+from support import PROGRAMS
 from support.processes import Running
-
-PROGRAM = """
-    import os, signal, sys, time
-    from processes_program import INDEX, Training, report
-    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors
-    from torchax_ckpt.storage.arrays import block_digests
-
-    directory, victim, fatal, timeout_secs = sys.argv[4], *map(int, sys.argv[5:8])
-    training = Training()
-    options = CheckpointOptions(process_timeout_secs=timeout_secs)
-    ckpt = TorchaxCheckpointer(directory, options=options)
-    start = training.attach(ckpt)
-    report(start=start, whole=training.whole(), own=training.own())
-    take = block_digests.take
-
-    def killed(*args, **kwargs):
-        report(killed=INDEX)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def files():
-        # Process 0 may have given the lease back already.
-        return sorted(set(os.listdir(directory)) - {"lease", "events"})
-
-    for step in range(start + 1, fatal + 1):
-        training.step()
-        if step == fatal and INDEX == victim:
-            block_digests.take = killed                # while arrays are being written
-        if step < fatal:
-            ckpt.save(step, force=True)
-            ckpt.wait_until_finished()
-            report(saved=step, whole=training.whole(), own=training.own())
-    began = time.monotonic()
-    ckpt.save(fatal, force=True)
-    try:
-        ckpt.wait_until_finished()
-        report(durable=fatal, files=files())
-        ckpt.close()
-    except errors.CheckpointError as error:
-        report(failed=str(error), cause=type(error.__cause__).__name__,
-               secs=time.monotonic() - began, files=files())
-        os._exit(3)                               # JAX would wait for the dead one
-"""
 
 
 def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(directory: Path) -> None:
     # Process 1 dies. Process 0 waits, names it, and removes what was half written.
-    with Running(PROGRAM, 2, str(directory), "1", "3", "3") as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "3") as running:
         assert running.wait() == [3, -signal.SIGKILL]
         *_, saved, end = running.reports(0)
         own = [next(r["own"] for r in running.reports(i)[::-1] if "own" in r) for i in (0, 1)]
@@ -71,7 +30,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
 
     # Both start again, and go on from the last durable step. Then process 0 dies, and JAX ends the
     # other, which had nobody left to speak to.
-    with Running(PROGRAM, 2, str(directory), "0", "4", "3") as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "0", "4", "3") as running:
         running.processes[0].wait(100)
         died = time.monotonic()
         codes = running.wait()
@@ -88,7 +47,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
     assert any(path.name.startswith("writing-4-") for path in directory.iterdir())
 
     # And once more. What the killed one left is gone once the next save is durable.
-    with Running(PROGRAM, 2, str(directory), "-1", "4", "3") as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", "3") as running:
         assert running.wait() == [0, 0]
         for index in (0, 1):
             first, last = running.reports(index)
@@ -102,7 +61,9 @@ def test_where_jax_ends_the_survivor_after_its_heartbeat_a_clean_start_goes_on(
     """The last process dies, and the first would wait for it much longer than JAX does."""
     patient = "600"
     env = {"HEARTBEAT_SECS": "10"}
-    with Running(PROGRAM, 2, str(directory), "1", "3", patient, env=env) as running:
+    with Running(
+        PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", patient, env=env
+    ) as running:
         running.processes[1].wait(100)
         died = time.monotonic()
         codes = running.wait()
@@ -113,7 +74,7 @@ def test_where_jax_ends_the_survivor_after_its_heartbeat_a_clean_start_goes_on(
         saved = [running.reports(index)[-2 if index else -1] for index in (0, 1)]
     assert [report["saved"] for report in saved] == [2, 2]
 
-    with Running(PROGRAM, 2, str(directory), "-1", "4", patient) as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", patient) as running:
         assert running.wait() == [0, 0], running.output(0)[1][-3000:]
         for index in (0, 1):
             first, again, last = running.reports(index)

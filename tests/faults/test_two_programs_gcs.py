@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,64 +17,11 @@ from typing import Any
 import gcs_proxy
 import gcs_server
 import pytest
+from support import PROGRAMS
 
 ROOT = Path(__file__).parent.parent.parent
 URL = "gs://bucket/run"
 LEASE_SECS = 4.0
-
-PROGRAM = """
-    import json, logging, signal, sys
-    signal.alarm(240)
-    import numpy as np
-    import torchax
-    torchax.enable_globally()
-    import jax.numpy as jnp
-    from torchax_ckpt import TorchaxCheckpointer, policies
-    from torchax_ckpt.errors import CheckpointError
-    from torchax_ckpt.storage.directory import lease_holder, lease
-
-    logging.basicConfig()
-    logging.getLogger("torchax_ckpt").setLevel(logging.INFO)
-    url, name, number, lease_secs = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-    if lease_secs:
-        # On a host of its own: nobody can look whether this process lives.
-        lease_holder.this_kernel = lease.this_kernel = lambda: name
-        lease.LEASE_SECS, lease.RENEW_SECS, lease._POLL_SECS = lease_secs, lease_secs / 4, 0.1
-
-    def say(**said):
-        print(json.dumps(said), flush=True)
-
-    def told(error):
-        return {"error": type(error).__name__, "text": str(error)}
-
-    def state(step):
-        return {"w": jnp.arange(64.0) + 1000 * number + step, "h": np.full(3, step), "by": name}
-
-    ckpt = TorchaxCheckpointer(url, preservation_policy=policies.PreserveAll())
-    say(start=ckpt.attach())
-    for line in sys.stdin:
-        what, *steps = line.split()
-        try:
-            if what == "look":
-                for step in ckpt.all_steps():
-                    found = ckpt.load(step)
-                    whole = float(found["w"][0]), found["h"].tolist(), found["by"]
-                    ckpt.verify(step)
-                    say(step=step, first=whole[0], h=whole[1], by=whole[2])
-                say(end=True)
-                continue
-            step = int(steps[0])
-            say(began=ckpt.save(step, state=state(step), force=True))
-            ckpt.wait_until_finished()
-            say(durable=step)
-        except CheckpointError as error:
-            say(**told(error))
-    try:
-        ckpt.close()
-        say(closed=True)
-    except CheckpointError as error:
-        say(**told(error))
-"""
 
 
 class Program:
@@ -86,10 +32,10 @@ class Program:
     ) -> None:
         self._log = log / f"{name}.log"
         own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        arguments = textwrap.dedent(PROGRAM), URL, name, str(number), str(lease_secs)
+        arguments = str(PROGRAMS / "told_to_save.py"), URL, name, str(number), str(lease_secs)
         with open(self._log, "w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", *arguments],
+                [sys.executable, *arguments],
                 env={**os.environ, **gcs.environment(), **own},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

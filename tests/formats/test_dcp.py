@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import PROGRAMS
 from support.commands import run, run_json
 from support.compare import bits
 from support.models import Tied, values
 from support.processes import run_python
 from support.torch_files import Evil, save_dcp
-from support.training import before_enabling, mlp, train_step
+from support.training import before_enabling, mlp, train_and_save
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -49,52 +50,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     torch.manual_seed(0)
     model = mlp()
     optimizer = optimizer_for(model)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in ckpt.steps(2):
-            train_step(model, optimizer, step)
+    train_and_save(directory, model, optimizer)
     return directory, model, optimizer
-
-
-# Programs of plain torch: each builds the same, loads it, and shows what it has then.
-PLAIN = """
-    import sys, warnings
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    warnings.simplefilter("ignore")
-
-    def build():
-        model = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-        first, second = list(model.parameters())[:2], list(model.parameters())[2:]
-        return model, torch.optim.AdamW([{"params": second}, {"params": first}], lr=9.0)
-
-    def show(model, optimizer):
-        for group in optimizer.param_groups:
-            print(group["lr"], group["betas"])
-            for p in group["params"]:
-                state = optimizer.state[p]
-                for tensor in (p, state["step"], state["exp_avg"], state["exp_avg_sq"]):
-                    print(tensor.detach().numpy().tobytes().hex())
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        print(optimizer.state[p]["step"].item())
-
-    model, optimizer = build()
-    saved = torch.load(sys.argv[1], weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    show(model, optimizer)
-
-    model, optimizer = build()
-    weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=sys.argv[2])
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    show(model, optimizer)
-    assert "torchax" not in sys.modules
-"""
 
 
 def shown(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -116,7 +73,7 @@ def test_plain_torch_goes_on_with_model_and_optimizer(trained: Any, tmp_path: Pa
         assert run_json("export", directory, 2, path, *args)["num_tensors"] == 4 + 4 * 3
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     expected = shown(optimizer)
-    result = run_python(PLAIN, *map(str, paths), fresh=True)
+    result = run_python(PROGRAMS / "plain_torch.py", *map(str, paths), fresh=True)
     assert result.stdout.splitlines() == expected + expected
 
 
@@ -221,30 +178,9 @@ def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: P
 
 
 def test_tensors_come_together_from_the_chunks_of_many_ranks(tmp_path: Path) -> None:
-    program = """
-        import sys, warnings
-        import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-        import torch.multiprocessing as mp
-
-        def rank(index, folder, store):
-            warnings.simplefilter("ignore")
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=2)
-            mesh = init_device_mesh("cpu", (2,))
-            whole = torch.arange(35.0).reshape(7, 5)
-            dcp.save({"model": {
-                "rows": distribute_tensor(whole, mesh, [Shard(0)]),
-                "columns": distribute_tensor(whole + 100, mesh, [Shard(1)]),
-                "same": distribute_tensor(whole + 200, mesh, [Replicate()]),
-                "turned": (whole + 300).t(),
-                "number": torch.tensor(7.0),
-            }}, checkpoint_id=folder)
-            dist.destroy_process_group()
-
-        mp.start_processes(rank, args=tuple(sys.argv[1:]), nprocs=2, start_method="fork")
-    """
-    run_python(program, str(tmp_path / "dcp"), str(tmp_path / "store"), fresh=True)
+    run_python(
+        PROGRAMS / "ranks_saving_dcp.py", str(tmp_path / "dcp"), str(tmp_path / "store"), fresh=True
+    )
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
     whole = np.arange(35, dtype=np.float32).reshape(7, 5)
     expected = {

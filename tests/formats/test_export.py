@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support import TESTS
+from support import PROGRAMS, TESTS
 from support.commands import run, run_json
-from support.damage import damage
+from support.damage import damage, edit_json
 from support.models import Plain, Tied, values
 from support.processes import run_python
 from support.training import before_enabling
@@ -35,7 +35,6 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.formats import safetensors_io
 from torchax_ckpt.storage.arrays import read_arrays
-from torchax_ckpt.storage.medium import seals
 
 
 @pytest.fixture(scope="module")
@@ -178,36 +177,6 @@ def test_no_more_is_in_memory_than_was_allowed(
         assert all((loaded[name].numpy() == state[name]).all() for name in state)
 
 
-MEASURED = """
-    import pathlib, re, sys, threading, time
-    from torchax_ckpt.cli.main import main
-    import safetensors, torch, torch.distributed.checkpoint
-    import torchax_ckpt.cli.app, torchax_ckpt.cli.convert, torchax_ckpt.formats.state_dict
-
-    def held():  # memory of this process's own; what is mapped from files is not
-        found = re.search(r"RssAnon:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())
-        return int(found[1]) << 10
-
-    peak, is_over = 0, threading.Event()
-    def watch():
-        global peak
-        while not is_over.wait(0.002):
-            peak = max(peak, held())
-
-    before = held()
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        main()
-    except SystemExit as end:
-        assert end.code == 0, end.code
-    finally:
-        is_over.set()
-        watching.join()
-    print("grown:", peak - before)
-"""
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of 256 MiB."""
@@ -233,7 +202,9 @@ def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
 ) -> None:
     out = tmp_path / f"out.{form}"
     args = ("export", str(large), "1", str(out), "--format", form, "--at", "state")
-    result = run_python(MEASURED, *args, "--max-bytes", str(bound), fresh=True)
+    result = run_python(
+        PROGRAMS / "memory_of_command.py", *args, "--max-bytes", str(bound), fresh=True
+    )
     grown = int(result.stdout.split("grown:")[1])
     assert sum(f.stat().st_size for f in [out, *out.rglob("*")] if f.is_file()) > 256 << 20
     assert (grown > 200 << 20) == is_held, grown
@@ -320,20 +291,12 @@ def test_a_state_dict_holds_plain_tensors(
 
 
 def test_a_program_without_torchax_loads_weights(trained: tuple[Path, dict[str, Any]]) -> None:
-    program = """
-        import sys
-        from torchax_ckpt import load_torch_state_dict
-        import torch
-        state = load_torch_state_dict(sys.argv[1], 3)
-        assert state["layers.1.weight"].dtype == torch.bfloat16
-        model = torch.nn.Linear(8, 8)
-        model.load_state_dict({k: state[f"layers.0.{k}"] for k in ("weight", "bias")})
-        print(model(torch.ones(8)).sum().item())
-        assert "torchax" not in sys.modules
-        import jax
-        assert not jax._src.xla_bridge.backends_are_initialized()
-    """
-    result = run_python(program, str(trained[0]), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
+    result = run_python(
+        PROGRAMS / "weights_without_torchax.py",
+        str(trained[0]),
+        env={"JAX_PLATFORMS": "tpu"},
+        fresh=True,
+    )
     assert float(result.stdout) == float(result.stdout)
 
 
@@ -372,10 +335,7 @@ def test_ties_that_no_release_writes_are_damage(
 ) -> None:
     directory = shutil.copytree(trained[0], tmp_path / "run")
     path = directory / "3" / "manifest" / "data.json"
-    manifest = json.loads(path.read_text())
-    del manifest["xxh3_64"]
-    manifest["document"]["model"]["ties"] = ties
-    path.write_text(json.dumps(seals.seal(manifest)))
+    edit_json(path, lambda manifest: manifest["document"]["model"].update(ties=ties))
     with pytest.raises(CorruptCheckpointError, match="tie"):
         load_torch_state_dict(directory)
 

@@ -29,7 +29,7 @@ from lightning_program import Run, outcome, train
 from support import PROGRAMS, ROOT, forked
 from support.compare import assert_trees_identical, training_state
 from support.processes import COMPILED_ONCE, Started, run_python
-from support.training import fsdp_mesh, fsdp_rule, mlp, train_step
+from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -541,32 +541,7 @@ def test_a_module_keeps_its_parameters_ties_and_shardings() -> None:
 
 
 def test_it_enables_torchax_where_the_program_has_not() -> None:
-    result = run_python(
-        """
-        import warnings; warnings.simplefilter("ignore")
-        import lightning, torch, torchax
-        from torch.utils.data import DataLoader
-        from torchax_ckpt.integrations.lightning import TorchaxStrategy
-
-        class Module(lightning.LightningModule):
-            automatic_optimization = False
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.ones(2))
-            def training_step(self, batch, batch_idx):
-                self.weight.grad = self.weight * batch
-                self.optimizers().step()
-                self.log("sum", self.weight.sum(), prog_bar=True)
-            def configure_optimizers(self):
-                return torch.optim.SGD([self.weight], lr=0.5)
-
-        module = Module()
-        trainer = lightning.Trainer(
-            strategy=TorchaxStrategy(), max_epochs=1, enable_checkpointing=False, logger=False)
-        trainer.fit(module, DataLoader([1.0, 1.0]))
-        print(module.weight.device, module.weight.tolist(), trainer.callback_metrics)
-        """
-    )
+    result = run_python(PROGRAMS / "lightning_enables_torchax.py")
     assert "jax:0 [0.25, 0.25] {'sum': tensor(0.5000)}" in result.stdout
 
 
@@ -576,7 +551,7 @@ def test_it_enables_torchax_where_the_program_has_not() -> None:
 def test_the_hooks_work_in_a_loop_without_a_trainer(directory: Path) -> None:
     def run(directory: Path, last: int) -> Any:
         model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = adamw(model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         checkpoint = TorchaxCheckpoint(directory, monitor="loss", num_best=1)
         loop = BareLoop(optimizers=[optimizer], lr_schedulers=[scheduler])
@@ -692,28 +667,7 @@ def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:
     block = section.partition("```python\n")[2].partition("```")[0]
     documented = re.sub(r"\.\.\. +# train on a batch", "train_on_a_batch()", block)
     assert documented != block
-    program = f"""
-import os, signal, sys, time, torch, torchax
-torchax.enable_globally()
-from support.training import mlp, train_step
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchax_ckpt import policies
-from torchax_ckpt.integrations.lightning import TorchaxCheckpoint
-model = mlp()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-loader = StatefulDataLoader(torch.zeros(2))
-never = policies.SpecificStepsPolicy([])
-checkpoint = TorchaxCheckpoint({str(directory)!r}, save_decision_policy=never)
-total, loss = 100_000, 0.5
-def train_on_a_batch():
-    train_step(model, optimizer, seed=0)
-    print(loop.global_step + 1, flush=True)
-    if loop.global_step == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-{documented}
-print("went on")
-"""
-    result = run_python(program, check=False)
+    result = run_python(PROGRAMS / "documented_loop.py", str(directory), documented, check=False)
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
     last = int(result.stdout.splitlines()[-1])
     assert steps_of(directory) == [last]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.damage import edit_json
 from support.strategies import trees
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -17,7 +19,6 @@ from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import FORMAT, VERSION, Digests, Manifest, array_nodes
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.state.pytree import Encoder, decode
-from torchax_ckpt.storage.medium import seals
 
 EMPTY: dict[str, Any] = {
     "format": FORMAT,
@@ -217,9 +218,7 @@ def test_load_names_the_path_of_a_step_with_a_malformed_node(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(7, state=state)
     (path,) = (directory / "7" / "manifest").iterdir()
-    raw = seals.unseal(json.loads(path.read_text()))
-    raw["document"]["state"]["dict"][1][1] = node
-    path.write_text(json.dumps(seals.seal(raw)))
+    edit_json(path, lambda raw: operator.setitem(raw["document"]["state"]["dict"][1], 1, node))
     with pytest.raises(CorruptCheckpointError) as caught:
         TorchaxCheckpointer(directory).load(7, {"w": state["w"], "x": 1} if abstract else None)
     assert caught.value.step == 7

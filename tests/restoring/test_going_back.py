@@ -7,20 +7,21 @@ import shutil
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
-from support.damage import killed_before_setting_aside
+from support.damage import edit_json, killed_before_setting_aside
 from support.processes import run_python
-from support.training import mlp, train_step
+from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.run_directory import StepDirectory
-from torchax_ckpt.storage.medium import seals
 
 KEEP_ALL = policies.PreserveAll()
 
@@ -28,7 +29,7 @@ KEEP_ALL = policies.PreserveAll()
 def trained(directory: Path, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict]:
     """A run that saved every step; what each held."""
     model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     held = {}
     with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
         ckpt.attach(model, optimizer)
@@ -198,9 +199,11 @@ def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
     ahead = json.loads(record.read_text())["commit_timestamp_nsecs"] + 60 * 10**9
     commit_record.set_time(directory / "30", ahead)
     summary = directory / "11" / "summary" / "data.json"
-    content = seals.unseal(json.loads(summary.read_text()))
-    content["abandons"] = [[s, ahead if s == 30 else t] for s, t in content["abandons"]]
-    summary.write_text(json.dumps(seals.seal(content)))
+
+    def set_time(content: Any) -> None:
+        content["abandons"] = [[s, ahead if s == 30 else t] for s, t in content["abandons"]]
+
+    edit_json(summary, set_time)
     assert TorchaxCheckpointer(directory).all_steps() == [10, 11]
 
 
@@ -265,34 +268,13 @@ def test_a_thousand_steps_cost_no_more_than_one(
         assert listed == 0  # the writer knows what is there
 
 
-KILLED_BETWEEN = """
-    import os, signal, sys
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer, policies
-    from torchax_ckpt.storage.directory.run_directory import StepDirectory
-
-    def kill(self, *args):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    ckpt = TorchaxCheckpointer(sys.argv[1], preservation_policy=policies.PreserveAll())
-    ckpt.attach(stateful={})
-    for step in (1, 2, 3, 4):
-        ckpt.save(step, state={"w": np.full(3, step)}, force=True)
-    ckpt.wait_until_finished()
-    ckpt.restore(2)
-    setattr(StepDirectory, sys.argv[2], kill)
-    ckpt.save(int(sys.argv[3]), state={"w": np.full(3, 100)}, force=True)
-    ckpt.wait_until_finished()
-"""
-
-
 @pytest.mark.parametrize(("moment", "step"), [("set_aside", 3), ("set_aside", 5), ("settle", 3)])
 def test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back(
     moment: str, step: int, directory: Path
 ) -> None:
-    result = run_python(KILLED_BETWEEN, str(directory), moment, str(step), check=False)
+    result = run_python(
+        PROGRAMS / "killed_going_back.py", str(directory), moment, str(step), check=False
+    )
     assert result.returncode == -signal.SIGKILL, result.stderr[-2000:]
     reader = TorchaxCheckpointer(directory)
     before = entries(directory)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multislice
+from support import PROGRAMS
 from support.processes import run_processes
 from support.slices import assert_ends_alike, killed, resumed, straight
 
@@ -131,104 +132,6 @@ def test_routes_bring_every_part_to_all_that_need_it(data: strategies.DataObject
     assert len(rounds) <= math.ceil(math.log2(count + 1))
 
 
-PLACES = """
-    import itertools, json, logging, pathlib, shutil, sys
-    from processes_program import INDEX, report
-    import jax, ml_dtypes, numpy as np, torchax
-    from jax.experimental.multihost_utils import sync_global_devices
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
-
-    torchax.enable_globally()
-    logging.getLogger("torchax_ckpt.restoring.local_tier").setLevel(logging.INFO)
-    directory, ramdisks, places = sys.argv[4], pathlib.Path(sys.argv[5]), json.loads(sys.argv[6])
-    # A host is one place of replica and fsdp, and has all of tp.
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "fsdp", "tp"))
-    random = np.random.default_rng(0)
-    expected, shardings = {}, {}
-    dtypes = ["float32", "bfloat16", "complex64", "bool", "int8", "int4", "uint32"]
-    dtypes += ["float8_e4m3fn", "float8_e5m2"]
-    specs = [P("fsdp"), P("tp", "fsdp"), P(None, "tp"), P(), P(("fsdp", "tp"))]
-    for dtype, (i, spec) in itertools.product(dtypes, enumerate(specs)):
-        kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-        bits = random.integers(0, 256, (8, 4 * kind.itemsize), np.uint8)
-        if dtype in ("bool", "int4"):
-            array = (bits & 1).astype(kind)
-        else:
-            array = bits.view(kind)  # any bits: zeros with signs, NaNs with payloads
-        expected[f"{dtype} {i}"], shardings[f"{dtype} {i}"] = array, NamedSharding(mesh, spec)
-    for name, array in {"scalar": np.float32(-0.0), "empty": np.zeros((0, 4), np.float32)}.items():
-        expected[name], shardings[name] = np.asarray(array), NamedSharding(mesh, P())
-    turned = {
-        "float32 0": P(None, ("tp", "fsdp")),
-        "uint32 1": P("replica"),
-        "bfloat16 1": P("fsdp", "tp"),
-        "float8_e4m3fn 0": P(),
-        "float8_e5m2 4": P("replica"),
-    }
-
-    def bits(array):
-        return np.ascontiguousarray(array).tobytes()
-
-    def put(name):
-        array = expected[name]
-        return jax.make_array_from_callback(array.shape, shardings[name], lambda at: array[at])
-
-    class Place:
-        value = f"of {INDEX}"
-
-        def state_dict(self):
-            return {"value": self.value}
-
-        def load_state_dict(self, state):
-            self.value = state["value"]
-
-    def opened(mine):
-        return TorchaxCheckpointer(
-            directory,
-            save_decision_policy=policies.SpecificStepsPolicy(()),
-            local=LocalTier(mine, save_decision_policy=policies.FixedIntervalPolicy(1)),
-        )
-
-    with opened(ramdisks / str(INDEX)) as ckpt:
-        ckpt.attach(stateful={"place": Place()})
-        ckpt.save(1, state={name: put(name) for name in expected})
-    sync_global_devices("saved")
-    for number, hosts in enumerate(places):
-        mine = ramdisks / f"{number}-{INDEX}"
-        if hosts[INDEX] is not None:
-            shutil.copytree(ramdisks / str(hosts[INDEX]), mine)
-        sync_global_devices(f"moved {number}")
-        place = Place()
-        place.value = "none"
-        with opened(mine) as ckpt:
-            start = ckpt.attach(stateful={"place": place})
-            wanted = {
-                name: jax.ShapeDtypeStruct(
-                    array.shape,
-                    array.dtype,
-                    sharding=NamedSharding(mesh, turned[name])
-                    if name in turned
-                    else shardings[name],
-                )
-                for name, array in expected.items()
-            }
-            try:
-                found = ckpt.load(start, wanted)
-            except Exception as error:
-                report(hosts=hosts, error=type(error).__name__)
-                continue
-        wrong = [
-            name
-            for name, array in found.items()
-            if array.sharding != wanted[name].sharding
-            or array.dtype != expected[name].dtype
-            or any(bits(s.data) != bits(expected[name][s.index]) for s in array.addressable_shards)
-        ]
-        report(hosts=hosts, start=start, own=place.value, wrong=wrong)
-"""
-
-
 def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Path) -> None:
     """Every dtype and way to shard; hosts 0 and 1 are one slice, and 2 and 3 the other."""
     places = [
@@ -242,61 +145,21 @@ def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Pat
         (1, None, 3, None),  # nobody has the first half
     ]
     arguments = str(tmp_path / "run"), str(tmp_path / "ramdisks"), json.dumps(places)
-    for index, reports in enumerate(run_processes(PLACES, 4, *arguments)):
+    for index, reports in enumerate(
+        run_processes(PROGRAMS / "moved_local_steps.py", 4, *arguments)
+    ):
         *found, lost = reports
         told = {"start": 1, "own": f"of {index}", "wrong": []}
         assert found == [{"hosts": list(hosts), **told} for hosts in places[:-1]]
         assert lost["error"] in ("CorruptCheckpointError", "StepNotFoundError")
 
 
-SAME_PARTS = """
-    import pathlib, sys
-    import processes_program as program
-    from processes_program import INDEX, Training, digest, report
-    import jax, numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
-
-    directory, mine = sys.argv[4], pathlib.Path(sys.argv[5], str(INDEX))
-    program.MESH = MESH = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
-    program.rule = lambda name, abstract: NamedSharding(MESH, P())
-
-    def opened():
-        return TorchaxCheckpointer(
-            directory,
-            save_decision_policy=policies.SpecificStepsPolicy(()),
-            local=LocalTier(mine, save_decision_policy=policies.FixedIntervalPolicy(1)),
-        )
-
-    def held(training):
-        return {n: digest(np.asarray(a.addressable_data(0))) for n, a in training.arrays().items()}
-
-    training = Training()
-    with opened() as ckpt:
-        training.attach(ckpt)
-        training.step()
-        ckpt.save(1)
-    if INDEX in (0, 3):
-        for file in (mine / "1" / "state").rglob("d/*"):
-            content = bytearray(file.read_bytes())
-            content[-20] ^= 1
-            file.write_bytes(content)
-    fresh = Training(77)
-    with opened() as ckpt:
-        start = fresh.attach(ckpt)
-        tier = ckpt.restore().tier
-        found = held(fresh)
-        ckpt.save(2)
-        ckpt.wait_until_finished()
-        is_verified = (mine / "1" / "verified").exists()
-    report(start=start, tier=tier, alike=found == held(training), verified=is_verified)
-"""
-
-
 @pytest.mark.long
 def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path) -> None:
     """And a damaged copy is not taken for verified because another host's was."""
-    reports = run_processes(SAME_PARTS, 4, str(tmp_path / "run"), str(tmp_path / "ramdisks"))
+    reports = run_processes(
+        PROGRAMS / "equal_local_steps.py", 4, str(tmp_path / "run"), str(tmp_path / "ramdisks")
+    )
     told = {"start": 1, "tier": "local", "alike": True}
     verified = [False, True, True, False]
     assert [report for (report,) in reports] == [{**told, "verified": v} for v in verified]

@@ -11,7 +11,16 @@ import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from support.compare import assert_trees_identical, bits
-from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, train_step
+from support.training import (
+    P,
+    adamw,
+    before_enabling,
+    fsdp_mesh,
+    fsdp_rule,
+    place,
+    train_and_save,
+    train_step,
+)
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UninitializedLeafError
@@ -46,11 +55,8 @@ def on_jax(rule: Any = None) -> tuple[Net, torch.optim.Optimizer]:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     if rule is not None:
-        for name, tensor in net.state_dict(keep_vars=True).items():
-            torchax_backend.set_buffer(
-                tensor, jax.device_put(torchax_backend.buffer(tensor), rule(name, tensor))
-            )
-    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+        place(net, rule)
+    return net, adamw(net)
 
 
 def grid(rows: int, columns: int) -> Mesh:
@@ -104,10 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
     for layout, rule in LAYOUTS.items():
         directory = tmp_path_factory.mktemp(layout)
         net, optimizer = on_jax(rule)
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(net, optimizer)
-            for step in ckpt.steps(2):
-                train_step(net, optimizer, step)
+        train_and_save(directory, net, optimizer)
         result[layout] = (directory, content(net, optimizer))
     return result
 
@@ -148,7 +151,7 @@ def meta_net() -> tuple[Net, torch.optim.Optimizer]:
     """Built on meta with torchax off, as before ``enable_globally``."""
     with before_enabling(), torch.device("meta"):
         net = Net()
-    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return net, adamw(net)
 
 
 def zeros(name: str, abstract: jax.ShapeDtypeStruct) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import bits
-from support.training import mlp, train_step
+from support.training import adamw, mlp, train_and_save
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError, UnusableStateError
@@ -31,12 +31,8 @@ def trained(
     directory: Path, model: torch.nn.Module | None = None, layout: Layout = "flat"
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = model or mlp(width=64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = CheckpointOptions(layout=layout)
-    with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in ckpt.steps(2):
-            train_step(model, optimizer, step)
+    optimizer = adamw(model)
+    train_and_save(directory, model, optimizer, options=CheckpointOptions(layout=layout))
     return model, optimizer
 
 

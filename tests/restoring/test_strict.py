@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_trees_identical, bits, copied, training_state
+from support.models import WithExtraState
 from support.training import mlp, train_step
 from torch import nn
 from torch.optim import lr_scheduler
@@ -354,16 +355,6 @@ def test_one_model_is_not_taken_for_a_dict_of_one(directory: Path, saved_as_dict
     report = restore_what_fits(directory, fresh)
     assert (len(report.missing), len(report.unexpected), report.mismatched) == (1, 1, {})
     assert values(fresh["w"] if isinstance(fresh, dict) else fresh) == {"w": [7.0]}
-
-
-class WithExtraState(nn.Linear):
-    extra: Any = "live"
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def test_extra_state_that_only_one_side_has_is_reported(directory: Path) -> None:

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_trees_identical, bits, training_state
-from support.training import mlp, train_step
+from support.models import WithExtraState
+from support.training import adamw, mlp, train_and_save, train_step
 from torch import nn
 
 from torchax_ckpt import TorchaxCheckpointer, warm_start
 from torchax_ckpt.errors import MismatchError, SelectionError
-
-
-def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def other_head() -> Any:
@@ -44,10 +41,7 @@ def trained(directory: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     """A run of two steps."""
     model = mlp()
     optimizer = adamw(model)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in ckpt.steps(2):
-            train_step(model, optimizer, step)
+    train_and_save(directory, model, optimizer)
     return directory, model, optimizer
 
 
@@ -227,16 +221,6 @@ def test_one_name_of_a_tied_weight_is_enough(directory: Path) -> None:
         other = "head" if exclude == "embed" else "embed"
         assert bits(getattr(fresh, other).weight) == bits(tied.embed.weight)
         assert bits(getattr(fresh, exclude).weight) == before
-
-
-class WithExtraState(nn.Linear):
-    extra: Any = "live"
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def test_extra_state_goes_with_its_module(directory: Path) -> None:

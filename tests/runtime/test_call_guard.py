@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support import PROGRAMS
 from support.processes import run_python
 from support.training import mlp
+from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
@@ -130,41 +132,7 @@ def test_a_call_within_a_call_is_refused_and_the_next_one_works(directory: Path)
 
 
 def test_signal_handlers_that_call_in_at_any_moment_never_hang(directory: Path) -> None:
-    source = """
-        import collections, signal, sys, time
-        import torchax; torchax.enable_globally()
-        import torch
-        from torchax_ckpt import TorchaxCheckpointer, policies
-        from torchax_ckpt.errors import CallError
-
-        model = torch.nn.Linear(8, 8).to("jax")
-        outcomes = collections.Counter()
-        with TorchaxCheckpointer(
-            sys.argv[1], save_decision_policy=policies.FixedIntervalPolicy(1)
-        ) as ckpt:
-            ckpt.attach(model)
-
-            def handler(signum, frame):
-                try:
-                    ckpt.save(ckpt._loop.position or 0, force=True)
-                    ckpt.wait_until_finished()
-                    outcomes["worked"] += 1
-                except CallError:
-                    outcomes["refused"] += 1
-
-            signal.signal(signal.SIGALRM, handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0037)
-            deadline = time.monotonic() + 2.5
-            for step in ckpt.steps(100_000):
-                time.sleep(0.003)
-                if time.monotonic() > deadline:
-                    break
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            ckpt.wait_until_finished()
-            assert ckpt.all_steps()[-1] == step - 1
-        assert outcomes["refused"] > 5 and outcomes["worked"] > 0, outcomes
-    """
-    run_python(source, str(directory), devices=1, timeout_secs=60)
+    run_python(PROGRAMS / "saves_in_signal_handler.py", str(directory), devices=1, timeout_secs=60)
 
 
 def test_an_interrupt_leaves_the_checkpointer_usable(
@@ -205,89 +173,8 @@ def test_calls_within_a_traced_function_are_refused(transform: Any, directory: P
 
 
 def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Path) -> None:
-    source = """
-        import multiprocessing, os, signal, sys, threading, time
-        import torchax; torchax.enable_globally()
-        import numpy as np, torch
-        from torchax_ckpt import TorchaxCheckpointer, policies
-        from torchax_ckpt.runtime import preemption
-        from torchax_ckpt.errors import CallError
-        from torchax_ckpt.storage.arrays import write_step
-
-        fork = multiprocessing.get_context("fork")
-        STATE = {"w": np.arange(3)}
-        ckpt = TorchaxCheckpointer(
-            sys.argv[1], save_decision_policy=policies.FixedIntervalPolicy(1)
-        )
-        ckpt.attach()
-        ckpt.save(1, state=STATE)
-        ckpt.wait_until_finished()
-
-        class Examples(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-
-            def __getitem__(self, i):
-                assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL or os.getpid() == parent
-                assert ckpt.all_steps() == [1]
-                refused = []
-                for call in (
-                    lambda: ckpt.save(9, state=STATE), ckpt.attach, ckpt.load, ckpt.close,
-                    ckpt.restore, lambda: ckpt.delete(1), ckpt.wait_until_finished,
-                    lambda: TorchaxCheckpointer(sys.argv[1]).load(),
-                ):
-                    try:
-                        call()
-                    except CallError as error:
-                        assert "which was forked from process" in str(error), error
-                        refused.append(str(error).split()[0])
-                return ",".join(refused)
-
-        # DataLoader's workers, which it ends by SIGTERM if they do not end by themselves.
-        parent = os.getpid()
-        loader = torch.utils.data.DataLoader(
-            Examples(), batch_size=2, num_workers=2, persistent_workers=True, collate_fn=list
-        )
-        expected = "save,attach,load,close,restore,delete,wait_until_finished,load"
-        assert {item for batch in loader for item in batch} == {expected}
-        workers = list(loader._iterator._workers)
-        del loader
-        for worker in workers:
-            worker.join(20)
-            assert worker.exitcode == 0, worker.exitcode
-
-        # Ended by SIGTERM right after the fork or later: that is the child's own affair.
-        for delay in [0] * 20 + [0.2] * 2:
-            child = fork.Process(target=time.sleep, args=(60,))
-            child.start()
-            time.sleep(delay)
-            child.terminate()
-            child.join(20)
-            assert child.exitcode == -signal.SIGTERM, child.exitcode
-        time.sleep(0.2)
-        assert preemption._watch.noticed_at is None
-        assert not ckpt.reached_preemption(1)
-
-        # A child that runs to the end of the program while a save is in flight.
-        write = write_step.write_step
-        def slow(*args, **kwargs):
-            time.sleep(1.5)
-            write(*args, **kwargs)
-        write_step.write_step = slow
-        ckpt.save(2, state=STATE)
-        pid = os.fork()
-        if pid == 0:
-            threading._shutdown()  # not sys.exit: JAX's own end in a fork may crash
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert ckpt.all_steps() == [1]  # the child did not wait for its parent's save
-        os.kill(os.getpid(), signal.SIGTERM)
-        ckpt.save(3, state=STATE)
-        assert ckpt.all_steps() == [1, 2, 3] and ckpt.reached_preemption(3)
-        print("done")
-    """
     result = run_python(
-        source,
+        PROGRAMS / "forks_beside_checkpointer.py",
         str(directory),
         devices=1,
         env={"PYTHONWARNINGS": "ignore"},
@@ -325,10 +212,7 @@ def test_a_stuck_save_is_named_by_log_and_by_whoever_waits(
     with pytest.raises(SaveTimeoutError, match=stands):
         ckpt.close()
     opened.set()
-    deadline = time.monotonic() + 30
-    while ckpt.all_steps() != [1] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert ckpt.all_steps() == [1]  # it went on
+    wait_until(lambda: ckpt.all_steps() == [1])  # it went on
     time.sleep(0.2)
     ckpt.check_for_errors()
 
@@ -358,9 +242,8 @@ def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Even
         ckpt.save(1, state={"w": jnp.arange(3)}, metrics={"loss": jnp.ones(())})
         save = ckpt._saver._in_flight
         assert save is not None
-        deadline = time.monotonic() + 30  # until its thread has had its turn
-        while save.where().startswith("starting its thread") and time.monotonic() < deadline:
-            time.sleep(0.001)
+        # Until its thread has had its turn.
+        wait_until(lambda: not save.where().startswith("starting its thread"))
         assert save.where().startswith("cleaning up the directory, for 0.")
         fetched.set()
     # Its thread may have begun before it was listened to.
@@ -382,10 +265,7 @@ def test_a_transfer_that_is_stuck_does_not_hold_the_training_thread_forever(
     with pytest.raises(SaveTimeoutError, match="transferring"):
         ckpt.save(1, state={"w": jnp.arange(3)})
     opened.set()
-    deadline = time.monotonic() + 30
-    while ckpt.all_steps() != [1] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert ckpt.all_steps() == [1]
+    wait_until(lambda: ckpt.all_steps() == [1])
 
 
 def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -> None:

@@ -11,13 +11,14 @@ import select
 import subprocess
 import sys
 import termios
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import PROGRAMS
+from support.processes import environment
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -179,23 +180,6 @@ def test_waiting_at_the_end_says_what_for(directory: Path, monkeypatch: pytest.M
     assert ckpt.all_steps() == [7]
 
 
-SLOW = """
-    import sys, time
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.arrays import write_step
-    write = write_step.write_step
-    def slow(*args, **kwargs):
-        time.sleep(1.5)
-        write(*args, **kwargs)
-    write_step.write_step = slow
-    ckpt = TorchaxCheckpointer(sys.argv[1])
-    ckpt.save(7, state={"w": np.arange(3)})
-"""  # and it ends without close
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
     is_terminal: bool, directory: Path
@@ -204,7 +188,8 @@ def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
     if is_terminal:
         termios.tcsetwinsize(ours, (24, 100))
     program = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SLOW), str(directory)],
+        [sys.executable, "-W", "ignore", PROGRAMS / "unclosed.py", directory, "7", "1.5", "end"],
+        env=environment(1, {}),
         stdout=subprocess.DEVNULL,
         stderr=theirs,
     )

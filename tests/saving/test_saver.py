@@ -19,9 +19,12 @@ import pytest
 import tensorstore as ts
 import torch
 from orbax.checkpoint._src.serialization import tensorstore_utils
+from support import PROGRAMS
 from support.compare import assert_trees_identical, entries
+from support.models import Counter
 from support.processes import run_python
 from support.training import mlp, train_step
+from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import (
@@ -134,17 +137,6 @@ def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -
     saved = ckpt.load(1)
     np.testing.assert_array_equal(np.asarray(saved["model"]["0.weight"].jax()), weight)
     assert saved["optimizer"]["state"]["0.weight"]["step"].item() == 1
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def test_donating_right_after_save_is_safe(directory: Path) -> None:
@@ -459,32 +451,20 @@ def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
     assert entries(directory) <= {"1", "2"}
 
 
-UNCLOSED = """
-    import sys, time
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.arrays import write_step
-    write = write_step.write_step
-    def slow(*args, **kwargs):
-        time.sleep(1)
-        write(*args, **kwargs)
-    write_step.write_step = slow
-    ckpt = TorchaxCheckpointer(sys.argv[1])
-    ckpt.save(1, state={"w": np.arange(3)})
-    if sys.argv[2] == "raise":
-        raise ZeroDivisionError
-    if sys.argv[2] == "exit":
-        sys.exit(3)
-"""
-
-
 @pytest.mark.parametrize(("ending", "code"), [("end", 0), ("raise", 1), ("exit", 3)])
 def test_a_program_that_ends_without_close_still_completes_its_save(
     ending: str, code: int, directory: Path
 ) -> None:
-    result = run_python(UNCLOSED, str(directory), ending, devices=1, check=False, fresh=True)
+    result = run_python(
+        PROGRAMS / "unclosed.py",
+        str(directory),
+        "1",
+        "1",
+        ending,
+        devices=1,
+        check=False,
+        fresh=True,
+    )
     assert result.returncode == code
     assert "ending without close(): finishing the save of step 1" in result.stderr
     assert "step 1 is saved" in result.stderr
@@ -500,10 +480,7 @@ def test_threads_do_not_pile_up(directory: Path) -> None:
         for step in range(4, 12):
             ckpt.save(step, state=STATE, force=True)
         ckpt.wait_until_finished()
-        deadline = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert threading.active_count() <= before
+        wait_until(lambda: threading.active_count() <= before, timeout_secs=10)
 
 
 def test_two_checkpointers_of_one_process_save_side_by_side(tmp_path: Path) -> None:

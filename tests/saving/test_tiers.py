@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
+from support.damage import flip_arrays
 from support.processes import run_python
-from support.training import mlp, train_step
+from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.cli.show import steps_of
@@ -85,14 +87,6 @@ def save(ckpt: TorchaxCheckpointer, *steps: int, force: bool = False) -> None:
     ckpt.wait_until_finished()
 
 
-def damage(step: Path) -> None:
-    for file in (step / "state").rglob("*"):
-        if file.is_file() and file.parent.name == "d":
-            content = bytearray(file.read_bytes())
-            content[-20] ^= 1
-            file.write_bytes(content)
-
-
 def entries(directory: Path) -> set[str]:
     there = {child.name for child in directory.iterdir() if child.is_dir()}
     return there - {"events"}
@@ -105,7 +99,7 @@ def test_each_tier_has_policies_of_its_own_and_the_newest_step_of_either_wins(
     directory: Path, ramdisk: Path
 ) -> None:
     model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     held = {}
     every_four = policies.FixedIntervalPolicy(4)
     with two_tiers(directory, ramdisk, durable=every_four, keep=2) as ckpt:
@@ -263,59 +257,15 @@ def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message:
 
 # --- what is lost, and what survives -------------------------------------------------------------
 
-KILLED = """
-    import hashlib, os, signal, sys
-    import torchax
-    torchax.enable_globally()
-    import jax, numpy as np, torch
-    from jax.sharding import Mesh
-    from support.training import fsdp_rule, train_step
-    from support.compare import training_state, bits
-    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
-
-    (directory, ramdisk), (total, kill_at) = sys.argv[1:3], map(int, sys.argv[3:])
-    torch.manual_seed(0)
-
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = torch.nn.Linear(8, 8, bias=False)
-            self.two = torch.nn.Linear(8, 8)
-            self.head = torch.nn.Linear(8, 4)
-            self.two.weight = self.one.weight
-        def forward(self, x):
-            return self.head(torch.tanh(self.two(torch.dropout(self.one(x), 0.0, False))))
-
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    model = Tied().to("jax")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ckpt = TorchaxCheckpointer(
-        directory,
-        save_decision_policy=policies.FixedIntervalPolicy(4),
-        local=LocalTier(ramdisk, save_decision_policy=policies.FixedIntervalPolicy(1)),
-    )
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-    start = ckpt.attach(model, optimizer, shardings=fsdp_rule(mesh))
-    print("start", start, ckpt.restore().tier if start else None, flush=True)
-    for step in range(start + 1, total + 1):
-        train_step(model, optimizer, step)
-        ckpt.save(step)
-        if step == kill_at:
-            ckpt.wait_until_finished()
-            os.kill(os.getpid(), signal.SIGKILL)
-    ckpt.close()
-    print("end", hashlib.sha256(repr([[sorted((k, bits(v)) for k, v in part.items())]
-        for part in training_state(model)]).encode()).hexdigest(), flush=True)
-    assert model.two.weight is model.one.weight
-"""
-
 
 def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durable_one(
     directory: Path, ramdisk: Path
 ) -> None:
     def run(at: Path, kill_at: int, *, check: bool = True) -> list[str]:
         arguments = (str(at), str(ramdisk), "9", str(kill_at))
-        result = run_python(KILLED, *arguments, devices=4, check=check)
+        result = run_python(
+            PROGRAMS / "killed_with_two_tiers.py", *arguments, devices=4, check=check
+        )
         assert check or result.returncode == -signal.SIGKILL, result.stderr[-2000:]
         return result.stdout.splitlines()
 
@@ -332,13 +282,13 @@ def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
 ) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(3)) as ckpt:
         save(ckpt, 1, 2, 3)
-    damage(ramdisk / "3")
+    flip_arrays(ramdisk / "3")
     with two_tiers(directory, ramdisk) as ckpt:
         for step in (None, 3):
             with pytest.warns(UserWarning, match=re.escape(f"step 3 in {ramdisk}/3")):
                 found = ckpt.load(step)
             np.testing.assert_array_equal(found["w"], state(3)["w"])
-        damage(directory / "3")
+        flip_arrays(directory / "3")
         with pytest.warns(UserWarning, match="step 3 in"):
             np.testing.assert_array_equal(ckpt.load()["w"], state(2)["w"])
 
@@ -408,28 +358,9 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
 
 
 def test_sigterm_saves_to_the_durable_tier(directory: Path, ramdisk: Path) -> None:
-    program = """
-        import os, signal, sys
-        import torchax
-        torchax.enable_globally()
-        import numpy as np
-        from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
-        never = policies.SpecificStepsPolicy(())
-        with TorchaxCheckpointer(
-            sys.argv[1],
-            save_decision_policy=never,
-            local=LocalTier(sys.argv[2], save_decision_policy=policies.FixedIntervalPolicy(1)),
-        ) as ckpt:
-            ckpt.attach(stateful={})
-            for step in range(1, 100):
-                if step == 3:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                ckpt.save(step, state={"w": np.full(3, step)})
-                if ckpt.reached_preemption(step):
-                    break
-            print(step, ckpt.all_steps("durable"), ckpt.all_steps("local"))
-    """
-    result = run_python(program, str(directory), str(ramdisk), devices=1)
+    result = run_python(
+        PROGRAMS / "terminated_with_two_tiers.py", str(directory), str(ramdisk), devices=1
+    )
     assert result.stdout.splitlines()[-1] == "3 [3] [1, 2]"
 
 

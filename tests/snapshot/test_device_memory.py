@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from support import PROGRAMS
 from support.processes import run_processes
 from support.training import P, fsdp_mesh
 
@@ -257,48 +258,6 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
     assert loaded["counters"] == state["counters"]
 
 
-ONE_IS_FULL = """
-    import json, sys
-    import numpy as np
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec as P
-    from processes_program import INDEX, MESH, report
-    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
-    from torchax_ckpt.snapshot.device_memory import DeviceMemory
-    from torchax_ckpt.snapshot.snapshotter import Snapshotter
-
-    directory, mode, fulls = sys.argv[4], sys.argv[5], json.loads(sys.argv[6])
-    rows = NamedSharding(MESH, P("fsdp"))
-    ones = np.ones((8, 1024), np.float32)
-    limit = {"bytes_in_use": 0}
-    ckpt = TorchaxCheckpointer(
-        directory,
-        options=CheckpointOptions(process_timeout_secs=60),
-        preservation_policy=policies.PreserveAll(),
-    )
-    ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(lambda device: limit))
-    failed = {}
-    for step, full in enumerate(fulls, 1):
-        state = {f"layers.{i}.w": jax.make_array_from_callback(
-            ones.shape, rows, lambda index: ones[index] * (step * i)) for i in range(5)}
-        limit["bytes_limit"] = 0 if INDEX == full else 1 << 40
-        ckpt.save(step, state=state, force=True)
-        try:
-            ckpt.wait_until_finished()
-        except errors.SaveError as error:
-            failed[step] = str(error)
-        jax.tree.map(lambda x: x.delete(), state)             # as a step that donates
-    ckpt.close()
-    abstract = {
-        name: jax.ShapeDtypeStruct(ones.shape, ones.dtype, sharding=rows) for name in state}
-    steps = ckpt.all_steps()
-    report(failed=failed, steps=steps, means=[
-        [float(np.asarray(s.data).mean()) for s in a.addressable_shards]
-        for step in steps for a in ckpt.load(step, abstract).values()
-    ])
-"""
-
-
 def saved_while_full(
     mode: str, fulls: list[int | None], directory: Path
 ) -> tuple[dict[str, str], list[int], list[bool]]:
@@ -309,7 +268,7 @@ def saved_while_full(
       fulls: the process whose devices have no memory at each step.
       directory: where to save.
     """
-    told = run_processes(ONE_IS_FULL, 2, str(directory), mode, json.dumps(fulls))
+    told = run_processes(PROGRAMS / "full_devices.py", 2, str(directory), mode, json.dumps(fulls))
     (first,), (second,) = told
     assert first["failed"].keys() == second["failed"].keys()
     for report in (first, second):

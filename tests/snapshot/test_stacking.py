@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 from support.compare import assert_trees_identical, bits, training_state
 from support.strategies import DTYPES_BY_KIND, make_leaf
-from support.training import P, fsdp_mesh, fsdp_rule, train_step
+from support.training import P, adamw, fsdp_mesh, fsdp_rule, place, train_and_save, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.layout import names
@@ -62,20 +62,13 @@ class Deep(torch.nn.Module):
 def deep(depth: int = 4, rule: Any = None) -> tuple[Deep, torch.optim.Optimizer]:
     model = Deep(depth).to("jax")
     if rule is not None:
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            torchax_backend.set_buffer(
-                tensor, jax.device_put(torchax_backend.buffer(tensor), rule(name, tensor))
-            )
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        place(model, rule)
+    return model, adamw(model)
 
 
 def saved(directory: Path, layout: Any, rule: Any = None) -> list[Any]:
     model, optimizer = deep(rule=rule)
-    options = CheckpointOptions(layout=layout)
-    with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in ckpt.steps(2):
-            train_step(model, optimizer, step)
+    train_and_save(directory, model, optimizer, options=CheckpointOptions(layout=layout))
     return training_state(model, optimizer)
 
 

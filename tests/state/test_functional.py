@@ -18,6 +18,7 @@ import torch
 import torchax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from support.compare import assert_trees_identical, bits
+from support.models import Counter
 from support.strategies import fingerprint, make_leaf
 from support.training import P, fsdp_mesh, mlp, train_step
 
@@ -476,19 +477,6 @@ def test_python_values_that_nothing_takes_are_unexpected(directory: Path) -> Non
 
 
 # --- beside what is attached -----------------------------------------------------------------
-
-
-class Counter:
-    """A stateful object of a user."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def test_random_state_and_stateful_objects_are_saved_with_a_functional_state(

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import golden_program
 import numpy as np
 import pytest
 import torch
@@ -29,7 +28,7 @@ from make_golden import (
     train,
 )
 from processes_program import digest
-from support import ROOT
+from support import ROOT, golden
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError
@@ -102,7 +101,7 @@ def test_ties_extra_state_and_groups_come_back_from_a_golden_checkpoint(
 def of_processes(version: str, kind: str) -> list[dict[str, Any]]:
     """What each of the processes had that have written a golden checkpoint together."""
     expected: list[dict[str, Any]] = json.loads((GOLDEN / version / TOGETHER).read_text())[kind]
-    assert len(expected) == golden_program.COUNT
+    assert len(expected) == golden.COUNT
     # Else it would not show whose state is whose.
     assert len({json.dumps(told["own"]) for told in expected}) == len(expected)
     return expected
@@ -126,7 +125,7 @@ def test_each_process_has_its_own_state_of_a_golden_checkpoint_again(
     hosts = tmp_path / "run" if kind == APART else None
     durable = tmp_path / "run" / "durable" if kind == APART else tmp_path / "run"
     tier = "local" if kind == APART else "durable"
-    found = golden_program.read(durable, STEP, hosts)
+    found = golden.read(durable, STEP, hosts)
     for here, there in zip(found, of_processes(version, kind), strict=True):
         assert here == {"start": STEP, "tier": tier, **there}
 

@@ -21,9 +21,11 @@ import pytest
 import tensorstore as ts
 import torch
 from orbax.checkpoint import v1 as ocp
+from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
+from support.damage import edit_json
 from support.processes import run_python
-from support.training import mlp, train_step
+from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import (
@@ -65,7 +67,7 @@ class Program:
 
     def __init__(self) -> None:
         self.model = mlp()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = adamw(self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
         self.box = Box({"seen": 3, "table": np.arange(6.0), "set": {np.float32(1.5)}})
 
@@ -108,15 +110,6 @@ def run(saved: Path, directory: Path) -> Path:
     return directory
 
 
-def edit(path: Path, change: Change) -> None:
-    """Changes a file of JSON, and seals it again as whoever changes it on purpose would."""
-    document = json.loads(path.read_text())
-    if path.name == "data.json":
-        document = seals.unseal(document)
-    change(document)
-    path.write_text(json.dumps(seals.seal(document) if path.name == "data.json" else document))
-
-
 def edit_document(run: Path, change: Change) -> None:
     """Changes the document, and has the plan name what is left of it."""
 
@@ -127,7 +120,7 @@ def edit_document(run: Path, change: Change) -> None:
             members[:] = [name for name in members if json.dumps(name) in text]
         raw["stacks"] = {stored: members for stored, members in raw["stacks"].items() if members}
 
-    edit(manifest_of(run), edited)
+    edit_json(manifest_of(run), edited)
 
 
 def manifest_of(run: Path) -> Path:
@@ -194,14 +187,14 @@ def test_a_manifest_of_a_future_version_says_which_and_what_to_do(run: Path, ver
         raw["version"] = version
         raw["versions"]["torchax_ckpt"] = "9.1"
 
-    edit(manifest_of(run), change)
+    edit_json(manifest_of(run), change)
     error = refused(run, f"expected manifest version {VERSION}, found {version}")
     assert "Install the release of torchax_ckpt that wrote it, '9.1', or a newer one" in str(error)
 
 
 @pytest.mark.parametrize("version", [False, 0.0, None, -1, [0], {"a": 1}], ids=str)
 def test_a_version_that_is_none_is_refused(run: Path, version: Any) -> None:
-    edit(manifest_of(run), lambda raw: raw.update(version=version))
+    edit_json(manifest_of(run), lambda raw: raw.update(version=version))
     refused(run, f"expected manifest version {VERSION}")
 
 
@@ -271,13 +264,13 @@ def stack_of(raw: Any) -> list[str]:
 def test_a_manifest_that_contradicts_itself_is_refused(
     run: Path, change: Change, match: str
 ) -> None:
-    edit(manifest_of(run), change)
+    edit_json(manifest_of(run), change)
     refused(run, match)
 
 
 @pytest.mark.parametrize("name", ["../../../../etc/passwd", "/etc/passwd", "/./../../secret"])
 def test_a_leaf_named_like_a_path_names_no_file(run: Path, name: str) -> None:
-    edit(manifest_of(run), leaf_with(array=name))
+    edit_json(manifest_of(run), leaf_with(array=name))
     refused(run, "no such array")
 
 
@@ -418,7 +411,7 @@ def test_a_value_that_cannot_be_made_is_refused(run: Path, node: Any, match: str
 
 @pytest.mark.parametrize("state", [5, None, [["last_epoch", 3], ["gamma"]], {"tuple": [1]}])
 def test_a_state_that_an_object_refuses_is_a_mismatch_and_undone(run: Path, state: Any) -> None:
-    edit(manifest_of(run), lambda raw: raw["document"].update(lr_scheduler=state))
+    edit_json(manifest_of(run), lambda raw: raw["document"].update(lr_scheduler=state))
     error = refused(run, "lr_scheduler: refused the stored state", MismatchError)
     assert error.__cause__ is not None
 
@@ -428,7 +421,7 @@ def test_what_jax_would_narrow_is_not_restored_narrowed(run: Path) -> None:
         table = leaf(raw, "stateful/box/table")
         table.update(kind="jax")
 
-    edit(manifest_of(run), change)
+    edit_json(manifest_of(run), change)
     program = Program()
     with TorchaxCheckpointer(run) as ckpt:
         program.attach(ckpt, resume=False)
@@ -475,7 +468,7 @@ def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
     run: Path, compressor: Any
 ) -> None:
     size = 2**50
-    edit(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
+    edit_json(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
 
     edit_array(run, "stateful.box/table", resized(size, size))
     edit_array(run, "stateful.box/table", lambda m: m.update(compressor=compressor))
@@ -527,7 +520,7 @@ def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
 
 def test_an_array_of_too_many_chunks_is_refused(run: Path) -> None:
     size = 2**30
-    edit(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
+    edit_json(manifest_of(run), lambda raw: leaf(raw, "stateful/box/table").update(shape=[size]))
 
     edit_array(run, "stateful.box/table", resized(size, 1))
     refused(run, "chunks, found 1073741824")
@@ -631,13 +624,13 @@ RECORDS: list[Change] = [
 
 @pytest.mark.parametrize("change", RECORDS, ids=range(len(RECORDS)))
 def test_a_commit_record_without_a_time_is_damaged(run: Path, change: Change) -> None:
-    edit(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
+    edit_json(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
     unseal(run)
     refused(run, "_CHECKPOINT_METADATA: expected a time of commit, found")
 
 
 def test_a_commit_record_that_is_not_what_was_sealed_is_damaged(run: Path) -> None:
-    edit(
+    edit_json(
         run / str(DAMAGED) / "_CHECKPOINT_METADATA",
         lambda raw: raw.update(commit_timestamp_nsecs=raw["commit_timestamp_nsecs"] ^ 1),
     )
@@ -688,7 +681,7 @@ def test_a_folder_of_somebodys_with_a_number_for_a_name_is_no_step(
 
 def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:
     handlers = dict.fromkeys(("state", "manifest", "summary"), "antigravity.Handler")
-    edit(
+    edit_json(
         run / str(DAMAGED) / "_CHECKPOINT_METADATA",
         lambda raw: raw.update(item_handlers=handlers),
     )
@@ -775,7 +768,7 @@ def functional(directory: Path) -> Path:
 def test_hostile_functional_state_is_refused(
     functional: Path, change: Change, abstract: bool
 ) -> None:
-    edit(manifest_of(functional), change)
+    edit_json(manifest_of(functional), change)
     wanted = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32), "n": [1, 2.5]} if abstract else None
     with TorchaxCheckpointer(functional) as ckpt:
         with pytest.raises((CorruptCheckpointError, MismatchError)) as caught:
@@ -797,7 +790,7 @@ def test_a_step_of_bare_orbax_reads_nothing_outside_of_it(directory: Path, name:
         entry["key_metadata"][0]["key"] = name
         raw["use_ocdbt"] = False
 
-    edit(path / "state" / "_METADATA", change)
+    edit_json(path / "state" / "_METADATA", change)
     with TorchaxCheckpointer(directory) as ckpt:
         with pytest.raises(CorruptCheckpointError, match="arrays within the step"):
             ckpt.load(1)
@@ -844,46 +837,6 @@ def test_without_the_look_at_array_metadata_a_hostile_shape_would_be_read(
 # --- modes ---------------------------------------------------------------------------------------
 
 
-_SAVE = """
-import os, pathlib, sys, threading, time
-umask, target = int(sys.argv[1], 8), pathlib.Path(sys.argv[2])
-os.umask(umask)
-import torch, torchax
-from support.training import mlp
-from torchax_ckpt import TorchaxCheckpointer, policies
-torchax.enable_globally()
-seen, done = set(), threading.Event()
-
-def watch():
-    # Whatever another user could reach and write, at any moment.
-    while not done.is_set():
-        for folder, folders, files in os.walk(target):
-            folders[:] = [f for f in folders if mode_of(folder, f) & 0o001]
-            seen.update(os.path.join(folder, n) for n in (*folders, *files)
-                        if mode_of(folder, n) & 0o002)
-
-def mode_of(folder, name):
-    try:
-        return os.lstat(os.path.join(folder, name)).st_mode
-    except FileNotFoundError:
-        return 0
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = mlp()
-with TorchaxCheckpointer(target, preservation_policy=policies.PreserveAll()) as ckpt:
-    ckpt.attach(model)
-    for step in range(1, 6):
-        ckpt.save(step, force=True)
-    ckpt.wait_until_finished()
-    ckpt.restore(2)
-    ckpt.save(3, force=True)
-done.set()
-watcher.join()
-assert not seen, seen
-"""
-
-
 def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: Path) -> None:
     names = (".torchax_ckpt_write_test", permissions.PROBE)
     directory.mkdir(exist_ok=True)
@@ -928,7 +881,7 @@ def test_nothing_that_is_created_can_be_written_by_everybody(
     tmp_path: Path, directory: Path, umask: int
 ) -> None:
     target = directory / "deep" / "er"
-    run_python(_SAVE, f"{umask:o}", str(target))
+    run_python(PROGRAMS / "saves_under_umask.py", f"{umask:o}", str(target))
     found: Iterator[Path] = (p for p in (directory, *directory.rglob("*")))
     expected = {True: 0o777 & ~umask & ~0o002, False: 0o666 & ~umask & ~0o002}
     for path in found:

@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from support.compare import entries
 from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.medium import seals
 
 
-def damage(step: Path, needle: bytes) -> tuple[Path, int]:
-    """Flips a bit in the only stored copy of some bytes; the file, and where in it."""
-    for path in sorted(step.rglob("*")):
-        if path.is_file() and (at := (content := path.read_bytes()).find(needle)) >= 0:
-            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            return path, at
-    raise AssertionError("not stored")
+def flip_bit(path: Path, at: int, bit: int = 0) -> None:
+    """Flips one bit of a file: of the byte at a position, which counts from the end if negative."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def damage(step: Path, needle: bytes, at: int = 0) -> tuple[Path, int]:
+    """Flips a bit in the only stored copy of some bytes; the file, and where in it they begin.
+
+    Args:
+      step: a folder, looked through with all that is in it.
+      needle: the bytes.
+      at: which of them is damaged.
+    """
+    files = [path for path in sorted(step.rglob("*")) if path.is_file()]
+    found = [(path, path.read_bytes().find(needle)) for path in files]
+    ((path, first),) = [(path, first) for path, first in found if first >= 0]
+    flip_bit(path, first + at)
+    return path, first
+
+
+def flip_arrays(step: Path) -> None:
+    """Flips a bit near the end of each file that has a step's arrays."""
+    for path in (step / "state").rglob("d/*"):
+        flip_bit(path, -20)
+
+
+def halve(path: Path) -> None:
+    """Leaves the first half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def edit_json(path: Path, change: Callable[[Any], object]) -> None:
+    """Changes a file of JSON, and seals it again if it was, as who changes it on purpose would."""
+    document = json.loads(path.read_text())
+    is_sealed = path.name == "data.json"  # Orbax's name for a checkpointable of JSON
+    if is_sealed:
+        document = seals.unseal(document)
+    change(document)
+    path.write_text(json.dumps(seals.seal(document) if is_sealed else document))
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has every save find the disk full, until the function that it returns is called."""
+    write = write_step.write_step
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write_step, "write_step", fail)
+    return lambda: monkeypatch.setattr(write_step, "write_step", write)
 
 
 def killed_before_setting_aside(directory: Path) -> None:

@@ -45,7 +45,7 @@ MODULES = ("jax", "numpy", "orbax.checkpoint", "torch", "torchax", "torchax_ckpt
 
 # Variables that nothing reads at import, and those of JAX's that can be set afterwards.
 READ_LATER = {
-    "DIES_AFTER_SECS",  # of faults/test_survivors.py
+    "DIES_AFTER_SECS",  # of killed_once_all_have_step.py
     "HEARTBEAT_SECS",  # of processes_program.py
     "JAX_COORDINATOR_BIND_ADDRESS",
     "PYTEST_CURRENT_TEST",

@@ -1,4 +1,4 @@
-"""Models with ties, stacks, two dtypes and extra state."""
+"""Models with ties, stacks, two dtypes and extra state, and a stateful object."""
 
 from __future__ import annotations
 
@@ -30,6 +30,31 @@ class Tied(Plain):
 
     def set_extra_state(self, state: Any) -> None:
         pass
+
+
+class WithExtraState(torch.nn.Linear):
+    """A layer whose extra state is whatever it was given."""
+
+    extra: Any = "live"
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Counter:
+    """A stateful object of a user."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
 
 
 def values(state: dict[str, Any]) -> dict[str, Any]:

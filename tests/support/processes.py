@@ -45,7 +45,7 @@ class Started:
     """A program in a process of its own, with what it writes.
 
     Args:
-      arguments: of ``python``: ``-c`` and the program, or a script; and the program's own.
+      arguments: of ``python``: ``-c`` and the source, or the path of a program; then its own.
       devices: that JAX has; as many as the program itself asks for, if None.
       env: more variables.
       fresh: an interpreter that has imported nothing yet, rather than one as in ``forked.py``.
@@ -54,23 +54,23 @@ class Started:
 
     def __init__(
         self,
-        *arguments: str,
+        *arguments: str | Path,
         devices: int | None = 8,
         env: Mapping[str, str] = {},
         fresh: bool = False,
         modules: Sequence[str] = forked.MODULES,
     ) -> None:
-        self._arguments = arguments
+        self._arguments = tuple(map(str, arguments))
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         out, err = self._outputs
         variables = environment(devices, env)
         self.process: forked.Process
         if fresh:
-            command = [sys.executable, *arguments]
+            command = [sys.executable, *self._arguments]
             self.process = subprocess.Popen(command, env=variables, stdout=out, stderr=err)
         else:
             self.process = forked.start(
-                arguments, env=variables, stdout=out, stderr=err, modules=modules
+                self._arguments, env=variables, stdout=out, stderr=err, modules=modules
             )
 
     def output(self) -> tuple[str, str]:
@@ -104,23 +104,24 @@ class Talking:
 
     def __init__(
         self,
-        *arguments: str,
+        *arguments: str | Path,
         env: Mapping[str, str],
         fresh: bool = False,
         modules: Sequence[str] = forked.MODULES,
     ) -> None:
+        words = list(map(str, arguments))
         reading, writing = os.pipe()
         self.lines = open(reading)  # noqa: SIM115
         self.process: forked.Process
         with open(writing, "w") as both:
             if fresh:
-                command = [sys.executable, *arguments]
+                command = [sys.executable, *words]
                 self.process = subprocess.Popen(
                     command, env=env, stdin=subprocess.DEVNULL, stdout=both, stderr=both
                 )
             else:
                 self.process = forked.start(
-                    arguments, env=env, stdout=both, stderr=both, modules=modules
+                    words, env=env, stdout=both, stderr=both, modules=modules
                 )
 
     def __enter__(self) -> Talking:
@@ -136,8 +137,8 @@ class Running:
     """Processes of one program that runs on several, each with devices of its own.
 
     Args:
-      source: the program; ``tests`` is importable in it. Its first arguments are its index, how
-        many there are, and the port of JAX's coordination service.
+      program: its path or its source; ``tests`` is importable in it. Its first arguments are its
+        index, how many processes there are, and the port of JAX's coordination service.
       count: how many processes.
       args: more arguments.
       devices: of each process.
@@ -147,7 +148,7 @@ class Running:
 
     def __init__(
         self,
-        source: str,
+        program: str | Path,
         count: int,
         *args: str,
         devices: int = 2,
@@ -159,7 +160,11 @@ class Running:
             listener.bind(("127.0.0.1", 0))
             port = str(listener.getsockname()[1])
         self._timeout_secs = timeout_secs
-        lines = f"import signal; signal.alarm({timeout_secs})\n" + textwrap.dedent(source)
+        lines = f"import signal; signal.alarm({timeout_secs})\n"
+        if isinstance(program, Path):
+            lines += f"exec(compile(open({str(program)!r}).read(), {str(program)!r}, 'exec'))"
+        else:
+            lines += textwrap.dedent(program)
         # Else JAX's coordination service listens on every address of this machine.
         bound = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
         variables = {**COMPILED_ONCE, **bound, **env}
@@ -201,9 +206,9 @@ class Running:
             started.__exit__(*exc)
 
 
-def run_processes(source: str, count: int, *args: str, **kwargs: Any) -> list[list[Any]]:
-    """What each process of a program has reported; all must succeed."""
-    with Running(source, count, *args, **kwargs) as running:
+def run_processes(program: str | Path, count: int, *args: str, **kwargs: Any) -> list[list[Any]]:
+    """What each process of a program has reported; all must succeed. See :class:`Running`."""
+    with Running(program, count, *args, **kwargs) as running:
         codes = running.wait()
         if any(codes):
             told = [
@@ -231,7 +236,7 @@ def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_python(
-    source: str,
+    program: str | Path,
     *args: str,
     devices: int = 8,
     check: bool = True,
@@ -241,10 +246,15 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own; ``tests`` is importable there, and this package.
 
-    See :class:`Started` for the arguments.
+    Args:
+      program: its path, or its source where it is a few lines.
+      args: of the program.
+      check: raises if the program fails.
+      devices, env, fresh: as of :class:`Started`.
+      timeout_secs: the program is killed after that.
     """
-    arguments = ("-c", textwrap.dedent(source), *args)
-    result = Started(*arguments, devices=devices, env=env, fresh=fresh).result(timeout_secs)
+    command = [program] if isinstance(program, Path) else ["-c", textwrap.dedent(program)]
+    result = Started(*command, *args, devices=devices, env=env, fresh=fresh).result(timeout_secs)
     if check and result.returncode != 0:
         raise AssertionError(f"exit {result.returncode}\n{result.stdout}\n{result.stderr[-4000:]}")
     return result

@@ -10,56 +10,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import TESTS, forked
+from support import PROGRAMS, TESTS, forked
 from support.processes import COMPILED_ONCE, Started, run_python
+from support.waiting import wait_until
 
 
-def report(source: str, *args: str, **kwargs: Any) -> Any:
-    return json.loads(run_python(source, *args, **kwargs).stdout)
-
-
-LOOKS = """
-    import MODULES
-    import json, os, re, signal, sys, threading, warnings
-    status = open("/proc/self/status").read()
-    import faulthandler, jax, numpy
-    from jax._src import xla_bridge
-    before = xla_bridge.backends_are_initialized()
-    print(json.dumps({
-        "argv": sys.argv,
-        "path": sys.path,
-        "main": sorted(set(vars()) - {"status", "before", "xla_bridge"}),
-        "name": __name__,
-        "environment": dict(os.environ),
-        "directory": os.getcwd(),
-        "umask": os.umask(0o22),
-        "files": sorted(os.listdir("/proc/self/fd")),
-        "threads": [len(os.listdir("/proc/self/task")) - before, threading.active_count()],
-        "is main": threading.current_thread() is threading.main_thread(),
-        "handlers": [str(signal.getsignal(number)) for number in signal.valid_signals()],
-        "masks": re.findall(r"(Sig(?:Blk|Ign)):\\s+(\\w+)", status),
-        "wakeup": signal.set_wakeup_fd(-1),
-        "faulthandler": faulthandler.is_enabled(),
-        "filters": [str(entry) for entry in warnings.filters],
-        "collects": [__import__("gc").isenabled(), __import__("gc").get_threshold()],
-        "streams": [
-            [s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()]
-            for s in (sys.stdout, sys.stderr)
-        ],
-        "backend": before,
-        "cache": jax.config.jax_compilation_cache_dir,
-        "least": jax.config.jax_persistent_cache_min_entry_size_bytes,
-        "devices": jax.device_count(),
-        "traced": sys.gettrace() is not None,
-        "limits": __import__("resource").getrlimit(7),
-    }))
-""".replace("MODULES", ", ".join(forked.MODULES))
+def report(program: str | Path, *args: str, **kwargs: Any) -> Any:
+    return json.loads(run_python(program, *args, **kwargs).stdout)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +32,8 @@ def test_it_finds_what_a_fresh_one_finds(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found, expected = (
-        report(LOOKS, "one", "", devices=devices, env=env, fresh=fresh) for fresh in (False, True)
+        report(PROGRAMS / "looks_around.py", "one", "", devices=devices, env=env, fresh=fresh)
+        for fresh in (False, True)
     )
     assert expected["devices"] == (devices or 1)
     # A fresh one has OpenBLAS's thread, which starts again where a forked one multiplies.
@@ -94,24 +57,6 @@ def test_a_script_is_run_as_one(tmp_path: Path) -> None:
     assert found == expected
 
 
-ENDS = """
-    import atexit, os, signal, sys, threading, time
-
-    class Left:
-        def __del__(self):
-            print("module torn down", flush=True)
-
-    left = Left()
-    atexit.register(print, "atexit, first")
-    atexit.register(print, "atexit, last")
-    is_ending = threading.Event()
-    threading._register_atexit(is_ending.set)
-    threading._register_atexit(print, "before threads are waited for")
-    threading.Thread(target=lambda: (is_ending.wait(), print("thread"))).start()
-    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
-    sys.stdout.write("not flushed; ")
-    exec(sys.argv[1])
-"""
 ENDINGS = [
     "pass",
     "sys.exit(7)",
@@ -136,7 +81,8 @@ MORE_ENDINGS = [
 )
 def test_it_ends_as_a_fresh_one_does(ending: str) -> None:
     found, expected = (
-        run_python(ENDS, ending, check=False, fresh=fresh) for fresh in (False, True)
+        run_python(PROGRAMS / "ends_variously.py", ending, check=False, fresh=fresh)
+        for fresh in (False, True)
     )
     assert found.returncode == expected.returncode
     assert found.stdout == expected.stdout
@@ -153,9 +99,7 @@ print("ready", flush=True)
 time.sleep(60)
 """
     with Started("-c", source) as program:
-        deadline = time.monotonic() + 60
-        while not program.output()[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: program.output()[0])
         assert program.process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             program.process.wait(0.01)
@@ -167,39 +111,14 @@ time.sleep(60)
 
 def test_it_is_there_until_its_end_was_seen() -> None:
     with Started("-c", "pass") as program:
-        deadline = time.monotonic() + 60
         state = Path(f"/proc/{program.process.pid}/stat")
-        while ") Z " not in state.read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert ") Z " in state.read_text()
+        wait_until(lambda: ") Z " in state.read_text())
         assert program.process.wait() == 0
-        while state.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not state.exists()
-
-
-CHANCE = """
-    import json, os, random, sys, tempfile, uuid
-    import numpy as np, tensorstore as ts, torch
-
-    folder = tempfile.mkdtemp()
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
-    store.write("key", b"x" * 10_000).result()
-    print(json.dumps({
-        "torch": torch.rand(()).item(),
-        "python": random.random(),
-        "numpy": np.random.random(),
-        "generator": np.random.default_rng().random(),
-        "uuid": str(uuid.uuid4()),
-        "folder": folder,
-        "names of files": sorted(os.listdir(f"{folder}/d")),
-        "hashes": hash("word"),
-    }))
-"""
+        wait_until(lambda: not state.exists())
 
 
 def test_what_is_left_to_chance_differs() -> None:
-    one, two, three = (report(CHANCE) for _ in range(3))
+    one, two, three = (report(PROGRAMS / "left_to_chance.py") for _ in range(3))
     assert not [what for what in one if one[what] == two[what]]
     assert [what for what in one if one[what] == three[what]] == ["hashes"]
 
@@ -236,21 +155,19 @@ time.sleep(600)
         env = {**os.environ, "PYTHONPATH": str(TESTS)}
         with subprocess.Popen([sys.executable, "-c", tester], stdout=told, env=env) as process:
             try:
-                deadline = time.monotonic() + 120
-                while os.pread(told.fileno(), 9, 0) != b"ready\n" and time.monotonic() < deadline:
-                    time.sleep(0.05)
+                wait_until(lambda: os.pread(told.fileno(), 9, 0) == b"ready\n", timeout_secs=120)
                 started = descendants(process.pid)
                 assert len(started) == 2  # the server and the program
                 process.send_signal(sig)
                 process.wait(60)
             finally:
                 process.kill()
-        while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in started):
-            time.sleep(0.05)
-        for pid in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                pytest.fail(f"process {pid} was still there")
+        try:
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+        finally:
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:

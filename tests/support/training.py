@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import torch
 import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torchax import interop
+
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 
 P = PartitionSpec
 
@@ -50,6 +53,31 @@ def mlp(width: int = 16, bias: bool = True) -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(8, width, bias=bias), torch.nn.Tanh(), torch.nn.Linear(width, 4, bias=bias)
     ).to("jax")
+
+
+def adamw(model: torch.nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def place(model: torch.nn.Module, rule: Any) -> None:
+    """Moves parameters and buffers to where a sharding rule has them."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        array = torchax_backend.buffer(tensor)
+        torchax_backend.set_buffer(tensor, jax.device_put(array, rule(name, tensor)))
+
+
+def train_and_save(
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int = 2,
+    **settings: Any,
+) -> None:
+    """A run of some steps, saved by a checkpointer with these settings."""
+    with TorchaxCheckpointer(directory, **settings) as ckpt:
+        ckpt.attach(model, optimizer)
+        for step in ckpt.steps(num_steps):
+            train_step(model, optimizer, step)
 
 
 _grads: dict[int, Any] = {}

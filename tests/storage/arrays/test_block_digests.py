@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from support.compare import assert_trees_identical
+from support.damage import damage
 from support.strategies import NUMPY_DTYPES, random_bits
 from support.training import P, fsdp_mesh
 
@@ -72,20 +73,6 @@ def abstract(state: Any) -> Any:
     )
 
 
-def damage(directory: Path, needle: bytes) -> None:
-    """Inverts a bit of the stored copy of some bytes; they must be stored exactly once."""
-    hits = [
-        (path, content.index(needle))
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and needle in (content := path.read_bytes())
-    ]
-    assert len(hits) == 1
-    path, offset = hits[0]
-    damaged = bytearray(path.read_bytes())
-    damaged[offset + 5] ^= 4
-    path.write_bytes(damaged)
-
-
 MESHES = [((8,), ("x",)), ((4,), ("x",)), ((2, 4), ("x", "y")), ((1,), ("x",))]
 
 
@@ -130,7 +117,7 @@ def test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named(
     # A shard's own bytes: in the stack they stand between those of its neighbours.
     array = values[leaf]
     shard = array.addressable_shards[2].data if isinstance(array, jax.Array) else array
-    damage(directory / "1" / "state", np.asarray(shard).tobytes())
+    damage(directory / "1" / "state", np.asarray(shard).tobytes(), at=5)
     wanted = abstract(state_on(mesh_of(*read_on), read_on[1]))
     with pytest.raises(CorruptCheckpointError, match="not those that were saved") as caught:
         TorchaxCheckpointer(directory).load(1, wanted)
@@ -148,7 +135,7 @@ def test_attach_goes_on_from_the_newest_step_without_damage(directory: Path) -> 
         ckpt.attach(model)
         ckpt.save(1, force=True)
         ckpt.save(2, force=True)
-    damage(directory / "2" / "state", torchax_backend.to_numpy(model.weight).tobytes()[:64])
+    damage(directory / "2" / "state", torchax_backend.to_numpy(model.weight).tobytes()[:64], at=5)
     fresh = torch.nn.Linear(64, 64, bias=False).to("jax")
     with pytest.warns(UserWarning, match=r"skipping .*step 2.*model/weight"):
         assert TorchaxCheckpointer(directory).attach(fresh) == 1
@@ -188,7 +175,7 @@ def test_every_reader_gives_up_on_a_bucket_after_minutes(
     state = state_on(fsdp_mesh(8, "x"), ("x",))
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
-    damage(directory / "1" / "state", state["host"].tobytes())
+    damage(directory / "1" / "state", state["host"].tobytes(), at=5)
     limits: list[Any] = []
     for opened in (read_arrays.ts, read_arrays.ts.KvStore):
 

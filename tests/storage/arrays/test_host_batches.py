@@ -15,6 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
 from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyLeafHandler
+from support import PROGRAMS
 from support.compare import assert_trees_identical
 from support.processes import run_python
 from support.training import P, fsdp_mesh
@@ -97,43 +98,15 @@ def test_what_was_fetched_is_let_go_before_more_is(
     assert left == [0] * len(left)
 
 
-MEMORY = """
-    import re, sys
-    import jax, numpy as np
-    from jax.experimental.layout import Format, Layout
-    from jax.sharding import NamedSharding
-    from support.training import P, fsdp_mesh
-    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-
-    def status(key):
-        return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
-
-    # As on a device, what numpy is given of it is a copy: it lies the other way round in memory.
-    where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(4), P("fsdp")))
-    shapes = [(1024 + 8 * i, 4096) for i in range(12)]
-    state = {f"w{i}": jax.device_put(np.ones(s, np.float32), where) for i, s in enumerate(shapes)}
-    jax.block_until_ready(state)
-    max_bytes = int(sys.argv[2]) or None
-    options = CheckpointOptions(max_host_bytes=max_bytes, snapshot="reference", compression=False)
-    with TorchaxCheckpointer(sys.argv[1], options=options) as ckpt:
-        ckpt.save(1, state={"w": jax.numpy.ones(4)})
-        ckpt.wait_until_finished()
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak is the present
-        before = status("VmRSS")
-        ckpt.save(2, state=state, force=True)
-        ckpt.wait_until_finished()
-        print(status("VmHWM") - before, sum(array.nbytes for array in state.values()))
-"""
-
-
 def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     largest, peaks = 1112 * 4096 * 4, {}
     # What is freed goes back to the system at once, so that the peak is of what is held.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for max_bytes in (0, 4 * largest, largest):
         arguments = str(tmp_path / str(max_bytes)), str(max_bytes)
-        told = run_python(MEMORY, *arguments, devices=4, env=env, fresh=True).stdout
+        told = run_python(
+            PROGRAMS / "host_memory_of_save.py", *arguments, devices=4, env=env, fresh=True
+        ).stdout
         peak, nbytes = map(int, told.split())
         peaks[max_bytes] = peak
     assert peaks[0] > nbytes  # that this can fail
@@ -143,7 +116,8 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_beside_the_arrays_that_were_saved(directory: Path) -> None:
-    where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(), P("fsdp")))  # see MEMORY
+    # Lies the other way round in memory, as in host_memory_of_save.py.
+    where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(), P("fsdp")))
     array = jax.device_put(np.ones((64, 64), np.float32), where)
     fetched: list[int] = []
     with TorchaxCheckpointer(directory) as ckpt:

@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import PROGRAMS
 from support.compare import entries
-from support.processes import run_python
+from support.processes import environment, run_python
 from support.training import mlp
+from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
@@ -292,10 +293,7 @@ def test_it_is_renewed_however_rarely_the_training_saves(
         ckpt.save(1, state=STATE)
         ckpt.wait_until_finished()
         before = written(directory)
-        deadline = time.monotonic() + 20
-        while written(directory).renewed_secs <= before.renewed_secs:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: written(directory).renewed_secs > before.renewed_secs)
         assert written(directory).since_secs == before.since_secs
         assert ckpt.save(2, state=STATE, force=True)
     assert not (directory / "lease").exists()
@@ -381,29 +379,13 @@ def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: 
         assert ckpt.save(2, state=STATE, force=True)
 
 
-_ANOTHER_PROGRAM = """
-import sys
-import torchax
-from support.training import mlp
-from torchax_ckpt import TorchaxCheckpointer, policies
-torchax.enable_globally()
-keep = policies.PreserveAll()
-with TorchaxCheckpointer(sys.argv[1], preservation_policy=keep) as ckpt:
-    ckpt.attach(mlp())
-    if sys.argv[2]:
-        ckpt.restore(int(sys.argv[2]))
-    for step in map(int, sys.argv[3:]):
-        ckpt.save(step, force=True)
-"""
-
-
 def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
     directory: Path,
 ) -> None:
-    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2")
+    run_python(PROGRAMS / "saves_steps.py", str(directory), "", "1", "2")
     with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as late:
         assert late.attach(mlp()) == 2
-        run_python(_ANOTHER_PROGRAM, str(directory), "", "3", "4", "5")
+        run_python(PROGRAMS / "saves_steps.py", str(directory), "", "3", "4", "5")
         held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
         for _ in range(2):
             with pytest.raises(LeaseError, match=r"has saved steps 3, 4, 5 there.*Nothing was wr"):
@@ -420,10 +402,10 @@ def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhil
 def test_a_branch_that_another_program_began_meanwhile_is_not_mixed_with_either(
     directory: Path,
 ) -> None:
-    run_python(_ANOTHER_PROGRAM, str(directory), "", "1", "2", "9")
+    run_python(PROGRAMS / "saves_steps.py", str(directory), "", "1", "2", "9")
     late = TorchaxCheckpointer(directory)
     assert late.attach(mlp()) == 9
-    run_python(_ANOTHER_PROGRAM, str(directory), "2", "3")
+    run_python(PROGRAMS / "saves_steps.py", str(directory), "2", "3")
     with pytest.raises(LeaseError, match="has saved steps 3 there"):
         late.delete(1)
     late.close()
@@ -545,36 +527,13 @@ def test_a_stalled_writer_that_wakes_up_does_not_write_into_its_successors_step(
 
 # --- processes ---
 
-WRITER = """
-    import sys
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.arrays import write_step
-
-    write = write_step.write_step
-    def slow(path, *args, before_commit, **kwargs):
-        def stay():
-            print("writing", flush=True)
-            sys.stdin.readline()
-            before_commit()
-        write(path, *args, before_commit=stay, **kwargs)
-
-    ckpt = TorchaxCheckpointer(sys.argv[1])
-    ckpt.save(1, state={"w": np.arange(3)})
-    ckpt.wait_until_finished()
-    write_step.write_step = slow
-    ckpt.save(2, state={"w": np.arange(3)}, force=True)
-    ckpt.wait_until_finished()
-"""
-
 
 def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_killed(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), str(directory)],
+        [sys.executable, PROGRAMS / "stops_in_save.py", directory],
+        env=environment(1, {}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -600,40 +559,10 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
         process.communicate()
 
 
-FORKED = """
-    import os, sys, pathlib
-    from torchax_ckpt.errors import LeaseError
-    from torchax_ckpt.storage.directory.lease import Lease
-
-    directory = pathlib.Path(sys.argv[1])
-    directory.mkdir()
-    lease = Lease(directory)
-    lease.hold()
-    child = os.fork()
-    if child == 0:
-        for attempt, expected in (
-            (lease, "this process was forked from the one that writes"),
-            (Lease(directory), f"another program writes to this directory: "),
-        ):
-            try:
-                attempt.hold()
-            except LeaseError as error:
-                assert expected in str(error) and f"pid {os.getppid()}" in str(error), error
-            else:
-                os._exit(1)
-        lease.renew()
-        lease.release()
-        sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    lease.hold()
-    lease.release()
-    assert list(directory.iterdir()) == []
-    print("all is well")
-"""
-
-
 def test_a_forked_child_neither_writes_nor_gives_the_lease_away(directory: Path) -> None:
-    assert "all is well" in run_python(FORKED, str(directory), fresh=True).stdout
+    assert (
+        "all is well" in run_python(PROGRAMS / "forked_lease.py", str(directory), fresh=True).stdout
+    )
 
 
 ENDING = """
@@ -652,132 +581,6 @@ def test_a_program_that_ends_without_close_gives_the_lease_back(directory: Path)
     assert entries(directory) == {"1"}
 
 
-BUCKET = """
-    import http, sys, threading
-    from gcp_storage_emulator.handlers import objects
-
-    # Google's server keeps conditions on generations, and names the one it sends; the emulator
-    # does neither.
-    lock = threading.Lock()
-
-    def generation(storage, bucket, name):
-        try:
-            return str(storage.get_file_obj(bucket, name)["generation"])
-        except Exception:
-            return "0"
-
-    def conditional(act, name_of):
-        def checked(request, response, storage, *args, **kwargs):
-            condition = request.query.get("ifGenerationMatch")
-            with lock:
-                if condition and condition[0] != generation(
-                    storage, request.params["bucket_name"], name_of(request)
-                ):
-                    response.status = http.HTTPStatus.PRECONDITION_FAILED
-                    return
-                return act(request, response, storage, *args, **kwargs)
-        return checked
-
-    objects._media_upload = conditional(objects._media_upload, lambda r: r.query["name"][0])
-    objects.delete = conditional(objects.delete, lambda r: r.params["object_id"])
-
-    class WithGeneration:
-        def __init__(self, response, generation):
-            self.__dict__.update(response=response, generation=generation)
-        def __getattr__(self, name):
-            return getattr(self.response, name)
-        def __setattr__(self, name, value):
-            setattr(self.response, name, value)
-        def __setitem__(self, key, value):
-            self.response[key] = value
-        def write_file(self, *args, **kwargs):
-            self.response["x-goog-generation"] = self.generation
-            self.response.write_file(*args, **kwargs)
-
-    def download(request, response, storage, *args, _download=objects.download, **kwargs):
-        found = generation(storage, request.params["bucket_name"], request.params["object_id"])
-        if found != "0":
-            response = WithGeneration(response, found)
-        return _download(request, response, storage, *args, **kwargs)
-
-    objects.download = download
-    from gcp_storage_emulator.server import create_server
-
-    server = create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="bucket")
-    server.start()
-    try:
-        import dataclasses, time
-        import torchax
-        torchax.enable_globally()
-        import numpy as np
-        from etils import epath
-        from torchax_ckpt import TorchaxCheckpointer
-        from torchax_ckpt.errors import LeaseError, SaveError
-        from torchax_ckpt.storage.arrays import write_step
-        from torchax_ckpt.storage.directory.lease_holder import Holder
-        from torchax_ckpt.storage.directory.lease import Lease
-        from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
-
-        def raises(kind, call):
-            try:
-                call()
-            except kind as error:
-                return str(error)
-            raise AssertionError(f"no {kind.__name__}")
-
-        # The record: one of two that saw the same wins.
-        record = record_at("gs://bucket/records/one")
-        assert record.read() is None
-        first = record.swap(None, b"1")
-        raises(Conflict, lambda: record.swap(None, b"2"))
-        second = record.swap(first, b"2")
-        raises(Conflict, lambda: record.swap(first, b"3"))
-        record.remove(first)
-        assert record.read() == second, (record.read(), second)
-        assert record.swap(first, b"2") == second  # sent again after its answer was lost
-        record.remove(second)
-        assert record.read() is None
-
-        # The lease.
-        url = "gs://bucket/run"
-        state = {"w": np.arange(3)}
-        a, b = TorchaxCheckpointer(url), TorchaxCheckpointer(url)
-        a.save(1, state=state)
-        assert "this very process" in raises(LeaseError, lambda: b.save(2, state=state, force=True))
-        a.wait_until_finished()
-        a._directory._lease.renew()
-
-        # Lost while a step is being written: the commit mark is never set.
-        lease = epath.Path(url) / "lease"
-        other = Holder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
-        write = write_step.write_step
-        def lose(*args, **kwargs):
-            lease.write_bytes(other.to_bytes())
-            write(*args, **kwargs)
-        write_step.write_step = lose
-        a.save(2, state=state, force=True)
-        assert "held by host tpu-vm-7" in raises(SaveError, a.wait_until_finished)
-        assert (epath.Path(url) / "2" / "state").exists()
-        assert a.all_steps() == [1]
-        raises(LeaseError, lambda: a.save(3, state=state, force=True))
-        raises(SaveError, a.close)
-        write_step.write_step = write
-
-        # That one has died elsewhere: taken over when its time is over.
-        b.close()
-        lease.write_bytes(dataclasses.replace(other, renewed_secs=time.time() - 58).to_bytes())
-        with TorchaxCheckpointer(url) as c:
-            began = time.monotonic()
-            assert c.save(2, state=state, force=True)
-            assert time.monotonic() - began < 40
-        assert c.all_steps() == [1, 2]
-        assert not lease.exists()
-        print("all is well")
-    finally:
-        server.stop()
-"""
-
-
 @pytest.mark.timeout(200)
 def test_on_a_bucket_the_server_decides_who_has_it(tmp_path: Path) -> None:
     with socket.socket() as probe:
@@ -785,7 +588,7 @@ def test_on_a_bucket_the_server_decides_who_has_it(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     result = run_python(
-        BUCKET,
+        PROGRAMS / "lease_on_bucket.py",
         str(port),
         devices=1,
         timeout_secs=190,

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from etils import epath
+from support import PROGRAMS
 from support.commands import run_json
-from support.damage import killed_before_setting_aside
+from support.damage import flip_bit, killed_before_setting_aside
 from support.processes import run_processes
 from support.training import mlp
 from typer.testing import CliRunner
@@ -50,7 +51,7 @@ def flip(step: Path, name: str = RECORD) -> None:
         name
     ]
     at = content.index(key) + len(key)
-    (step / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    flip_bit(step / name, at)
 
 
 def test_a_run_does_not_begin_anew_over_its_only_step(directory: Path) -> None:
@@ -155,53 +156,15 @@ def test_a_local_step_falls_back_to_the_durable_one(directory: Path, tmp_path: P
         assert ckpt.attach(mlp()) == 1
 
 
-PROGRAM = """
-    import sys, warnings
-    from processes_program import INDEX, MESH, P, report
-    import jax, numpy as np
-    from jax.sharding import NamedSharding
-    from torchax_ckpt import TorchaxCheckpointer, errors, policies
-
-    directory, phase = sys.argv[4:6]
-    rows = NamedSharding(MESH, P("fsdp"))
-    def state(step):
-        full = np.full((8, 4), step, np.float32)
-        return {"w": jax.make_array_from_callback(full.shape, rows, lambda index: full[index])}
-    keep = policies.LatestN(2) if phase == "prune" else policies.PreserveAll()
-    ckpt = TorchaxCheckpointer(directory, preservation_policy=keep)
-    if phase == "save":
-        for step in (1, 2):
-            ckpt.save(step, state=state(step), force=True)
-    elif phase == "fall back":
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = ckpt.load(None, state(0))
-        parts = [float(np.asarray(s.data).mean()) for s in found["w"].addressable_shards]
-        said = any("_CHECKPOINT_METADATA" in str(w.message) for w in caught)
-        report(parts=parts, said=said, steps=ckpt.all_steps())
-    elif phase == "prune":
-        for step in (3, 4):
-            ckpt.save(step, state=state(step), force=True)
-            ckpt.wait_until_finished()
-        report(steps=ckpt.all_steps())
-    else:
-        try:
-            ckpt.load(None, state(0))
-        except errors.CorruptCheckpointError as error:
-            report(refused="_CHECKPOINT_METADATA" in str(error))
-    ckpt.close()
-"""
-
-
 def test_several_processes_agree(directory: Path) -> None:
-    run_processes(PROGRAM, 2, str(directory), "save")
+    run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "save")
     flip(directory / "2")
-    for (report,) in run_processes(PROGRAM, 2, str(directory), "fall back"):
+    for (report,) in run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "fall back"):
         assert report == {"parts": [1.0] * len(report["parts"]), "said": True, "steps": [1, 2]}
     flip(directory / "1")
-    for (report,) in run_processes(PROGRAM, 2, str(directory), "fail"):
+    for (report,) in run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "fail"):
         assert report == {"refused": True}
-    for (report,) in run_processes(PROGRAM, 2, str(directory), "prune"):
+    for (report,) in run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "prune"):
         assert report == {"steps": [3, 4]}
     assert json.loads((directory / "4" / RECORD).read_text())["commit_timestamp_nsecs"] > 0
 

@@ -12,7 +12,7 @@ import pytest
 import tensorstore as ts
 import torch
 from orbax.checkpoint import v1 as ocp
-from support.damage import damage
+from support.damage import damage, flip_bit
 from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -242,9 +242,7 @@ def test_a_damaged_step_is_named_with_its_leaf_and_file(
             # Bytes that do not unpack, rather than others: storage itself refuses them.
             file, start, end = place_of(ckpt, "state/layers.1.w")
             at = (start + end) // 2
-            content = bytearray(file.read_bytes())
-            content[at] ^= 1
-            file.write_bytes(content)
+            flip_bit(file, at)
             with pytest.raises(CorruptCheckpointError, match=r"state/layers\.\d\.w") as caught:
                 ckpt.verify(1)
             assert caught.value.key_path in {f"state/{name}" for name in leaves}

@@ -1,0 +1,189 @@
+"""Several processes go on from step 8; then one of them meets faults, which all of them report.
+
+python resumed_with_faults.py INDEX COUNT PORT DIRECTORY SEED
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import time
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from group_run import (
+    ckpt,
+    directory,
+    train,
+    training,
+)
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes_program import INDEX, report
+from support.damage import flip_bit
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors
+from torchax_ckpt.storage.arrays import block_digests, locate_chunk, read_arrays
+
+
+def told(call: Any, *args: Any) -> list[Any] | None:
+    before = training.whole(), training.own()
+    try:
+        call(*args)
+    except errors.CheckpointError as error:
+        return [type(error).__name__, str(error), (training.whole(), training.own()) == before]
+    return None
+
+
+assert training.attach(ckpt) == 8
+report(whole=training.whole(), own=training.own())
+assert ckpt.restore(4).step == 4
+train(5, 8)  # goes back: saves another step 8
+ckpt.wait_until_finished()
+
+# A disk is full, on process 1.
+take = block_digests.take
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+block_digests.take = full if INDEX == 1 else take  # type: ignore[assignment]
+training.step()
+assert ckpt.save(9, force=True)
+failure = told(ckpt.wait_until_finished)
+block_digests.take = take
+assert ckpt.save(9, force=True)  # tried again, on both
+ckpt.wait_until_finished()
+# User code cannot say what to save, on process 1: the other does not wait for it in vain.
+give = training.loader.state_dict
+
+
+def cannot_say() -> Any:
+    raise ValueError("cannot say")
+
+
+training.loader.state_dict = cannot_say if INDEX == 1 else give  # type: ignore[method-assign]
+training.step()
+began = time.monotonic()
+unsaid: list[str] = []
+for call in (lambda: ckpt.save(10, force=True), ckpt.wait_until_finished):
+    try:  # not told(): what that compares is gathered
+        call()
+    except Exception as error:
+        unsaid += [type(error).__name__, str(error)]
+unsaid_secs = time.monotonic() - began
+training.loader.state_dict = give  # type: ignore[method-assign]
+assert ckpt.save(10, force=True)  # the same step, once it can be said
+ckpt.wait_until_finished()
+files = sorted(os.listdir(directory))
+
+# User code refuses, on process 1.
+load = training.loader.load_state_dict
+
+
+def refuse(state: Any) -> None:
+    load(state)
+    if INDEX == 1 and state["position"] == 9:
+        raise ValueError("not mine")
+
+
+training.loader.load_state_dict = refuse  # type: ignore[method-assign]
+refused = told(ckpt.restore, 9)
+training.loader.load_state_dict = load  # type: ignore[method-assign]
+
+verified = ckpt.verify(9)
+ckpt.delete(8)
+
+# In the newest step a byte is damaged that only process 1 reads.
+with ckpt._processes.round("damaging"):
+    if INDEX == 0:
+        stored = epath.Path(directory) / "10" / "state"
+        place = locate_chunk.place_of_chunk(stored, "model.0.weight", [3, 0])
+        found = re.fullmatch("(.*), bytes ([0-9]+) to [0-9]+", str(place))
+        assert found
+        path, first = found.groups()
+        assert "ocdbt.process_1" in path
+        flip_bit(pathlib.Path(path), int(first) + 40)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    restored = ckpt.restore()
+report(
+    failure=failure,
+    files=files,
+    unsaid=unsaid,
+    unsaid_secs=unsaid_secs,
+    refused=refused,
+    verified=verified,
+    restored=[restored.step, *restored.skipped_steps],
+    is_verified=restored.is_verified,
+    warned=[str(w.message) for w in warned],
+    steps=ckpt.all_steps(),
+    damaged=told(ckpt.verify, 10),
+    missing=told(ckpt.restore, 77),
+)
+training.step()
+ckpt.save(11, force=True)
+
+# Data-parallel replicas over slices, saved to another directory at the same time.
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("slice", "fsdp"))
+
+
+def spread(shape: Any, *spec: Any) -> Any:
+    host = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+    return jax.make_array_from_callback(
+        shape, NamedSharding(mesh, P(*spec)), lambda index: host[index]
+    )
+
+
+signs = spread((4, 4), "fsdp")  # zeros of both signs, and NaNs, in every width
+signs = jax.numpy.where(signs > 0, -0.0, jax.numpy.where(signs < -1, jax.numpy.nan, signs))
+state = {
+    "w": spread((512, 512), "fsdp"),
+    "odd": spread((3,)),
+    "here": jax.numpy.arange(5.0),
+    **{t: signs.astype(t) for t in ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool")},
+}
+slices = TorchaxCheckpointer(
+    directory + "-slices", options=CheckpointOptions(read_back=True, process_timeout_secs=60)
+)
+slices.save(1, state=state, force=True)
+ckpt.close()
+slices.close()
+abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+)
+read: list[int] = []
+arrival = read_arrays._Arrival
+
+
+def counted(committed: Any, target: Any, piece: Any, store: Any) -> Any:
+    read.append(piece.nbytes)
+    return arrival(committed, target, piece, store)
+
+
+read_arrays._Arrival = counted  # type: ignore[assignment,misc]
+for single in (False, True):
+    read.clear()
+    options = CheckpointOptions(single_replica_restore=single, process_timeout_secs=60)
+    loaded = TorchaxCheckpointer(directory + "-slices", options=options).load(1, abstract)
+    for name, array in state.items():
+        assert loaded[name].sharding == array.sharding
+        for a, b in zip(loaded[name].addressable_shards, array.addressable_shards, strict=True):
+            assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes(), name
+    report(single=single, read=sum(read))
+written = [
+    sum(
+        f.stat().st_size
+        for f in pathlib.Path(
+            directory + "-slices", "1", "state", f"ocdbt.process_{i}", "d"
+        ).iterdir()
+    )
+    for i in (0, 1)
+]
+report(steps=ckpt.all_steps(), written=written, nbytes=state["w"].nbytes)

@@ -1,0 +1,276 @@
+"""The record of events on a medium: how it is written, and what is read of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from etils import epath
+from hypothesis import strategies as st
+from support import PROGRAMS
+from support.events import names, recorded
+from support.processes import run_python
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.telemetry import journal, recorder
+from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.journal import FOLDER, Journal, read_events
+
+STATE = {"w": np.arange(3)}
+
+
+# --- the journal ---
+
+
+def test_a_medium_that_refuses_events_harms_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Journal, lines: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Journal, "append", refuse)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished()
+    assert ckpt.all_steps() == [1, 2]
+    assert caplog.text.count("events cannot be written") == 1
+    assert recorded(directory) == []
+
+
+def test_a_medium_that_stands_still_holds_up_close_for_seconds_only(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_CLOSING_SECS", 0.2)
+    opened = threading.Event()
+    monkeypatch.setattr(Journal, "append", lambda self, lines: opened.wait(60))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    assert ckpt.all_steps() == [1]
+    opened.set()
+
+
+def test_lines_are_written_once_the_medium_takes_them_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_RETRY_SECS", 0.01)
+    append, calls = Journal.append, []
+
+    def twice(self: Journal, lines: Any) -> None:
+        calls.append(len(lines))
+        if len(calls) == 1:
+            append(self, [lines[0], lines[1][:20]])  # as far as the disk let it
+            self._is_torn = True
+            raise OSError(28, "No space left on device")
+        append(self, lines)
+
+    monkeypatch.setattr(Journal, "append", twice)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    (run,) = recorded(directory)
+    assert names(run) == [("started", None), ("saving", 1), ("durable", 1), ("closed", 1)]
+
+
+def test_a_removed_directory_is_not_brought_back_by_events(tmp_path: Path) -> None:
+    gone = Journal(epath.Path(tmp_path / "gone"), "0" * 8)
+    with pytest.raises(FileNotFoundError):
+        gone.append([b"{}\n"])
+    assert not (tmp_path / "gone").exists()
+
+
+def test_nothing_is_written_through_links(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="Not a directory"):
+        Journal(epath.Path(tmp_path / "run"), "0" * 8).append([b"{}\n"])
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert read_events(epath.Path(tmp_path / "run")) == {}
+
+
+def test_files_are_closed_to_everybodys_writing(directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.save(1, state=STATE)
+    finally:
+        os.umask(before)
+    for path in [directory / FOLDER, *(directory / FOLDER).iterdir()]:
+        assert not path.stat().st_mode & stat.S_IWOTH
+
+
+def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_FILES", 3)
+    monkeypatch.setattr(journal, "MAX_FILE_BYTES", 200)
+    record = Journal(epath.Path(tmp_path), "0" * 8)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "notes").write_text("somebody's")
+    for step in range(50):
+        record.append([Event("saving", 1000.0 + step, step).to_line()])
+    files = sorted((tmp_path / FOLDER).iterdir())
+    assert len(files) == 4
+    assert files[-1].name == "notes"
+    assert sum(f.stat().st_size for f in files) < 4 * 300
+    (run,) = recorded(tmp_path)
+    assert [event.step for event in run] == list(range(run[0].step or 0, 50))  # the oldest went
+    assert 3 < len(run) < 25
+
+
+def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path) -> None:
+    killed = run_python(
+        PROGRAMS / "killed_once_recorded.py", str(directory), devices=1, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (journal,) = (directory / FOLDER).iterdir()
+    with open(journal, "ab") as file:
+        file.write(b'{"at":1795273990.1,"event":"dur')  # in the middle of a line
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(2, state=STATE, force=True)
+    first, second = recorded(directory)
+    assert names(first) == [("started", None), ("saving", 1), ("durable", 1), ("saving", 2)]
+    assert names(second)[-1] == ("closed", 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["saving", "durable"])]
+)
+def test_without_close_everything_is_still_told_and_written(
+    how: str, end: list[str], directory: Path
+) -> None:
+    result = run_python(
+        PROGRAMS / "unclosed_with_events.py", str(directory), how, devices=1, fresh=True
+    )
+    assert result.stdout.split()[-2:] == end
+    (run,) = recorded(directory)
+    assert [event.name for event in run][-2:] == end
+
+
+# --- what is read ---
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b"[" * 100_000,
+        b'{"at":1}',
+        b'{"at":1,"event":["saving"]}',
+        b'{"at":1,"event":"exploded"}',
+        b'{"at":"1","event":"saving"}',
+        b'{"at":NaN,"event":"saving"}',
+        b'{"at":-1,"event":"saving"}',
+        b'{"at":1e999,"event":"saving"}',
+        b'{"at":true,"event":"saving"}',
+        b'{"at":1,"event":"saving","step":-1}',
+        b'{"at":1,"event":"saving","step":1.5}',
+        b'{"at":1,"event":"saving","step":' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+    ],
+)
+def test_lines_that_are_no_events_are_left_out(line: bytes) -> None:
+    assert Event.of_line(line) is None
+
+
+def test_values_of_another_form_are_left_out() -> None:
+    said = {
+        "at": 5,
+        "event": "failed",
+        "step": 2,
+        "secs": float("inf"),
+        "error": "x" * 5000,
+        "other": {"a": []},
+    }
+    assert Event.of_line(json.dumps(said).encode()) == Event("failed", 5.0, 2, {})
+
+
+@hypothesis.given(st.binary(max_size=300) | st.text(max_size=200).map(str.encode))
+def test_any_bytes_are_an_event_or_none(line: bytes) -> None:
+    event = Event.of_line(line)
+    assert event is None or Event.of_line(event.to_line()) is not None
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    os.mkfifo(folder / f"{1:019d}-{'0' * 8}.jsonl")
+    (tmp_path / "secret").write_bytes(Event("saving", 1.0, 7).to_line())
+    (folder / f"{2:019d}-{'1' * 8}.jsonl").symlink_to(tmp_path / "secret")
+    (folder / f"{3:019d}-{'2' * 8}.jsonl").mkdir()
+    with open(folder / f"{4:019d}-{'3' * 8}.jsonl", "wb") as file:
+        file.write(Event("saving", 2.0, 8).to_line())
+        file.truncate(1 << 40)  # a terabyte of nothing
+    assert read_events(epath.Path(tmp_path)) == {"3" * 8: [Event("saving", 2.0, 8)]}
+
+
+@pytest.mark.parametrize("kind", ["lines", "events"])
+def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    line = b"%d\n" if kind == "lines" else b'{"at":%d,"event":"closed"}\n'
+    content = Event("saving", 1.0, 1).to_line()
+    content += b"".join(line % n for n in range((1 << 20) // len(line)))
+    for index in range(64):
+        (folder / f"{index:019d}-{index:08x}.jsonl").write_bytes(content)
+    program = run_python(PROGRAMS / "reads_events.py", str(tmp_path), fresh=True)
+    mib, num_events, runs = json.loads(program.stdout.splitlines()[-1])
+    assert mib < 500
+    assert runs[-1] == f"{63:08x}"  # the newest are read
+    assert num_events >= len(runs) >= 1
+
+
+def test_of_too_much_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    lines = [Event("saving", 1.0 + i, i).to_line() for i in range(10)]
+    for index in range(5):
+        content = b"".join(lines[2 * index : 2 * index + 2])
+        (folder / f"{index:019d}-{'0' * 8}.jsonl").write_bytes(content)
+    (every,) = recorded(tmp_path)
+    assert [event.step for event in every] == list(range(10))
+    monkeypatch.setattr(journal, "_MAX_ALL_LINES", 3)
+    (some,) = recorded(tmp_path)
+    assert [event.step for event in some] == [7, 8, 9]
+    monkeypatch.setattr(journal, "_MAX_ALL_LINES", 100)
+    monkeypatch.setattr(journal, "_MAX_ALL_BYTES", 3 * len(lines[0]))
+    (some,) = recorded(tmp_path)
+    assert [event.step for event in some] == [6, 7, 8, 9]
+
+
+def test_the_record_of_a_bucket_is_rewritten_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as no bucket is needed for it; see tests/faults/test_gcs.py for one."""
+    written: dict[str, bytes] = {}
+
+    class Bucket:
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def __truediv__(self, name: str) -> Bucket:
+            return Bucket(f"{self.path}/{name}")
+
+        def __str__(self) -> str:
+            return self.path
+
+        def iterdir(self) -> list[Any]:
+            return []
+
+        def write_bytes(self, content: bytes) -> None:
+            written[self.path] = content
+
+    journal = Journal(Bucket("gs://bucket/run"), "0" * 8)
+    assert journal.patience_secs >= 1
+    journal.append([b"1\n"])
+    journal.append([b"2\n", b"3\n"])
+    ((name, content),) = written.items()
+    assert name.startswith("gs://bucket/run/events/")
+    assert content == b"1\n2\n3\n"

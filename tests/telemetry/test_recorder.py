@@ -1,0 +1,276 @@
+"""What is told and written of a run, and the hook: never at the cost of a save."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import PROGRAMS
+from support.damage import fill_disk
+from support.events import names, recorded
+from support.processes import run_processes
+from support.training import mlp
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.policies.described import described
+from torchax_ckpt.telemetry import recorder
+from torchax_ckpt.telemetry.events import Event
+
+STATE = {"w": np.arange(3)}
+
+
+# --- what is told and written ---
+
+
+def test_everything_that_happens_is_told_and_written_in_its_order(directory: Path) -> None:
+    told: list[Event] = []
+    model = mlp()
+    keep = policies.LatestN(1)
+    with TorchaxCheckpointer(directory, preservation_policy=keep, on_event=told.append) as ckpt:
+        ckpt.attach(model)
+        for step in (1, 2):
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+    expected = [
+        *[("started", None), ("saving", 1), ("durable", 1)],
+        *[("saving", 2), ("durable", 2), ("deleted", None), ("closed", 2)],
+    ]
+    assert names(told) == expected
+    (written,) = recorded(directory)
+    assert names(written) == expected
+    for event, line in zip(told, written, strict=True):
+        assert line.values == event.values
+        assert line.time_secs == pytest.approx(event.time_secs, abs=1e-6)
+    assert told[0].values["keeps"] == [{"rule": "LatestN", "n": 1}]
+    assert told[5].values["steps"] == [1]
+    durable = told[4].values
+    assert 0 < durable["blocking_secs"] < durable["durable_secs"]
+    files = [p for p in (directory / "2").rglob("*") if p.is_file()]
+    assert durable["num_bytes"] == sum(p.stat().st_size for p in files)
+
+
+def test_restores_failures_and_branches_are_written_too(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_disk = fill_disk(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished()
+        free_disk()
+        for step in (1, 2, 3):
+            ckpt.save(step, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.restore(2)
+        ckpt.save(3, force=True)
+    first, second = recorded(directory)
+    assert names(first)[:4] == [("started", None), ("saving", 1), ("failed", 1), ("saving", 1)]
+    assert "No space left" in first[2].values["error"]
+    assert names(second) == [
+        # Before the lease was taken, and written once it was.
+        *[("restored", 3), ("restored", 2), ("started", None), ("saving", 3)],
+        *[("durable", 3), ("set_aside", None), ("closed", 3)],
+    ]
+    assert second[0].values["is_verified"] is True
+    assert second[5].values["steps"] == [3]
+
+
+def test_who_only_reads_writes_nothing_and_is_told(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+    before = {p: p.stat().st_mtime_ns for p in [directory, *directory.rglob("*")]}
+    told: list[Event] = []
+    options = CheckpointOptions(read_only=True)
+    with TorchaxCheckpointer(directory, options=options, on_event=told.append) as ckpt:
+        ckpt.attach(mlp())
+    assert names(told) == [("restored", 1)]
+    assert {p: p.stat().st_mtime_ns for p in [directory, *directory.rglob("*")]} == before
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.attach(mlp())
+        assert "events" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_where_the_training_is_is_told_now_and_then(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_REACHED_SECS", 0.05)
+    never = policies.SpecificStepsPolicy([1])
+    reached = threading.Event()
+
+    def on_event(event: Event) -> None:
+        if event.name == "reached":
+            assert event.step == 5
+            assert event.values["num_skipped"] == 4
+            reached.set()
+
+    with TorchaxCheckpointer(directory, save_decision_policy=never, on_event=on_event) as ckpt:
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+        for step in (2, 3, 4, 5):
+            ckpt.save(step, state=STATE)
+        assert reached.wait(30)
+    (run,) = recorded(directory)
+    assert ("reached", 5) in names(run)
+
+
+def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> None:
+    first, second = (
+        report
+        for (report,) in run_processes(PROGRAMS / "events_of_processes.py", 2, str(directory))
+    )
+    saves = ["saving", "durable", "saving", "durable"]
+    assert first == {"told": ["started", *saves, "closed"], "durable": 2}
+    assert second == {"told": saves, "durable": 2}
+    (run,) = recorded(directory)
+    assert [event.name for event in run] == first["told"]
+
+
+# --- the hook ---
+
+
+def test_the_hook_is_called_on_one_thread_of_its_own(directory: Path) -> None:
+    threads: set[threading.Thread] = set()
+    hook = lambda event: threads.add(threading.current_thread())  # noqa: E731
+    with TorchaxCheckpointer(directory, on_event=hook) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state=STATE, force=True)
+    (thread,) = threads
+    assert thread.name == "events"
+    assert not thread.is_alive()
+
+
+def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TorchaxCheckpointer(directory, on_event=lambda event: 1 / 0) as ckpt:  # type: ignore[arg-type]
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+    assert ckpt.all_steps() == [1, 2]
+    said = [r for r in caplog.records if "on_event failed" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].exc_info is not None
+    assert names(recorded(directory)[0])[-1] == ("closed", 2)
+
+
+def test_a_hook_that_means_to_exit_ends_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def on_event(event: Event) -> None:
+        told.append(event.name)
+        raise SystemExit(1)
+
+    with TorchaxCheckpointer(directory, on_event=on_event) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+    assert told == ["started", "saving", "durable", "closed"]
+    assert caplog.text.count("on_event failed") == 1
+    assert names(recorded(directory)[0])[-1] == ("closed", 1)
+
+
+def test_an_event_that_cannot_be_written_is_left_out(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(event: Event) -> None:
+        if event.name == "saving":
+            event.values["what"] = np.int64(3)  # type: ignore[index]
+
+    with TorchaxCheckpointer(directory, on_event=spoil) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+    assert caplog.text.count("cannot be written") == 1
+    (run,) = recorded(directory)
+    assert [e.name for e in run] == ["started", "durable", "durable", "closed"]
+
+
+def test_rules_of_numpys_numbers_are_noted_as_others_are(directory: Path) -> None:
+    rules: list[policies.PreservationPolicy] = [
+        policies.LatestN(np.int64(3)),
+        policies.CustomSteps([np.int64(5)]),
+        policies.EveryNSeconds(np.float64(60)),
+        policies.LatestN(object()),
+    ]
+    noted = [rule for policy in rules for rule in described(policy)]
+    assert json.loads(json.dumps(noted)) == [
+        {"rule": "LatestN", "n": 3},
+        {"rule": "CustomSteps", "steps": [5]},
+        {"rule": "EveryNSeconds", "interval_secs": 60.0},
+        {"rule": "LatestN"},
+    ]
+    with TorchaxCheckpointer(directory, preservation_policy=rules[0]) as ckpt:
+        ckpt.save(1, state=STATE)
+    (run,) = recorded(directory)
+    assert run[0].values["keeps"] == [{"rule": "LatestN", "n": 3}]
+
+
+@pytest.mark.parametrize("broken", ["version", "hostname", "event", "count"])
+def test_telemetry_that_breaks_costs_neither_training_nor_saves(
+    broken: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise importlib.metadata.PackageNotFoundError("not here")
+
+    if broken == "version":
+        monkeypatch.setattr(importlib.metadata, "version", fail)
+    elif broken == "hostname":
+        monkeypatch.setattr("platform.node", fail)
+    elif broken == "event":
+        monkeypatch.setattr(recorder, "bounded", fail)
+    else:
+        monkeypatch.setattr(recorder.Tally, "take", fail)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.all_steps() == [1, 2]
+    if broken == "version":
+        (run,) = recorded(directory)
+        assert run[0].values["version"] == "unknown"
+
+
+def test_a_hook_that_hangs_holds_up_neither_saves_nor_close_for_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorder, "_CLOSING_SECS", 0.2)
+    opened = threading.Event()
+    with TorchaxCheckpointer(directory, on_event=lambda event: opened.wait(60)) as ckpt:  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished()
+    assert ckpt.all_steps() == [1, 2, 3]
+    assert "still being told or written" in caplog.text
+    opened.set()
+
+
+def test_a_hook_may_ask_and_close(directory: Path) -> None:
+    asked: list[Any] = []
+
+    def on_event(event: Event) -> None:
+        if event.name == "durable":
+            asked.append((ckpt.stats().num_durable, ckpt.all_steps()))
+            ckpt.close()
+
+    ckpt = TorchaxCheckpointer(directory, on_event=on_event)
+    ckpt.save(1, state=STATE)
+    ckpt._saver.wait()
+    ckpt._telemetry._thread.join(30)  # type: ignore[union-attr]
+    assert asked == [(1, [1])]
+
+
+def test_nothing_of_the_hook_or_record_is_logged_when_all_is_well(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TorchaxCheckpointer(directory, on_event=lambda event: None) as ckpt:
+        ckpt.save(1, state=STATE)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

@@ -1,0 +1,100 @@
+"""The counts and quantiles of a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.damage import fill_disk
+from support.training import mlp
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.telemetry.stats import Quantiles
+
+STATE = {"w": np.arange(3)}
+
+
+def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_disk = fill_disk(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        nothing = ckpt.stats()
+        assert (nothing.num_saves, nothing.blocking_secs) == (0, None)
+        ckpt.save(2, state=STATE)
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished()
+        free_disk()
+        for step in (4, 6, 9):
+            ckpt.save(step, state=STATE, force=True)
+            assert not ckpt.save(step, state=STATE)
+            ckpt.wait_until_finished()
+    stats = ckpt.stats()
+    assert stats.num_saves == 4
+    assert (stats.num_durable, stats.num_failed) == (3, 1)
+    assert stats.num_skipped == 3
+    assert stats.interval_steps == Quantiles(p50=2, p90=2.8)
+    assert stats.blocking_secs is not None
+    assert stats.durable_secs is not None
+    assert 0 < stats.blocking_secs.p50 <= stats.blocking_secs.p90 < stats.durable_secs.p90
+    assert stats.num_bytes is not None
+    assert stats.num_bytes.p50 > 24
+
+
+def test_a_slow_look_at_a_step_holds_up_no_save(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    opened = threading.Event()
+
+    def slow(path: Any) -> int:
+        threads.append(threading.current_thread().name)
+        assert opened.wait(60)
+        return 7
+
+    monkeypatch.setattr(containment, "stored_bytes", slow)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished(timeout_secs=30)
+        assert ckpt.stats().num_bytes is None
+        opened.set()
+    assert threads == ["events", "events"]
+    assert ckpt.stats().num_bytes == Quantiles(p50=7, p90=7)
+
+
+def test_a_step_that_is_there_already_counts_as_neither_saved_nor_skipped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.save(1, state=STATE)
+        assert not ckpt.save(1, state=STATE, force=True)
+        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+        assert not ckpt.save(1, state=STATE)
+        assert (ckpt.stats().num_saves, ckpt.stats().num_skipped) == (1, 0)
+
+
+def test_restores_are_counted(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(1, force=True)
+        ckpt.restore(1)
+        assert ckpt.stats().num_restores == 1
+        assert ckpt.stats().restore_secs is not None
+
+
+def test_a_declined_save_still_costs_next_to_nothing(directory: Path) -> None:
+    never = policies.SpecificStepsPolicy([0])
+    with TorchaxCheckpointer(directory, save_decision_policy=never, on_event=print) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+        ckpt.wait_until_finished()
+        telemetry = ckpt._telemetry
+        began = time.perf_counter()
+        for step in range(2, 10_002):
+            telemetry.skipped(step)
+        assert (time.perf_counter() - began) / 10_000 < 5e-6  # 20 us is what a decline may cost
+        assert ckpt.stats().num_skipped == 10_000
