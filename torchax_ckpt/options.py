@@ -1,4 +1,4 @@
-"""Owns the settings of a checkpointer; knows nothing of how they are carried out."""
+"""The settings of a checkpointer, checked when they are given."""
 
 from __future__ import annotations
 
@@ -16,52 +16,57 @@ TierName = Literal["durable", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How a checkpointer saves and restores. When it saves and what it keeps are policies.
+    """How a checkpointer saves and restores. Policies decide when it saves and what it keeps.
 
     Attributes:
-      compression: compress array data with Zstandard. On float32 weights it saves some 8 % of the
-        bytes, of bfloat16 22 %, and takes longer than a fast disk takes to write them. None, on
-        one process, compresses once of three saves of at least 64 MiB, in arrays of at least 2
-        MiB on average, the median has shown that the medium takes less than 250 MB/s.
-      layout: which leaves are stored as stacks, arrays with a leading axis of leaves whose names
-        differ only in indices: "auto" the many small ones, "stacked" all, "flat" none. Names and
-        values are the same whatever it is, and any reads what any other wrote.
-      snapshot: how device arrays are held while they are saved: "auto" finds out whether the
-        program donates them; "reference" is for programs that do not, "copy" for those that do,
-        "transfer" holds the training thread until they are on the host.
-      restore_in_budget: free the device buffers that a restore replaces before the new ones
-        arrive, part by part, for a state that fills the devices. A failure on the way then leaves
-        the program without a usable state (every buffer deleted, never a mix of old and new).
+      compression: whether to compress array data with Zstandard. It saves some 8 % of the bytes of
+        float32 weights and 22 % of bfloat16, and takes longer than a fast disk takes to write
+        them. None: compresses on one process, where saves show that the medium is
+        slow. The median write rate of three saves must be below 250 MB/s; a save counts if it
+        writes at least 64 MiB in arrays of at least 2 MiB on average.
+      layout: which leaves are stored as stacks. A stack is an array with a leading axis of leaves
+        whose names differ only in indices. "auto" stacks the many small leaves, "stacked" all
+        leaves, "flat" none. Names and values do not depend on the layout, and a checkpointer with
+        any layout reads every other.
+      snapshot: how a save protects device arrays from later changes. "auto" detects whether the
+        program donates buffers. "reference" is for programs that do not donate, "copy" for
+        programs that do. "transfer" blocks the training thread until the arrays are on the host.
+      restore_in_budget: whether a restore frees the device buffers that it replaces before the new
+        ones arrive, part by part, for a state that fills the devices. A failure on the way then
+        leaves the program without a usable state: every buffer is deleted, and old and new values
+        are never mixed.
       verify: "restore" compares everything that is read with the digests taken when it was saved;
-        "never" does not. Digests are taken in any case.
-      read_back: read every step once it is committed, and compare it, before it counts as
-        durable. It then counts as verified, and the newest verified step is never deleted, but in
-        a local tier. What was just written usually comes from the host's page cache, not from the
-        medium.
-      on_save_error: what a failed save does to training: "continue" reports it and tries again with
-        the next save; "raise" raises it from the next call of ``save``, or in ``steps``.
-      read_only: the checkpointer only reads, so a bucket need not grant it permission to write;
-        ``save`` and ``delete`` refuse.
-      max_host_bytes: upper bound, in bytes and per process, on array data that is on its way at
-        one time, from devices to storage in a save or back in a restore; None for no bound. An
-        array, or a stack, that is larger goes by itself. A save then takes the arrays in batches,
-        one after the other, so buffers held by reference must live until the last is fetched, and
-        ``snapshot="transfer"`` holds the training as long. Each batch rewrites a few small files:
-        give it gigabytes. Not counted are leaves that are host arrays, what compressing or turning
-        an array takes, and a second save, to a local tier, that goes on at the same time.
-      preemption_grace_secs: how long the process may go on after a SIGTERM, from ``attach`` or
-        the first ``save`` on until ``close``; then it ends at once. State what the scheduler
-        gives before it kills: 30 s is what Kubernetes and Google's spot machines give. None
-        leaves SIGTERM alone. Without effect under ``jax.distributed``, where JAX has SIGTERM.
-      single_replica_restore: with data-parallel replicas over slices, have the devices of the first
-        replica read, and the others receive what it read over the device network, in place of each
-        reading it from storage. For states and numbers of slices that storage is slow for.
-      process_timeout_secs: how long one process of a run waits for another that is behind: at least
-        what the slowest takes longer than the fastest to read or write its part. Then the call, or
-        the save, fails on all of them, and names those that have not come.
-      save_timeout_secs: a save in flight for longer is logged, with where it stands and its
-        thread's stack, again at twice that and so on; and whoever waits for it gets a
-        SaveTimeoutError, while the save goes on. None waits for as long as it takes.
+        "never" skips the comparison. A save computes digests in either case.
+      read_back: whether to read and compare every step after its commit, before it counts as
+        durable. The step then counts as verified. The newest verified step is never deleted, except
+        in a local tier. Bytes that were just written usually come back from the host's page cache,
+        not from the medium.
+      on_save_error: what a failed save does to training. "continue" reports the failure, and the
+        next save tries again. "raise" raises it from the next call of ``save``, or in ``steps``.
+      read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
+        and ``save`` and ``delete`` refuse.
+      max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
+        devices to storage in a save, or back in a restore. None: no bound. An array or a stack that
+        is larger than the bound travels alone. A save with a bound takes the arrays in batches, one
+        after another. Buffers held by reference must then live until the last batch is fetched,
+        and ``snapshot="transfer"`` blocks the training thread for that time. Each batch rewrites a
+        few small files, so give a bound of gigabytes. The bound does not count leaves that are host
+        arrays, the memory to compress or rearrange an array, and a save to a local tier that runs
+        at the same time.
+      preemption_grace_secs: how long the process may run after a SIGTERM, from ``attach`` or the
+        first ``save`` until ``close``; then the process ends at once. Give the time that the
+        scheduler waits before it kills: Kubernetes and Google's spot machines wait 30 s. None
+        leaves SIGTERM alone. Without effect under ``jax.distributed``, where JAX handles SIGTERM.
+      single_replica_restore: with data-parallel replicas over slices, whether the devices of the
+        first replica read from storage and send the values to the others over the device network.
+        By default each replica reads from storage. For combinations of state size and slice count
+        for which storage is slow.
+      process_timeout_secs: how long one process of a run waits for another. It must be at least the
+        difference between the slowest and the fastest process in reading or writing their parts.
+        After that the call, or the save, fails on all processes and names the missing ones.
+      save_timeout_secs: after this time a save in flight is logged, with its current stage and its
+        thread's stack; again after twice the time, and so on. Callers that wait for the save get a
+        SaveTimeoutError, while the save continues. None: waits as long as the save takes.
     """
 
     compression: bool | None = None
@@ -128,16 +133,17 @@ class CheckpointOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """A second place for steps, close to the program: frequent saves go there, rare ones far away.
+    """A local tier: a directory close to the program for frequent saves, beside the durable one.
 
     Attributes:
-      path: a directory of each host's own, on a ramdisk or a local disk; created if it is not
-        there. One for every run that goes on at the same time: what another run has left there is
-        removed.
-      save_decision_policy: when a step is saved there; None for whenever the last one is.
-      keep: how many steps stay there; one more has to fit while it is being written.
-      replica_axis: the axis of the arrays' mesh along which slices hold the same. What a host lacks
-        comes from its own slice, if a host there has it; from another otherwise.
+      path: a directory that each host has for itself, on a ramdisk or a local disk; created if it
+        does not exist. Runs that train at the same time need different directories: a run removes
+        the steps that another run has left.
+      save_decision_policy: when a step is saved there. None: whenever the previous local save is
+        durable.
+      keep: how many steps stay there. One more must fit while it is written.
+      replica_axis: the mesh axis of the arrays along which slices hold equal data. A host gets a
+        missing part from its own slice if a host there has it, otherwise from another slice.
     """
 
     path: str | os.PathLike[str]

@@ -18,7 +18,7 @@ from support.processes import run_processes, run_python
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.storage.arrays import write_step
 
-PAGE = ROOT / "README.md"
+PAGE = ROOT / "docs" / "maxtext.md"
 ROWS = {
     match[1]: match[2].split("`")[1::2]
     for match in re.finditer(r"^\| `(\w+)=[^`]*` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)

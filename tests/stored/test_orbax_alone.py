@@ -101,7 +101,7 @@ def test_orbax_alone_sees_arrays_under_torch_names(run: Run) -> None:
 
 
 def test_orbax_alone_loads_every_array_by_what_the_manifest_says(run: Run) -> None:
-    """As docs/reading.md says it: metadata, then load with abstract arrays on any devices."""
+    """As docs/restoring.md says it: metadata, then load with abstract arrays on any devices."""
     metadata = ocp.metadata(run.step, checkpointable_name="state").metadata
     whole = NamedSharding(fsdp_mesh(4), P())
     abstract = jax.tree.map(

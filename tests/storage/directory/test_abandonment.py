@@ -219,7 +219,7 @@ class Run:
         for tier, policy in self.policies.items():
             policy.is_on = tier in due
         self.is_unreadable = how == "unreadable"
-        self.ckpt._position = None  # any step may be saved next
+        self.ckpt._loop.position = None  # any step may be saved next
         with contextlib.ExitStack() as stack:
             if how in ("untidied", "half"):
                 for stopped in self.ckpt._tiers._tiers:
