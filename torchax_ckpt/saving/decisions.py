@@ -46,6 +46,11 @@ class Decisions:
         if self._appointments is not None:
             self._appointments.keep()
 
+    def close(self) -> None:
+        """Ends the thread that hears of decisions; may be called again."""
+        if self._appointments is not None:
+            self._appointments.close()
+
     def _ask(self, step: int, coming: Sequence[int] = ()) -> bool:
         """What the policy says of a step, before which those coming are to be saved."""
         while self._saver.finished:
