@@ -549,7 +549,7 @@ ENDING = """
 
 
 @pytest.mark.parametrize(
-    ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["saving", "durable"])]
+    ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["durable", "closed"])]
 )
 def test_without_close_everything_is_still_told_and_written(
     how: str, end: list[str], directory: Path
