@@ -105,7 +105,7 @@ class TorchaxCheckpointer:
             self._keep_policy,
             local,
             self._options,
-            self._hook and self._hook.call,
+            self._hook.call if self._hook else None,
             on_donated=self._snapshotter.donated,
         )
         self._processes = self._tiers.processes
