@@ -15,7 +15,8 @@ PROGRAM = """
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     from torchax_ckpt import policies
     from torchax_ckpt.processes.decision_windows import Appointments
-    from torchax_ckpt.policies.save_decision import CheckpointInfo, decision_context
+    from torchax_ckpt.policies import CheckpointInfo
+    from torchax_ckpt.policies.save_decision import decision_context
     from torchax_ckpt.processes.coordination import Processes
 
     training, saving = Processes("training", 60), Processes("saving", 60)
