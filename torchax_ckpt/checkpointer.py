@@ -31,6 +31,7 @@ from torchax_ckpt.state.training_state import Attached
 from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.hook import Hook
 from torchax_ckpt.telemetry.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -95,13 +96,15 @@ class TorchaxCheckpointer:
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
+        # Threads know the hook through this alone: it may refer to this checkpointer.
+        self._hook = Hook(on_event) if on_event is not None else None
         self._tiers = Tiers(
             directory,
             save_decision_policy,
             self._keep_policy,
             local,
             self._options,
-            on_event,
+            self._hook.call if self._hook else None,
             on_donated=snapshotter.donated,
         )
         self._processes = self._tiers.processes
@@ -111,16 +114,12 @@ class TorchaxCheckpointer:
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._loop = Loop()
         self._saves = SaveCalls(
-            self._tiers,
-            self._loop,
-            self._preemption,
-            snapshotter,
-            self._keep_policy,
-            self._options,
+            self._tiers, self._loop, self._preemption, snapshotter, self._keep_policy, self._options
         )
+        self._closing = self._tiers.closing(self._preemption.close)
         self._calls = Calls()
         self._attached: Attached | None = None
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
 
     @property
     def directory(self) -> str:
@@ -189,6 +188,7 @@ class TorchaxCheckpointer:
                 "use a second checkpointer with another directory"
             )
         self._tiers.wait()
+        self._tiers.take_over()
         attached = Attached(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
@@ -519,16 +519,19 @@ class TorchaxCheckpointer:
 
         Raises:
           SaveError: the newest save to the durable tier failed.
+          SaveTimeoutError: a save is late (``save_timeout_secs``). The rest follows when it ends.
         """
-        if self._is_closed:
+        if self._has_ended:
             return
-        self._is_closed = True
-        try:
-            self._tiers.close()
-        finally:
-            self._preemption.close()
+        self._is_closed = True  # nothing more is saved, also if a save is still in flight
+        self._closing.close()
+        self._has_ended = True
         if self._saver.newest_failure is not None:
             raise self._saver.newest_failure
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closing"):  # else __init__ raised
+            self._closing.drop(self._hook)
 
     def __enter__(self) -> TorchaxCheckpointer:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -378,6 +379,29 @@ def test_a_write_of_a_failed_save_that_is_carried_out_late_spares_the_step_when_
         assert late
         assert_trees_identical(ckpt.load(2), state(2))
     assert_trees_identical(TorchaxCheckpointer(bucket_run).load(2), state(2))
+
+
+def test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    gc.collect()  # those of earlier tests
+    filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+
+    def settings() -> list[Any]:
+        instances = dict(type(filesystem)._cache)
+        cache = filesystem.dircache.use_listings_cache
+        return [dict(os.environ), instances, cache, filesystem.requests_timeout]
+
+    before = settings()
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+        assert not filesystem.dircache.use_listings_cache
+        assert filesystem.requests_timeout is not None
+        assert dict(os.environ) == before[0]
+    assert ckpt.all_steps() == [1]
+    del ckpt
+    gc.collect()
+    assert settings() == before
 
 
 def test_another_process_sees_new_steps(gcs: gcs_proxy.FaultProxy, bucket_run: str) -> None:

@@ -180,45 +180,11 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(directory: Pat
             assert program.exit_code() == EXIT_CODE
 
 
-DISTRIBUTED_POLICY = """
-    import sys, time
-    import jax
-    port, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    place = f"127.0.0.1:{port}"
-    jax.distributed.initialize(place, 2, index, coordinator_bind_address=place)
-    import numpy as np
-    import torchax
-    torchax.enable_globally()
-    from torchax_ckpt import TorchaxCheckpointer, policies
-
-    class Recording(policies.PreemptionCheckpointingPolicy):
-        told = set()
-
-        def should_save(self, step, previous_steps, *, context):
-            if context.reached_preemption:
-                self.told.add(step.step)
-            return super().should_save(step, previous_steps, context=context)
-
-    ckpt = TorchaxCheckpointer(directory, save_decision_policy=Recording())
-    print("ready", flush=True)
-    for step in range(1, 3000):
-        should_save = ckpt.should_save(step)
-        assert ckpt.save(step, state={"w": np.full(3, step)}) == should_save
-        if ckpt.reached_preemption(step):
-            break
-        time.sleep(0.02)
-    told = [step] if index == 0 else []  # process 0 alone asks policies
-    print("durable", ckpt.all_steps() == [step] and sorted(Recording.told) == told, flush=True)
-    ckpt.close()
-    sys.exit(143)
-"""
-
-
 def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) -> None:
     port = free_port()
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(running(DISTRIBUTED_POLICY, port, i, directory, prelude=""))
+            stack.enter_context(running("preempted_policy.py", port, i, directory))
             for i in range(2)
         ]
         for program in programs:

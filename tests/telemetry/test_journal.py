@@ -140,7 +140,7 @@ def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path)
 
 
 @pytest.mark.parametrize(
-    ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["saving", "durable"])]
+    ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["durable", "closed"])]
 )
 def test_without_close_everything_is_still_told_and_written(
     how: str, end: list[str], directory: Path

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.errors import ClosedError, PolicyError
 from torchax_ckpt.processes.coordination import Processes
 
 # How long a window lasts: enough to hear of the next one before it comes, and little beside the
@@ -66,6 +66,7 @@ class Appointments:
         self._stride: int | None = None
         self._window = _Window(0, -1, 1, ())
         self._next: Future[_Window] | None = None
+        self._closing = threading.Event()
         self._count = self._num_deleted = 0  # of windows
         self._since = (0, 0.0)  # step and time at which the window before was begun
 
@@ -74,7 +75,13 @@ class Appointments:
 
         Raises:
           PolicyError: process 0 has not decided, long after this process came to this step.
+          ClosedError: after ``close``.
         """
+        if self._closing.is_set():
+            raise ClosedError(
+                f"step {step}: processes no longer agree on what to save, as this checkpointer is "
+                "closed"
+            )
         if step == self._asked:
             return self._answer
         if step < self._asked or not self._window.holds(step):
@@ -85,6 +92,11 @@ class Appointments:
     def keep(self) -> None:
         """The appointment at the step that was asked for last is kept, and over."""
         self._answer = False
+
+    def close(self) -> None:
+        """Ends the background thread, after this process has sent what others wait for."""
+        self._closing.set()
+        self._background.shutdown(wait=True)
 
     def _go_on(self, step: int) -> None:
         """Turns to the window of a step, and sees to the next one."""
@@ -130,10 +142,10 @@ class Appointments:
         return known
 
     def _look_up(self, number: int) -> _Window:
-        while not _closing.is_set():
+        while not (_closing.is_set() or self._closing.is_set()):
             if (message := self._processes.look(str(number))) is not None:
                 return _Window(*json.loads(message))
-        raise PolicyError("the program is ending")
+        raise PolicyError("the checkpointer is closed, or the program is ending")
 
     def _result(self, window: Future[_Window], step: int) -> _Window:
         secs = self._processes.timeout_secs

@@ -68,6 +68,11 @@ class Decisions:
         if self._appointments is not None:
             self._appointments.keep()
 
+    def close(self) -> None:
+        """Ends the thread that hears of decisions; may be called again."""
+        if self._appointments is not None:
+            self._appointments.close()
+
     def _ask(
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
     ) -> bool:

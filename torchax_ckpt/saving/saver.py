@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import Failures
 from torchax_ckpt.runtime.save_in_flight import InFlight, SaveCost
+from torchax_ckpt.saving import closing
 from torchax_ckpt.saving.writer import Capture, Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -53,6 +53,10 @@ class Saver:
       calls, saves: the processes of the run, as its training threads and the threads of its saves
         speak to them.
       on_donated: called when a save failed because a reference was donated.
+
+    Attributes:
+      path: where steps go.
+      newest_failure: why the newest save failed, if it did.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Saver:
         saves: Processes,
         on_donated: Callable[[], None] = lambda: None,
     ) -> None:
+        self.path = directory.path
         self._directory = directory
         self._history = history
         self._preservation_policy = preservation_policy
@@ -74,7 +79,8 @@ class Saver:
         self._calls, self._saves = calls, saves
         self._on_donated = on_donated
         self._in_flight: InFlight | None = None
-        self._was_claimed = self._is_claimed = False
+        self._has_tried = self._was_claimed = self._is_claimed = False
+        self._releasing = threading.Lock()
         self._num_failures = 0
         self._failures = Failures()
         self._writer = Writer(directory, history, options, saves, self._failures)
@@ -82,7 +88,6 @@ class Saver:
         # Bounded: where every save is forced, nobody asks what they cost.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
         """What durable saves have cost, until somebody takes it from here."""
-        _unfinished.add(self)
 
     @property
     def is_saving(self) -> bool:
@@ -90,9 +95,19 @@ class Saver:
         return self._in_flight is not None and self._in_flight.thread.is_alive()
 
     @property
+    def saving_step(self) -> int | None:
+        """The step of the save in flight, if there is one."""
+        return self._in_flight.step if self.is_saving and self._in_flight else None
+
+    @property
     def is_claimed(self) -> bool:
         """Whether the directory was taken, and is not known to be lost."""
         return self._was_claimed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there may be anything to close: a lease, or threads."""
+        return self._has_tried or self._telemetry.has_thread
 
     def claim(self, step: int | None = None) -> None:
         """Makes sure, before the first save, that the directory can be written, and takes it.
@@ -106,7 +121,9 @@ class Saver:
         """
         # Once only: after a failure the save's own thread does it, as the medium may keep it long.
         if not self._was_claimed:
+            self._has_tried = True
             with self._calls.round("taking the directory"):
+                closing.take_over(self)
                 self._calls.first(functools.partial(self._take, step))
             self._was_claimed = True
             self._history.open()
@@ -199,10 +216,22 @@ class Saver:
             raise self._timeout_error(save)
 
     def close(self) -> None:
-        """Finishes the save in flight, and lets others write to the directory."""
+        """Finishes the save in flight, and lets others write to the directory.
+
+        May be called again, and on several threads at once.
+
+        Raises:
+          SaveTimeoutError: the save takes too long. It goes on, and keeps the directory.
+        """
         self._wait_and_say()
         self._telemetry.close()
-        self._directory.release()
+        with self._releasing:  # another thread may be at it: the directory is free after this
+            self._directory.release()
+
+    def join(self) -> None:
+        """Waits for the save in flight, even if it has taken too long."""
+        if self._in_flight is not None:
+            self._in_flight.thread.join()
 
     def _wait_and_say(self) -> None:
         """Waits as ``wait`` does, and lets a person at a terminal see what for."""
@@ -364,29 +393,3 @@ def _named(capture: Capture, error: BaseException) -> BaseException:
         except DonatedBufferError as donated:
             return donated.with_traceback(None)
     return error
-
-
-_unfinished: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-
-def _finish_at_exit() -> None:
-    for saver in list(_unfinished):
-        if saver.is_saving and saver._in_flight is not None:
-            logger.warning(
-                "the program is ending without close(): finishing the save of step %d",
-                saver._in_flight.step,
-            )
-            try:
-                saver._wait_and_say()
-            except SaveTimeoutError as error:
-                logger.error("giving up: %s", error)
-                continue
-            if saver.newest_failure is None:
-                logger.warning("step %d is saved", saver._in_flight.step)
-        saver.close()
-
-
-# The interpreter refuses new threads and executor work once its shutdown has begun, which a save
-# needs; atexit hooks run too late. Hooks registered here run before that, the newest first, so
-# this one precedes the one of concurrent.futures, which is registered by importing it above.
-threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ go on from, the local one of two that are equal, as it is closer.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Apart
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
+from torchax_ckpt.saving.closing import Closing, take_over
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.storage.arrays import orbax_context
@@ -302,6 +302,7 @@ class Tiers:
     def open(self) -> None:
         """Lists the directories, if that has not been done yet."""
         if not self._is_open:
+            self.take_over()
             self._compared()
             for tier in self._tiers:
                 tier.history.open()
@@ -328,8 +329,12 @@ class Tiers:
         for committed in found:
             self.holding(committed).saver.delete(step)
 
-    def close(self) -> None:
-        """Finishes the saves in flight, and lets others write."""
-        with contextlib.ExitStack() as closing:  # each, whatever another raises
-            for tier in self._tiers:
-                closing.callback(tier.saver.close)
+    def take_over(self) -> None:
+        """Ends checkpointers of this process on the same directories that nobody uses any more."""
+        for tier in self._tiers:
+            take_over(tier.saver)
+
+    def closing(self, last: Callable[[], None]) -> Closing:
+        """What finishes the saves in flight and lets others write; then calls ``last``."""
+        stops = [tier.decisions.close for tier in self._tiers]
+        return Closing([tier.saver for tier in self._tiers], stops, last)

@@ -18,7 +18,6 @@ import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
@@ -82,9 +81,11 @@ class Telemetry:
         self._is_open = self._is_closed = False
         self._num_told = 0  # skipped calls that an event has told of
         self._saving: tuple[float, int] | None = None
-        # For a checkpointer that is dropped without close(); the worker does not know of it.
-        dropped = weakref.finalize(self, self._worker.queue.put, _END)
-        dropped.atexit = False
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether a thread tells or writes events."""
+        return self._thread is not None
 
     def skipped(self, step: int) -> None:
         """The training has reached a step, and it is not saved."""
@@ -210,7 +211,7 @@ class Telemetry:
 
 
 class _Worker:
-    """What the thread of a ``Telemetry`` does; it must not keep that from being collected."""
+    """What the thread of a ``Telemetry`` does."""
 
     def __init__(
         self,

@@ -20,13 +20,11 @@ taken over. What remains is the moment between that look and the rename or uploa
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -81,10 +79,6 @@ class Lease:
             return
         self._end()  # the directory was removed, and the lease with it: start anew
         self._hold = self._take()
-        # For a checkpointer that is dropped without close(). The thread that renews knows only the
-        # hold, so it does not keep the lease from being collected.
-        self._dropped = weakref.finalize(self, self._hold.drop)
-        self._dropped.atexit = False
 
     def renew(self) -> None:
         """Gives a sign of life; what the thread does every 20 s."""
@@ -98,7 +92,6 @@ class Lease:
     def _end(self) -> None:
         if self._hold is not None:
             hold, self._hold = self._hold, None
-            self._dropped.detach()
             hold.end()
 
     def _take(self) -> _Hold:
@@ -112,19 +105,12 @@ class Lease:
     def _compete(self, record: Record) -> _Hold:
         first: Seen | None = None
         first_secs = 0.0
-        is_collected = False
         while True:
             now = self._clock()
             seen = record.read()
             if seen is not None:
                 other = Holder.of(seen.content)
                 is_alive = other.is_alive() if other is not None else None
-                if is_alive and other is not None and other.pid == os.getpid() and not is_collected:
-                    gc.collect()  # perhaps a checkpointer that was dropped without close()
-                    while _dropping:
-                        _dropping.pop().join()
-                    is_collected = True
-                    continue
                 if is_alive or (is_alive is None and first is not None and seen != first):
                     raise self._refused(other, now)
                 if is_alive is None:
@@ -158,8 +144,12 @@ class Lease:
     def _refused(self, other: Holder | None, now: float) -> LeaseError:
         who = other.describe(now) if other else "unknown"
         if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
-            who = f"another checkpointer of this very process ({who})"
-            what_to_do = "Close that one first"
+            who = f"another checkpointer of this very process ({who}), which is still referenced"
+            what_to_do = (
+                "Close that one first. Where it has no name any more, a notebook's Out and _, or "
+                "the traceback of the last error (sys.last_value), may refer to it: let go of "
+                "these"
+            )
         else:
             what_to_do = "End that program"
         return LeaseError(
@@ -168,10 +158,6 @@ class Lease:
             f"that has died elsewhere ends {LEASE_SECS:.0f} s after its last sign of life.",
             path=self._directory,
         )
-
-
-# Threads that are giving back the leases of checkpointers that were dropped.
-_dropping: list[threading.Thread] = []
 
 
 class _Hold:
@@ -191,10 +177,8 @@ class _Hold:
         self._directory = directory
         self._clock = clock
         self._loss: str | None = None
-        # Reentrant: the garbage collector may end this hold inside anything it does itself.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._is_dropped = False
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
@@ -233,7 +217,7 @@ class _Hold:
         if not self._is_mine():
             return
         self._ended.set()
-        if self._thread is not threading.current_thread() and not sys.is_finalizing():
+        if not sys.is_finalizing():
             self._thread.join()
         with self._lock:
             try:
@@ -244,17 +228,9 @@ class _Hold:
             finally:
                 self._record.close()
 
-    def drop(self) -> None:
-        """Has its thread give the lease back: the garbage collector must not wait for it."""
-        self._is_dropped = True
-        _dropping.append(self._thread)
-        self._ended.set()
-
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECS):
             self.renew()
-        if self._is_dropped:
-            self.end()
 
     def _is_mine(self) -> bool:
         return self.holder.pid == os.getpid()

@@ -83,6 +83,7 @@ class StepDirectory:
         self.path = location.resolve(directory)
         self._is_bucket = location.is_bucket(self.path)
         if self._is_bucket:
+            bucket.use(self.path, self)
             bucket.check(self.path, for_writing=not read_only)
         with self._translated("read"):
             if self.path.exists() and not self.path.is_dir():

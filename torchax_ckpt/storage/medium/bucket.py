@@ -10,12 +10,16 @@ end, so that is bounded here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import aiohttp
+import tensorstore as ts
 from etils import epath
 from etils.epath import backend
 from fsspec import asyn
@@ -29,6 +33,11 @@ logger = logging.getLogger(__name__)
 _CHECK_SECS = 60.0
 _SILENCE_SECS = 30
 _REMOVALS_AT_A_TIME = 32
+_TENSORSTORE = {
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(_SILENCE_SECS),
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(_SILENCE_SECS),
+}
 # Orbax asks for the bucket itself, to learn whether it has a hierarchical namespace.
 _READING = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
 _WRITING = ("storage.objects.create", "storage.objects.delete")
@@ -136,20 +145,70 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
 
 
 def _filesystem(path: epath.Path) -> Any:
-    """The gcsfs instance behind epath, told to ask the bucket and not its own memory."""
+    """The gcsfs instance behind epath, without what it remembers."""
     filesystem = backend.fsspec_backend.fs(path)
-    # It would never see what TensorStore, or another process, has written meanwhile.
-    filesystem.dircache.use_listings_cache = False
     filesystem.invalidate_cache()
-    if filesystem.requests_timeout is None:
-        filesystem.requests_timeout = aiohttp.ClientTimeout(
+    return filesystem
+
+
+class _Settings:
+    """The settings of the gcsfs instance that epath, Orbax and this package share with the program.
+
+    They are this package's while there are users, else what they were before.
+    """
+
+    def __init__(self) -> None:
+        # Users may be collected, and counted, anywhere: also in here.
+        self._lock = threading.RLock()
+        self._num_users = 0
+        self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS
         )
-    # TensorStore has no other way to give up on a connection that stays silent.
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_SILENCE_SECS))
-    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_SILENCE_SECS))
-    return filesystem
+
+    def use(self, filesystem: Any, user: object) -> None:
+        """Sets the instance until the user, and every other one, is collected."""
+        with self._lock:
+            if self._num_users == 0:
+                self._had_cache = filesystem.dircache.use_listings_cache
+            # It would never see what TensorStore, or another process, has written meanwhile.
+            filesystem.dircache.use_listings_cache = False
+            if filesystem.requests_timeout is None:
+                filesystem.requests_timeout = self._timeout
+            self._num_users += 1
+            weakref.finalize(user, self._leave, filesystem).atexit = False
+
+    def _leave(self, filesystem: Any) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                filesystem.dircache.use_listings_cache = self._had_cache
+                if filesystem.requests_timeout is self._timeout:
+                    filesystem.requests_timeout = None
+
+
+_settings = _Settings()
+
+
+def use(path: epath.Path, user: object) -> None:
+    """Sets the clients of a bucket for as long as an object lives that reads or writes there."""
+    _start_tensorstore()
+    _settings.use(_filesystem(path), user)
+
+
+@functools.cache
+def _start_tensorstore() -> None:
+    """Has TensorStore give up on silent connections.
+
+    Only environment variables say that, which TensorStore reads once, as it opens its first
+    bucket; opening one sends no request. They are set for that moment alone.
+    """
+    missing = [name for name in _TENSORSTORE if name not in os.environ]
+    try:
+        os.environ.update({name: _TENSORSTORE[name] for name in missing})
+        ts.KvStore.open({"driver": "gcs", "bucket": "any-bucket"}).result()
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _call(filesystem: Any, route: str, bucket: str, **query: Any) -> Any:

@@ -1,0 +1,413 @@
+"""The end of a checkpointer: closed, closed while a save is late, unreachable, replaced."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.compare import entries
+from support.processes import run_processes, run_python
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import ClosedError, LeaseError, SaveError, SaveTimeoutError
+from torchax_ckpt.runtime import preemption
+from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.telemetry.events import Event
+
+STATE = {"w": np.arange(3)}
+LATE = CheckpointOptions(save_timeout_secs=0.3)
+ALWAYS = policies.FixedIntervalPolicy(1)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Saves are written once this is set."""
+    opened = threading.Event()
+    write = write_step.write_step
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        assert opened.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(write_step, "write_step", wait)
+    yield opened
+    opened.set()
+    until(lambda: names() - {"sigterm"} <= THREADS)
+
+
+def names() -> set[str]:
+    """What threads of this package there are."""
+    mine = {"lease", "events", "sigterm", "closing", "appointments"}
+    return {t.name for t in threading.enumerate() if t.name in mine or t.name.startswith("save-")}
+
+
+THREADS = names()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Waits for something that another thread does."""
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def local(tmp_path: Path, *, has_local: bool) -> dict[str, Any]:
+    """Arguments for a checkpointer with a local tier, or without."""
+    if not has_local:
+        return {}
+    return {"local": LocalTier(tmp_path / "local", save_decision_policy=ALWAYS)}
+
+
+# --- a close that is late ---
+
+
+@pytest.mark.parametrize("has_local", [False, True], ids=["durable", "tiers"])
+def test_close_can_be_tried_again_after_a_late_save(
+    has_local: bool, directory: Path, tmp_path: Path, gate: threading.Event
+) -> None:
+    ours = signal.getsignal(signal.SIGTERM)
+    ckpt = TorchaxCheckpointer(directory, options=LATE, **local(tmp_path, has_local=has_local))
+    ckpt.save(1, state=STATE, force=True)
+    for _ in range(2):
+        with pytest.raises(SaveTimeoutError, match="the save of step 1 .* is still in flight"):
+            ckpt.close()
+    with pytest.raises(ClosedError):
+        ckpt.save(2, state=STATE)
+    assert (directory / "lease").exists()
+    assert signal.getsignal(signal.SIGTERM) == preemption._watch._handle  # a save may be finished
+    gate.set()
+    until(lambda: ckpt.all_steps() == [1])
+    ckpt._saver.join()
+    ckpt.close()
+    ckpt.close()
+    assert entries(directory) <= {"1", "run"}
+    assert signal.getsignal(signal.SIGTERM) is ours
+    until(lambda: names() == THREADS)
+
+
+@pytest.mark.parametrize("has_local", [False, True], ids=["durable", "tiers"])
+def test_a_late_save_ends_the_close_that_gave_up_on_it(
+    has_local: bool, directory: Path, tmp_path: Path, gate: threading.Event
+) -> None:
+    told: list[str] = []
+    ckpt = TorchaxCheckpointer(
+        directory,
+        options=LATE,
+        on_event=lambda event: told.append(event.name),
+        **local(tmp_path, has_local=has_local),
+    )
+    ckpt.save(1, state=STATE, force=True)
+    with pytest.raises(SaveTimeoutError):
+        ckpt.close()
+    gate.set()
+    # The thread that hears SIGTERM can be ended on the main thread alone.
+    until(lambda: names() - {"sigterm"} == THREADS)
+    assert entries(directory) <= {"1", "run"}
+    assert not (tmp_path / "local" / "lease").exists()
+    assert told == ["started", "saving", "durable", "closed"]
+    assert not preemption._watch._listeners
+    with TorchaxCheckpointer(directory) as following:
+        assert following.save(2, state=STATE, force=True)
+    assert names() == THREADS
+    ckpt.close()
+
+
+def test_a_close_that_gave_up_raises_the_failure_when_it_is_tried_again(
+    directory: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        assert gate.wait(60)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write_step, "write_step", fail)
+    ckpt = TorchaxCheckpointer(directory, options=LATE)
+    ckpt.save(1, state=STATE)
+    with pytest.raises(SaveTimeoutError):
+        ckpt.close()
+    gate.set()
+    ckpt._saver.join()
+    with pytest.raises(SaveError, match="No space left"):
+        ckpt.close()
+    ckpt.close()
+
+
+def test_a_new_checkpointer_waits_for_a_save_that_close_gave_up_on(
+    directory: Path, gate: threading.Event
+) -> None:
+    first = TorchaxCheckpointer(directory, options=LATE)
+    first.save(1, state=STATE)
+    with pytest.raises(SaveTimeoutError):
+        first.close()
+    second = TorchaxCheckpointer(directory)
+    with pytest.raises(SaveTimeoutError, match="the save of step 1"):
+        second.save(2, state=STATE, force=True)
+    gate.set()
+    first._saver.join()
+    assert second.save(2, state=STATE, force=True)
+    second.close()
+    first.close()
+    assert entries(directory) == {"1", "2"}
+
+
+# --- a checkpointer that nobody can reach ---
+
+
+class Trainer:
+    """Logs the events of the checkpointer that it has: a cycle of references."""
+
+    def __init__(self, directory: Path, **kwargs: Any) -> None:
+        self.ckpt = TorchaxCheckpointer(directory, on_event=self.log, **kwargs)
+        self.told: list[str] = []
+        all_told.append(self.told)
+
+    def log(self, event: Event) -> None:
+        self.told.append(event.name)
+
+
+all_told: list[list[str]] = []
+
+
+@pytest.mark.parametrize("is_cell_late", [False, True], ids=["after", "during"])
+@pytest.mark.parametrize("has_local", [False, True], ids=["durable", "tiers"])
+def test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces(
+    has_local: bool,
+    is_cell_late: bool,
+    directory: Path,
+    tmp_path: Path,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tiers = local(tmp_path, has_local=has_local)
+    ours = signal.getsignal(signal.SIGTERM)
+    trainer = Trainer(directory, **tiers)
+    trainer.ckpt.save(1, state=STATE, force=True)
+    if is_cell_late:
+        threading.Timer(0.3, gate.set).start()
+    else:
+        gate.set()
+        trainer.ckpt.wait_until_finished()
+    trainer = Trainer(directory, **tiers)
+    assert trainer.ckpt.save(2, state=STATE, force=True)
+    trainer.ckpt.close()
+    assert trainer.ckpt.all_steps() == [1, 2]
+    assert "taking over from a checkpointer of this program" in caplog.text
+    first, second = all_told[-2:]
+    assert first == ["started", "saving", "durable", "closed"]
+    assert second == ["started", "saving", "durable", "closed"]
+    assert entries(directory) <= {"1", "2", "run"}
+    until(lambda: names() == THREADS)
+    assert signal.getsignal(signal.SIGTERM) is ours
+
+
+def test_what_the_replaced_checkpointer_is_saving_is_resumed_from(
+    directory: Path, gate: threading.Event
+) -> None:
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.attach()
+    ckpt.save(7, state=STATE)
+    threading.Timer(0.3, gate.set).start()
+    ckpt = TorchaxCheckpointer(directory)
+    assert ckpt.attach() == 7
+    assert ckpt.save(8, state=STATE, force=True)
+    ckpt.close()
+    assert entries(directory) == {"7", "8"}
+
+
+def test_one_that_can_still_be_reached_is_said_to_be(directory: Path) -> None:
+    out = {1: TorchaxCheckpointer(directory)}  # as a notebook keeps what a cell has shown
+    out[1].save(1, state=STATE)
+    ckpt = TorchaxCheckpointer(directory)
+    with pytest.raises(
+        LeaseError,
+        match=r"another checkpointer of this very process .*, which is still referenced\. Close "
+        r"that one first\. .*a notebook's Out and _, or the traceback of the last error",
+    ):
+        ckpt.save(2, state=STATE, force=True)
+    out.clear()
+    assert ckpt.save(2, state=STATE, force=True)
+    ckpt.close()
+
+
+def test_failures_of_one_that_was_replaced_are_logged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(write_step, "write_step", fail)
+        ckpt = TorchaxCheckpointer(directory)
+        ckpt.save(1, state=STATE)
+        ckpt._saver.join()
+    caplog.clear()
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(2, state=STATE)
+    ckpt.close()
+    (told,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "Its newest save failed: saving step 1" in told.getMessage()
+
+
+def test_one_that_nobody_replaces_finishes_its_save_and_lets_go_of_the_directory(
+    directory: Path, gate: threading.Event
+) -> None:
+    TorchaxCheckpointer(directory).save(1, state=STATE)
+    gc.collect()
+    assert (directory / "lease").exists()
+    gate.set()
+    until(lambda: entries(directory) == {"1"})
+    until(lambda: names() - {"sigterm"} == THREADS)
+    with TorchaxCheckpointer(directory) as ckpt:  # on the main thread, which can let go of SIGTERM
+        ckpt.attach()
+    assert names() == THREADS
+
+
+UNREACHABLE = """
+    import gc, sys, time
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import TorchaxCheckpointer
+    from torchax_ckpt.storage.arrays import write_step
+    write = write_step.write_step
+    def slow(*args, **kwargs):
+        time.sleep(1)
+        write(*args, **kwargs)
+    write_step.write_step = slow
+    TorchaxCheckpointer(sys.argv[1]).save(1, state={"w": np.arange(3)})
+    gc.collect()
+"""
+
+
+def test_a_program_that_ends_finishes_the_save_of_an_unreachable_one(directory: Path) -> None:
+    result = run_python(UNREACHABLE, str(directory), devices=1, fresh=True)
+    assert "ending without close(): finishing the save of step 1" in result.stderr
+    assert "step 1 is saved" in result.stderr
+    assert entries(directory) == {"1"}
+
+
+# --- what is left behind ---
+
+LEFT = """
+    import os, signal, sys, threading
+    import torchax
+    torchax.enable_globally()
+    import numpy as np
+    from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+    def everything():
+        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
+        return {
+            "threads": sorted(t.name for t in threading.enumerate()),
+            "environment": dict(os.environ),
+            "files": sorted(os.listdir("/proc/self/fd")),
+            "handlers": [signal.getsignal(n) for n in signal.valid_signals()],
+            "wakeup": wakeup,
+        }
+
+    state = {"w": np.arange(3)}
+    often = policies.FixedIntervalPolicy(1)
+
+    def use(number, **kwargs):
+        place = f"{sys.argv[1]}/{number}"
+        with TorchaxCheckpointer(place, save_decision_policy=often, **kwargs) as c:
+            c.attach()
+            for step in range(1, 4):
+                c.save(step, state=state)
+            c.wait_until_finished()
+            c.load(2)
+
+    use(0)  # what Orbax and JAX begin once in a process
+    before = everything()
+    use(1, on_event=lambda event: None)
+    use(2, local=LocalTier(f"{sys.argv[1]}/local", save_decision_policy=often))
+    after = everything()
+    for key in before:
+        assert before[key] == after[key], (key, before[key], after[key])
+"""
+
+
+def test_a_closed_checkpointer_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_python(LEFT, str(tmp_path), devices=1)
+
+
+TWO = """
+    import sys, threading, time
+    from processes_program import INDEX, MESH, P, NamedSharding, jax, np, report, torchax
+    torchax.enable_globally()
+    from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+    from torchax_ckpt.errors import SaveTimeoutError
+    from torchax_ckpt.storage.arrays import write_step
+
+    place = sys.argv[4]
+    ALWAYS = policies.FixedIntervalPolicy(1)
+
+    def names():
+        ours = ("lease", "events", "sigterm", "closing", "appointments", "save-")
+        return sorted(t.name for t in threading.enumerate() if t.name.startswith(ours))
+
+    gate = threading.Event()
+    gate.set()
+    write = write_step.write_step
+
+    def wait(*args, **kwargs):
+        assert gate.wait(60)
+        return write(*args, **kwargs)
+
+    write_step.write_step = wait
+    state = {"w": jax.device_put(np.arange(8.0), NamedSharding(MESH, P("fsdp")))}
+
+    def made(name, **kwargs):
+        local = LocalTier(f"{place}/{name}-{INDEX}", save_decision_policy=ALWAYS)
+        return TorchaxCheckpointer(
+            f"{place}/{name}", save_decision_policy=ALWAYS, local=local, **kwargs)
+
+    # Closed: no thread is left.
+    with made("closed") as ckpt:
+        for step in range(1, 30):
+            ckpt.save(step, state=state)
+        assert any(name.startswith("appointments") for name in names())
+    assert names() == [], names()
+
+    # Closed while a save is late.
+    ckpt = made("late", options=CheckpointOptions(save_timeout_secs=0.5))
+    gate.clear()
+    ckpt.save(1, state=state)
+    try:
+        ckpt.close()
+        raise AssertionError
+    except SaveTimeoutError:
+        pass
+    gate.set()
+    while names():
+        time.sleep(0.05)
+    ckpt.close()
+
+    # Made again by the same cell of a notebook.
+    gate.clear()
+    ckpt = made("again")
+    ckpt.save(1, state=state, force=True)
+    threading.Timer(0.5, gate.set).start()
+    ckpt = made("again")
+    assert ckpt.save(2, state=state, force=True)
+    ckpt.close()
+    assert ckpt.all_steps() == [1, 2], ckpt.all_steps()
+    while names():
+        time.sleep(0.05)
+    report(is_done=True)
+"""
+
+
+def test_on_two_processes(tmp_path: Path) -> None:
+    for reports in run_processes(TWO, 2, str(tmp_path), devices=2):
+        assert reports == [{"is_done": True}]
+    assert not list(tmp_path.glob("*/lease"))
