@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -536,12 +535,7 @@ class TorchaxCheckpointer:
     def __enter__(self) -> TorchaxCheckpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except CheckpointError:

@@ -1,4 +1,4 @@
-"""One of two processes whose save decision policy records at which steps it was told of a preemption.
+"""One of two processes whose policy records at which steps it was told of a preemption.
 
 python preempted_policy.py PORT INDEX DIRECTORY
 """
