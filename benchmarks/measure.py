@@ -287,7 +287,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     from torchax_ckpt.storage.arrays import write_step
     from torchax_ckpt.storage.directory.abandonment import Branches
     from torchax_ckpt.storage.directory.committed_step import CommittedStep
-    from torchax_ckpt.storage.directory.run_directory import StepDirectory
+    from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
     # Has seen saves and steps with and without one, as many as it looks back on.
     optimal = policies.OptimalIntervalPolicy(mtbf_secs=1e9)
@@ -305,7 +305,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
         now = time.time_ns()
         steps = [CommittedStep(s, directory / str(s), now - kept + s) for s in range(1, kept + 1)]
         branches = Branches(tuple(steps))
-        StepDirectory.branches = lambda self, known=branches: known  # type: ignore
+        RunDirectory.branches = lambda self, known=branches: known  # type: ignore
         for name, policy, is_saving in (
             ("fixed interval", policies.FixedIntervalPolicy(10**9), False),
             ("minimum interval", policies.ContinuousCheckpointingPolicy(

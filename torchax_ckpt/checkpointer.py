@@ -26,7 +26,7 @@ from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
-from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.telemetry.events import Event
@@ -117,7 +117,7 @@ class TorchaxCheckpointer:
         )
         self._closing = self._tiers.closing(self._preemption.close)
         self._calls = Calls()
-        self._attached: Attached | None = None
+        self._attached: TrainingState | None = None
         self._is_closed = self._has_ended = False
 
     @property
@@ -188,7 +188,7 @@ class TorchaxCheckpointer:
             )
         self._tiers.wait()
         self._tiers.take_over()
-        attached = Attached(
+        attached = TrainingState(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
         if candidates := self._tiers.steps() if resume else []:
@@ -258,7 +258,7 @@ class TorchaxCheckpointer:
     def _restore(
         self,
         committed: CommittedStep,
-        attached: Attached,
+        attached: TrainingState,
         strict: bool,
         selection: Selection | None = None,
     ) -> RestoreReport:
@@ -549,7 +549,7 @@ class TorchaxCheckpointer:
         if self._is_closed:
             raise ClosedError("this checkpointer is closed", path=self._directory.path)
 
-    def _require_attached(self, action: str) -> Attached:
+    def _require_attached(self, action: str) -> TrainingState:
         if self._attached is None:
             raise AttachError(f"{action} was called before attach; call attach(model, ...) first")
         return self._attached

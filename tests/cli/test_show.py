@@ -33,7 +33,7 @@ from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.directory import run_directory
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.stored import stored_step
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_now_ends_with_3(saved: Path, monkeypatch: pytest.Mo
     def fail(self: Any) -> Any:
         raise DirectoryError("cannot read it:\nInput/output error")
 
-    monkeypatch.setattr(run_directory.StepDirectory, "steps", fail)
+    monkeypatch.setattr(run_directory.RunDirectory, "steps", fail)
     said = run("ls", saved, code=exit_codes.UNAVAILABLE)
     assert said == "torchax-ckpt: cannot read it: Input/output error\n"
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_now_ends_with_3(saved: Path, monkeypatch: pytest.Mo
 def test_an_error_of_the_command_itself_is_no_finding(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory.StepDirectory, "steps", lambda self: 1 / 0)
+    monkeypatch.setattr(run_directory.RunDirectory, "steps", lambda self: 1 / 0)
     result = CliRunner().invoke(app, ["ls", str(saved)])
     assert result.exit_code == exit_codes.FAILED
     assert "ZeroDivisionError" in result.stderr
@@ -258,14 +258,14 @@ def test_a_run_with_a_number_for_a_name_needs_nothing_of_what_is_above(
 ) -> None:
     """As of a scheduler's job, among those of others."""
     copy = copy.rename(copy.with_name("2026"))
-    found = StepDirectory.found
+    found = RunDirectory.found
 
-    def permitted(self: StepDirectory, first: int = 0) -> list[CommittedStep]:
+    def permitted(self: RunDirectory, first: int = 0) -> list[CommittedStep]:
         if self.path == copy.parent:
             raise DirectoryError("permission denied", path=self.path)
         return found(self, first)
 
-    monkeypatch.setattr(StepDirectory, "found", permitted)
+    monkeypatch.setattr(RunDirectory, "found", permitted)
     assert run_json("show", copy)["step"] == 2
     assert "permission denied" in run("show", copy.parent / "1", code=exit_codes.UNAVAILABLE)
 

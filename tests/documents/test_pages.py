@@ -31,14 +31,14 @@ DIRECTIVES = {"{toctree}", "{eval-rst}"}
 
 # SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
 # these get a process of their own.
-ALONE = {"lightning", "preemption"}
+SINGLE_PROCESS = {"lightning", "preemption"}
 
 
 @pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_as_one_program(page: Path) -> None:
     text = page.read_text()
-    if page.stem in ALONE:
+    if page.stem in SINGLE_PROCESS:
         blocks = [b["body"] for b in BLOCK.finditer(text) if b["kind"] == "python"]
         run_python("\n".join(blocks), fresh=True)
         return

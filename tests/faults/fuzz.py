@@ -62,15 +62,15 @@ from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.layout.manifest import KINDS, STORABLE_DTYPES, Manifest
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.coordination import ALONE
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.restoring import restore, step_reader
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state import component, functional, node_checks, random_state
-from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 
 MAX_SECS = 5.0
@@ -284,7 +284,7 @@ class Live:
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
-        self.attached = Attached(self.model, self.optimizer, **self.attachments)
+        self.attached = TrainingState(self.model, self.optimizer, **self.attachments)
 
     def digest(self) -> str:
         """All that is live, to the bit."""
@@ -462,7 +462,7 @@ class Readers:
             self._list()
 
     def _list(self) -> None:
-        directory = StepDirectory(self.corpus.run)
+        directory = RunDirectory(self.corpus.run)
         infos = [directory.info(step) for step in directory.steps()]
         for info in infos:
             assert info.time.year < 2263
@@ -473,7 +473,9 @@ class Readers:
         with replaced(self.corpus.step / "manifest" / "data.json", raw):
             options = CheckpointOptions()
             source = step_reader.StoredLeaves(self.corpus.committed, options)
-            restore.restore_attached(source, self.corpus.live.attached, True, options, ALONE)
+            restore.restore_attached(
+                source, self.corpus.live.attached, True, options, SINGLE_PROCESS
+            )
 
 
 # --- the loop ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
-from torchax_ckpt.storage.directory.lease_holder import Holder
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry import journal, timeline
 from torchax_ckpt.telemetry.events import Event
@@ -130,7 +130,7 @@ class FileReaders:
         for name in ("leased", "durable", "local", "events", "tensors", "indexed"):
             (folder / name).mkdir(parents=True)
         now = Clock.now
-        holder = Holder("t1", "tpu-vm-7", 4711, "another kernel", 99, now - 600, now - 10)
+        holder = LeaseHolder("t1", "tpu-vm-7", 4711, "another kernel", 99, now - 600, now - 10)
         events = [
             Event("started", now, None, {"host": "a", "pid": 1, "keeps": [{"n": 3}], "steps": [1]}),
             Event("restored", now + 1, 1, {"secs": 2.5, "is_verified": True, "tier": "local"}),

@@ -29,7 +29,7 @@ import torchax
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.storage.arrays import write_step
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 Lineage = tuple[tuple[int, int], ...]
 Key = tuple[int, Lineage]
@@ -175,13 +175,13 @@ def run(
 ) -> None:
     """Resumes, and trains, saves, deletes and goes back at random, forever or so many times."""
     for owner, function, name in [
-        (StepDirectory, "claim", "claiming"),
-        (StepDirectory, "recover", "recovering"),
+        (RunDirectory, "claim", "claiming"),
+        (RunDirectory, "recover", "recovering"),
         (write_step, "write_step", "writing"),
-        (StepDirectory, "commit", "committing"),
-        (StepDirectory, "set_aside", "setting aside"),
-        (StepDirectory, "settle", "settling"),
-        (StepDirectory, "prune", "pruning"),
+        (RunDirectory, "commit", "committing"),
+        (RunDirectory, "set_aside", "setting aside"),
+        (RunDirectory, "settle", "settling"),
+        (RunDirectory, "prune", "pruning"),
     ]:
         phase.watch(owner, function, name)
     if weakening is not None:
@@ -256,7 +256,7 @@ def weaken(how: str, directory: Path) -> None:
             shutil.copy(source, target)
             time.sleep(0.01)
 
-    def committed(self: StepDirectory, step: int, written: Any, at: Any = None) -> Any:
+    def committed(self: RunDirectory, step: int, written: Any, at: Any = None) -> Any:
         return self.find(step)
 
     def delete_first(*args: Any, **kwargs: Any) -> None:
@@ -277,7 +277,7 @@ def weaken(how: str, directory: Path) -> None:
 
     write_step.write_step = {"copy": copy, "delete-first": delete_first, "mixed": mixed}[how]
     if how == "copy":
-        StepDirectory.commit = committed  # type: ignore[method-assign]
+        RunDirectory.commit = committed  # type: ignore[method-assign]
 
 
 # --- the oracle ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from fuzz_files import Fed
 
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.storage.directory.lease_holder import Holder
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_the_harness_finds_a_reader_that_trusts_a_file(corpus: Corpus) -> None:
     lease = readers.by_name["lease"]
 
     def trusting(raw: bytes) -> None:
-        Holder(**json.loads(raw)).describe(0.0)
+        LeaseHolder(**json.loads(raw)).describe(0.0)
 
     readers.by_name = {"lease": dataclasses.replace(lease, read=trusting)}
     found = fuzz(readers, seed=1, count=100)

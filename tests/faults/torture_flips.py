@@ -40,7 +40,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.cli import show
 from torchax_ckpt.errors import CheckpointError
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # Everything attached; functional state, in place of modules and optimizers.
@@ -183,7 +183,7 @@ class Live:
 
 def by_torchax_ckpt(directory: Path) -> Any:
     """Everything that this library gives of the steps; raises where it says that one is damaged."""
-    run = StepDirectory(directory, read_only=True)
+    run = RunDirectory(directory, read_only=True)
     found: dict[str, Any] = {"shown": show.steps_of(run)}
     for step in STEPS:
         ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))

@@ -28,7 +28,7 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout.manifest import Digests
-from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
@@ -50,12 +50,12 @@ def test_process_0_gathers_and_shares() -> None:
 
 
 def test_one_process_speaks_to_nobody() -> None:
-    with ALONE.round("testing"):
-        ALONE.meet()
-        assert ALONE.gather(b"x") == [b"x"]
-        assert ALONE.share(b"x") == b"x"
-        assert ALONE.first(lambda: 3) == 3
-    with pytest.raises(ValueError, match="as it is"), ALONE.round("testing"):
+    with SINGLE_PROCESS.round("testing"):
+        SINGLE_PROCESS.meet()
+        assert SINGLE_PROCESS.gather(b"x") == [b"x"]
+        assert SINGLE_PROCESS.share(b"x") == b"x"
+        assert SINGLE_PROCESS.first(lambda: 3) == 3
+    with pytest.raises(ValueError, match="as it is"), SINGLE_PROCESS.round("testing"):
         raise ValueError("as it is")
 
 

@@ -16,7 +16,7 @@ from processes_program import INDEX, report
 from support.damage import flip_arrays
 
 from torchax_ckpt import errors, policies
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 ckpt = opened(policies.SpecificStepsPolicy((4,)), keep=9)
 training.attach(ckpt)
@@ -56,7 +56,7 @@ with warnings.catch_warnings(record=True) as said:
 report(step=found.step, tier=found.tier, skipped=found.skipped_steps, said=len(said))
 
 # One host's disk fails when the others have committed.
-commit = StepDirectory.commit
+commit = RunDirectory.commit
 
 
 def failing(self: Any, step: Any, written: Any, at: Any = None) -> Any:
@@ -67,14 +67,14 @@ def failing(self: Any, step: Any, written: Any, at: Any = None) -> Any:
 
 
 if INDEX == 1:
-    StepDirectory.commit = failing  # type: ignore[method-assign]
+    RunDirectory.commit = failing  # type: ignore[method-assign]
 training.step()
 assert ckpt.save(5)
 try:
     ckpt.wait_until_finished()
 except errors.SaveError as error:
     failure = str(error)
-StepDirectory.commit = commit  # type: ignore[method-assign]
+RunDirectory.commit = commit  # type: ignore[method-assign]
 report(failed="Input/output error" in failure, there=sorted(os.listdir(mine)))
 train(6)
 ckpt.close()

@@ -16,7 +16,7 @@ import numpy as np
 import torchax
 
 from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 torchax.enable_globally()
 
@@ -31,6 +31,6 @@ for step in (1, 2, 3, 4):
     ckpt.save(step, state={"w": np.full(3, step)}, force=True)
 ckpt.wait_until_finished()
 ckpt.restore(2)
-setattr(StepDirectory, sys.argv[2], kill)
+setattr(RunDirectory, sys.argv[2], kill)
 ckpt.save(int(sys.argv[3]), state={"w": np.full(3, 100)}, force=True)
 ckpt.wait_until_finished()

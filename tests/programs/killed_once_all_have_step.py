@@ -18,7 +18,7 @@ from typing import Any
 from processes_program import INDEX, Training, report
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 directory, ramdisks, tier = sys.argv[4:7]
@@ -49,7 +49,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-commit, verify = StepDirectory.commit, StoredStep.verify
+commit, verify = RunDirectory.commit, StoredStep.verify
 
 
 def fatal_commit(self: Any, step: Any, *args: Any) -> Any:
@@ -66,7 +66,7 @@ def fatal_verify(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 if INDEX == 0 and tier == "local":
-    StepDirectory.commit = fatal_commit  # type: ignore[method-assign,assignment]
+    RunDirectory.commit = fatal_commit  # type: ignore[method-assign,assignment]
 if INDEX == 1 and tier == "durable":
     StoredStep.verify = fatal_verify  # type: ignore[method-assign]
 for step in range(start + 1, fatal + 1):

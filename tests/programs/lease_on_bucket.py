@@ -97,7 +97,7 @@ try:
     from torchax_ckpt.errors import LeaseError, SaveError
     from torchax_ckpt.storage.arrays import write_step
     from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
-    from torchax_ckpt.storage.directory.lease_holder import Holder
+    from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 
     def raises(kind: Any, call: Any) -> Any:
         try:
@@ -130,7 +130,7 @@ try:
 
     # Lost while a step is being written: the commit mark is never set.
     lease = epath.Path(url) / "lease"
-    other = Holder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
+    other = LeaseHolder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
     write = write_step.write_step
 
     def lose(*args: Any, **kwargs: Any) -> None:

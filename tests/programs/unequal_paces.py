@@ -22,7 +22,7 @@ import jax
 from torchax_ckpt import policies
 from torchax_ckpt.policies.save_decision import decision_context
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.decision_windows import Appointments
+from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.storage.arrays.orbax_context import coordination_service
 
 index, port, pace = int(sys.argv[1]), sys.argv[3], json.loads(sys.argv[4])[int(sys.argv[1])]
@@ -59,7 +59,7 @@ def save(step: int, delay: float) -> None:
     durable.append(info(step))
 
 
-appointments = Appointments(Processes("decisions", 60, coordination_service()), decide)
+appointments = DecisionWindows(Processes("decisions", 60, coordination_service()), decide)
 for number, step in enumerate([*range(1, 500), *range(200, 500), *range(700, 2500, 7)]):
     if number % 20 == 0:
         with training.round("training"):

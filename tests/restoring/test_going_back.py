@@ -21,7 +21,7 @@ from support.training import adamw, mlp, train_step
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 KEEP_ALL = policies.PreserveAll()
 
@@ -250,9 +250,9 @@ def test_a_thousand_steps_cost_no_more_than_one(
 ) -> None:
     trained(directory, 3)
     listed = 0
-    branches = StepDirectory.branches
+    branches = RunDirectory.branches
 
-    def counted(self: StepDirectory) -> object:
+    def counted(self: RunDirectory) -> object:
         nonlocal listed
         listed += 1
         return branches(self)
@@ -261,7 +261,7 @@ def test_a_thousand_steps_cost_no_more_than_one(
         ckpt.attach(stateful={}, resume=False)
         ckpt.save(4, state={"w": np.zeros(2)}, force=True)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(StepDirectory, "branches", counted)
+        monkeypatch.setattr(RunDirectory, "branches", counted)
         for step in range(5, 9):
             ckpt.save(step, state={"w": np.zeros(2)}, force=True)
         ckpt.wait_until_finished()

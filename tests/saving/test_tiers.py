@@ -38,7 +38,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory import run_identity
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.telemetry.events import Event
 
 ALWAYS = policies.FixedIntervalPolicy(1)
@@ -194,7 +194,7 @@ def test_a_step_is_found_verified_and_deleted_in_either_tier(
         assert (directory / "2" / "verified").exists()
         assert (ramdisk / "2" / "verified").exists()
         for place, spares in ((directory, True), (ramdisk, False)):
-            kept = [rule for s in steps_of(StepDirectory(place)) for rule in s["kept_by"] or ()]
+            kept = [rule for s in steps_of(RunDirectory(place)) for rule in s["kept_by"] or ()]
             assert ("newest verified" in kept) == spares
         ckpt.delete(2, tier="local")
         assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([1, 3], [2])

@@ -15,8 +15,8 @@ from support.group import Group
 from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import Apart
-from torchax_ckpt.runtime.failure_log import Failures
+from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving.writer import Writer
 
 
@@ -36,7 +36,9 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
             path=epath.Path("run"), commit=own, delete=lambda part: lose.add(member.index)
         )
         history: Any = SimpleNamespace(landed=lambda part: have.add(member.index))
-        writer = Writer(directory, history, CheckpointOptions(), Apart(member), Failures())
+        writer = Writer(
+            directory, history, CheckpointOptions(), PerHostProcesses(member), FailureLog()
+        )
         with member.round("saving step 1"):
             writer._commit_part(1, "writing-1")
 

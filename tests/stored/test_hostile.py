@@ -40,7 +40,7 @@ from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.directory.commit_record import MARK
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import permissions, seals
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -739,7 +739,7 @@ def test_a_step_that_has_lost_its_json_is_damaged_and_not_foreign(run: Path, los
 @pytest.mark.parametrize("name", ["02", "-2", "2 ", "٣", "9" * 200, "incoming-٣", "1e3"])
 def test_a_name_that_no_step_has_is_no_step(run: Path, name: str) -> None:
     shutil.copytree(run / str(DAMAGED), run / name)
-    assert [s.step for s in StepDirectory(run).steps()] == [1, DAMAGED]
+    assert [s.step for s in RunDirectory(run).steps()] == [1, DAMAGED]
 
 
 # --- functional state and steps of bare Orbax ----------------------------------------------------

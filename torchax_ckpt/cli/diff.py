@@ -11,7 +11,7 @@ from torchax_ckpt.cli.exit_codes import FOUND, OK
 from torchax_ckpt.cli.step_arguments import chosen
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.stored.compare import Comparison, Difference, compare
+from torchax_ckpt.stored.compare import Difference, StepComparison, compare
 from torchax_ckpt.stored.stored_step import StoredStep
 
 _IN_WORDS = {
@@ -61,7 +61,7 @@ def _as_json(difference: Difference) -> dict[str, Any]:
     }
 
 
-def _print(result: Comparison) -> None:
+def _print(result: StepComparison) -> None:
     if rows := [(d.name, _IN_WORDS[d.what], _detail(d)) for d in (*result.leaves, *result.values)]:
         output.print_table(("name", "difference", ""), rows)
     if result.is_identical:

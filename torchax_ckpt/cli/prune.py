@@ -14,7 +14,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import described, preservation
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import containment
 from torchax_ckpt.stored.copy import copy_steps
 
@@ -66,7 +66,7 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
 
 
 def _doomed(
-    run: StepDirectory, steps: Sequence[CommittedStep], policy: Any
+    run: RunDirectory, steps: Sequence[CommittedStep], policy: Any
 ) -> tuple[list[CommittedStep], list[int]]:
     """What no rule keeps, but the newest verified step, and what each takes."""
     infos = [run.info(committed) for committed in steps]
@@ -87,7 +87,7 @@ def _doomed(
 def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> int:
     """``torchax-ckpt copy``."""
     steps = named_or_all(source)
-    run = StepDirectory(target)
+    run = RunDirectory(target)
     sizes = {committed.step: containment.stored_bytes(committed.path) for committed in steps}
     left_out: list[CheckpointError] = []
     with progress.bar("copying", lambda: sum(sizes.values())) as on_bytes:

@@ -15,7 +15,7 @@ from torchax_ckpt.policies import described
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import containment
 from torchax_ckpt.stored.stored_step import StoredStep
@@ -47,7 +47,7 @@ def list_steps(directory: str, *, as_json: bool) -> int:
     return OK
 
 
-def steps_of(run: StepDirectory) -> list[dict[str, Any]]:
+def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
     """What there is to say of each step, oldest first, as JSON; null for a time that is lost."""
     found = run.steps()
     kept_by = _kept_by(run, found)
@@ -64,7 +64,7 @@ def steps_of(run: StepDirectory) -> list[dict[str, Any]]:
     ]
 
 
-def _kept_by(run: StepDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
+def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
     """Why each step is there, by the rules that the last program noted; None where none has.
 
     A step that has no reason goes with the next save.
@@ -201,7 +201,7 @@ def verify(
 
 
 def _verify_one(
-    run: StepDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
+    run: RunDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"step": committed.step}
     try:

@@ -8,11 +8,11 @@ import os
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 
 
-def existing(directory: str, *, read_only: bool = True) -> StepDirectory:
+def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
     """The directory of a run that is there.
 
     Raises:
@@ -30,7 +30,7 @@ def existing(directory: str, *, read_only: bool = True) -> StepDirectory:
 
 def chosen(
     directory: str, step: int | None = None, *, read_only: bool = True
-) -> tuple[StepDirectory, CommittedStep]:
+) -> tuple[RunDirectory, CommittedStep]:
     """The run and the step that arguments name.
 
     ``runs/a 20`` and ``runs/a/20`` name step 20 of ``runs/a``, and ``runs/a`` its newest one.
@@ -58,7 +58,7 @@ def named_or_all(text: str) -> list[CommittedStep]:
     return all_of(_opened(text)) if one is None else [one[1]]
 
 
-def all_of(run: StepDirectory) -> list[CommittedStep]:
+def all_of(run: RunDirectory) -> list[CommittedStep]:
     """The steps of a run that must have some, oldest first.
 
     Raises:
@@ -69,7 +69,7 @@ def all_of(run: StepDirectory) -> list[CommittedStep]:
     return steps
 
 
-def _one(text: str, *, read_only: bool = True) -> tuple[StepDirectory, CommittedStep] | None:
+def _one(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
     """The step that a path names, and its run; None where the path may name a run.
 
     Raises:
@@ -95,7 +95,7 @@ def _one(text: str, *, read_only: bool = True) -> tuple[StepDirectory, Committed
         return None
 
 
-def _opened(directory: str, *, read_only: bool = True) -> StepDirectory:
+def _opened(directory: str, *, read_only: bool = True) -> RunDirectory:
     try:
         path = location.resolve(directory)
     except DirectoryError as error:
@@ -108,4 +108,4 @@ def _opened(directory: str, *, read_only: bool = True) -> StepDirectory:
                 raise UsageError(f"{directory}: no such directory") from None
             except NotADirectoryError:
                 raise UsageError(f"{directory}: is not a directory") from None
-    return StepDirectory(path, read_only=read_only)
+    return RunDirectory(path, read_only=read_only)

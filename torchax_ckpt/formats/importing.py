@@ -21,7 +21,7 @@ from torchax_ckpt.snapshot.stacking import Planner, execute
 from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 # What .to("jax") makes of 64-bit integers, unless JAX is told to keep them.
 _NARROW = {"int64": "int32", "uint64": "uint32"}
@@ -73,11 +73,11 @@ def import_weights(
         },
         IMPORTED: [path.name for path in source.paths],
     }
-    return _write(StepDirectory(directory), step, document, plan, stored, options)
+    return _write(RunDirectory(directory), step, document, plan, stored, options)
 
 
 def _write(
-    run: StepDirectory,
+    run: RunDirectory,
     step: int,
     document: Mapping[str, Node],
     plan: Plan,
@@ -105,7 +105,7 @@ def _write(
         run.release()
 
 
-def _require_empty(run: StepDirectory) -> None:
+def _require_empty(run: RunDirectory) -> None:
     if there := run.steps():
         raise DirectoryError(
             f"{run.path}: expected a directory without checkpoints, found step {there[-1].step}. "

@@ -19,7 +19,7 @@ import torch.utils._mode_utils
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLeafError
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 
@@ -53,7 +53,7 @@ def load_torch_state_dict(
       DirectoryError: it cannot be read now.
       UnsupportedLeafError: torch lacks the dtype of one of them.
     """
-    run = StepDirectory(directory, read_only=True)
+    run = RunDirectory(directory, read_only=True)
     if step is not None:
         committed = run.find(step)
     elif steps := run.steps():

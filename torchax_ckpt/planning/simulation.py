@@ -36,7 +36,7 @@ class Failure(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulatedRun:
     """Where the time of a simulated run went; the four parts add up to ``duration_secs``.
 
     Attributes:
@@ -65,6 +65,10 @@ class Outcome:
     def goodput(self) -> float:
         """The fraction of wall time that became kept training."""
         return self.trained_secs / self.duration_secs
+
+
+Outcome = SimulatedRun
+"""The public name."""
 
 
 def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> list[Failure]:
@@ -96,7 +100,7 @@ def simulate(
     failures: Iterable[Failure] | None = None,
     duration_secs: float | None = None,
     seed: int = 0,
-) -> Outcome:
+) -> SimulatedRun:
     """Runs a training in simulated time.
 
     A restart goes on from the newest snapshot that survives: of the local tier if one is left, else
@@ -174,7 +178,7 @@ class _Clock:
         self._up_since = failure.at_secs + restart_secs
         self._restored = newest
 
-    def end(self, duration_secs: float) -> Outcome:
+    def end(self, duration_secs: float) -> SimulatedRun:
         schedule = self._schedule
         uptime_secs = duration_secs - self._up_since
         trained_secs = self._restored * schedule.training_secs
@@ -189,7 +193,7 @@ class _Clock:
             m_and_part = m + (uptime_secs - begin_secs) / (next_secs - begin_secs)
             trained_secs += m_and_part * schedule.training_secs
             self._saving_secs += uptime_secs - m_and_part * schedule.training_secs
-        return Outcome(
+        return SimulatedRun(
             duration_secs=duration_secs,
             trained_secs=trained_secs,
             saving_secs=self._saving_secs,
@@ -218,7 +222,7 @@ class Comparison:
 
     num_chips: int
     policy: str
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[SimulatedRun]
 
     @property
     def goodput(self) -> float:

@@ -86,7 +86,7 @@ class Processes:
         return self.index == 0
 
     @property
-    def is_apart(self) -> bool:
+    def is_per_host(self) -> bool:
         """Whether there are several, and each has a place of its own."""
         return False
 
@@ -363,5 +363,5 @@ def _rebuilt(message: bytes) -> CheckpointError:
     return error
 
 
-ALONE = Processes("", 0, None, index=0, count=1)
+SINGLE_PROCESS = Processes("", 0, None, index=0, count=1)
 """A process by itself, whatever JAX says."""

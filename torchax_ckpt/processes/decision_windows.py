@@ -49,7 +49,7 @@ class _Window:
         return self.first <= step <= self.last and (step - self.first) % self.stride == 0
 
 
-class Appointments:
+class DecisionWindows:
     """The appointments of one checkpointer.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torchax_ckpt.processes.coordination import Processes
 
 
-class Apart(Processes):
+class PerHostProcesses(Processes):
     """Processes that do each for itself, in a place of its own, what else the first does for all.
 
     They enter the same rounds, so that what fails on one fails on all, and can hear each other.
@@ -25,7 +25,7 @@ class Apart(Processes):
         self._processes = processes
 
     @property
-    def is_apart(self) -> bool:
+    def is_per_host(self) -> bool:
         """Unless there is only one."""
         return self._processes.count > 1
 

@@ -16,7 +16,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import still_there
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def newest_readable(
 
 @contextlib.contextmanager
 def reading(
-    committed: CommittedStep, directory: StepDirectory, processes: Processes
+    committed: CommittedStep, directory: RunDirectory, processes: Processes
 ) -> Iterator[None]:
     """A round in which a step is read; notes it if the step is damaged, and offers others.
 
@@ -65,13 +65,13 @@ def reading(
     Raises:
       StepNotFoundError: it was deleted while it was read.
     """
-    looked = contextlib.nullcontext() if processes.is_apart else still_there(committed)
+    looked = contextlib.nullcontext() if processes.is_per_host else still_there(committed)
     try:
         with looked, processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
         is_readable = not is_damage(error) and not isinstance(error, DirectoryError)
-        if processes.is_apart or is_readable:
+        if processes.is_per_host or is_readable:
             raise
         if is_damage(error):
             directory.verified.note(committed, is_sound=False)

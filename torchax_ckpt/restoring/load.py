@@ -21,7 +21,7 @@ from torchax_ckpt.state import functional, per_process_state
 from torchax_ckpt.state.component import Findings, Read
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.pytree import key_part
-from torchax_ckpt.state.training_state import STATE
+from torchax_ckpt.state.training_state import FUNCTIONAL
 from torchax_ckpt.storage.arrays import foreign
 from torchax_ckpt.storage.arrays.orbax_context import one_order
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -47,8 +47,8 @@ def load_state(
             return _load_foreign(committed, abstract_state, options, processes)
     findings = Findings()
     prefix: tuple[str, ...] = ()
-    if STATE in source.document:
-        root, prefix = source.document[STATE], (STATE,)
+    if FUNCTIONAL in source.document:
+        root, prefix = source.document[FUNCTIONAL], (FUNCTIONAL,)
     else:
         asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
         document = per_process_state.document_of(

@@ -25,13 +25,13 @@ from jax.sharding import NamedSharding
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.per_host import Apart
+from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards, step_reader
 from torchax_ckpt.restoring.shard_exchange import routes
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
 from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state.component import Read
-from torchax_ckpt.state.per_process_state import Own
+from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.verified import Verified
 
@@ -61,7 +61,7 @@ class HostSteps:
         committed: CommittedStep,
         options: CheckpointOptions,
         index: int,
-        processes: Apart,
+        processes: PerHostProcesses,
         replica_axis: str,
         verified: Verified,
     ) -> None:
@@ -132,8 +132,8 @@ class HostSteps:
             found = None
             if values is not None and self._mine is not None:
                 hosts = self._mine.read(host_shards.on_host(self._mine.document, wanted))
-                found = Own({}, hosts).to_bytes()
-            sent = Own.of_bytes(self._bytes_from_first(found)).leaves
+                found = PerProcessState({}, hosts).to_bytes()
+            sent = PerProcessState.of_bytes(self._bytes_from_first(found)).leaves
             if values is None:
                 placements = {name: read.placement for name, read in reads.items()}
                 return put({name: np.array(sent[name]) for name in reads}, placements)

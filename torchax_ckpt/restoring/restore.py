@@ -25,7 +25,7 @@ from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import Findings, Read, Restoration, Values, Write
-from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.state.training_state import TrainingState
 
 # What is freed and read at a time under restore_in_budget, per device, where no more is free or
 # nobody knows. Smaller parts would read stacks more often.
@@ -61,7 +61,7 @@ class RestoreReport:
 
 def restore_attached(
     source: Source,
-    attached: Attached,
+    attached: TrainingState,
     strict: bool,
     options: CheckpointOptions,
     processes: Processes,

@@ -7,13 +7,13 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import reading
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
 def verify_step(
     committed: CommittedStep,
-    directory: StepDirectory,
+    directory: RunDirectory,
     processes: Processes,
     options: CheckpointOptions,
 ) -> None:
@@ -32,7 +32,7 @@ def verify_step(
       DirectoryError: it cannot be read now.
     """
     # Of the local tier another host may have a step that this one has not.
-    is_here = not processes.is_apart or committed.path.exists()
+    is_here = not processes.is_per_host or committed.path.exists()
     verified = directory.verified
     try:
         with reading(committed, directory, processes):

@@ -41,10 +41,10 @@ from torchax_ckpt.state.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
 from torchax_ckpt.storage.arrays import orbax_context
-from torchax_ckpt.storage.arrays.placement import Alone, Wanted
+from torchax_ckpt.storage.arrays.placement import SingleLeaf, Wanted
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
-from torchax_ckpt.storage.directory.run_history import History
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,8 @@ def warm_start(
         files = opening.open_files(path, at)
         with processes.round("taking weights from files"):
             return start(_of_files(files, str(path), cast, options))
-    run = StepDirectory(source, read_only=True)
-    history = History(run, processes)
+    run = RunDirectory(source, read_only=True)
+    history = RunHistory(run, processes)
 
     def start_from(committed: CommittedStep) -> RestoreReport:
         with reading(committed, run, processes), step_reader.about(committed):
@@ -285,7 +285,7 @@ def _read_files(
             empty[name] = np.zeros(shape, np.dtype(dtype))
             continue
         part = read.placement.shard_shape(shape) if isinstance(read.placement, Sharding) else shape
-        target = Alone(name, Wanted(shape, dtype, {name: read.placement}, None), leaves)
+        target = SingleLeaf(name, Wanted(shape, dtype, {name: read.placement}, None), leaves)
         for piece in target.pieces(part):
             while moving and on_its_way + piece.nbytes > max_bytes:
                 nbytes, arrays = moving.popleft()

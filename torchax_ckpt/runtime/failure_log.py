@@ -9,7 +9,7 @@ from torchax_ckpt.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-class Failures:
+class FailureLog:
     """Failures that nobody has read yet."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class SaveCost:
     durable_secs: float
 
 
-class InFlight:
+class SaveInFlight:
     """A save that is being written.
 
     Args:
@@ -32,7 +32,7 @@ class InFlight:
       write: what its thread does.
     """
 
-    def __init__(self, step: int, began: float, write: Callable[[InFlight], None]) -> None:
+    def __init__(self, step: int, began: float, write: Callable[[SaveInFlight], None]) -> None:
         self.step = step
         self._began = began
         self.enter("starting its thread")

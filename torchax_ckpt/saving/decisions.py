@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from torchax_ckpt import policies
 from torchax_ckpt.policies import save_decision
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.decision_windows import Appointments
+from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.saving.saver import Saver
-from torchax_ckpt.storage.directory.run_history import History
+from torchax_ckpt.storage.directory.run_history import RunHistory
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Decisions:
     def __init__(
         self,
         policy: policies.SaveDecisionPolicy,
-        history: History,
+        history: RunHistory,
         saver: Saver,
         processes: Processes,
     ) -> None:
@@ -39,11 +39,11 @@ class Decisions:
         self._history = history
         self._saver = saver
         self._is_first = processes.is_first
-        self._appointments = Appointments(processes, self._ask) if processes.count > 1 else None
+        self._windows = DecisionWindows(processes, self._ask) if processes.count > 1 else None
 
     def should_save(self, step: int) -> bool:
         """Whether to save a step now; the same on every process, if each asks at the same steps."""
-        return self._ask(step) if self._appointments is None else self._appointments.ask(step)
+        return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
         """Asks the policy of a step that is saved because the run was told to end.
@@ -65,13 +65,13 @@ class Decisions:
 
     def begun(self) -> None:
         """The step that was asked for last is being saved; asked for again, it is not."""
-        if self._appointments is not None:
-            self._appointments.keep()
+        if self._windows is not None:
+            self._windows.keep()
 
     def close(self) -> None:
         """Ends the thread that hears of decisions; may be called again."""
-        if self._appointments is not None:
-            self._appointments.close()
+        if self._windows is not None:
+            self._windows.close()
 
     def _ask(
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False

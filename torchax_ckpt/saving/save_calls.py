@@ -15,11 +15,11 @@ from torchax_ckpt.policies import preservation
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.saving import step_metrics
 from torchax_ckpt.saving.loop import Loop
-from torchax_ckpt.saving.tiers import Tier, Tiers
+from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
-from torchax_ckpt.state.training_state import Attached
+from torchax_ckpt.state.training_state import TrainingState
 
 
 class SaveCalls:
@@ -54,7 +54,9 @@ class SaveCalls:
         self.snapshotter = snapshotter
         self._keep_policy = keep_policy
         self._raises = options.on_save_error == "raise"
-        self._unattached = Attached()  # random state alone, for functional training without attach
+        self._unattached = (
+            TrainingState()
+        )  # random state alone, for functional training without attach
 
     def should_save(self, step: int) -> bool:
         """Whether a save of this step would begin."""
@@ -63,7 +65,7 @@ class SaveCalls:
     def save(
         self,
         step: int,
-        attached: Attached | None,
+        attached: TrainingState | None,
         state: Any,
         metrics: Mapping[str, Any],
         *,
@@ -105,7 +107,9 @@ class SaveCalls:
         _begin(capture, due)
         return self._finish(capture) if is_preempted else True
 
-    def _due(self, step: int, *, is_forced: bool = False, is_preempted: bool = False) -> list[Tier]:
+    def _due(
+        self, step: int, *, is_forced: bool = False, is_preempted: bool = False
+    ) -> list[RunTier]:
         """The tiers to save a step to: those that lack it, and whose policies say so.
 
         A step that is forced, or saved before the end of the run, must be durable.
@@ -126,7 +130,7 @@ class SaveCalls:
     def _capture(
         self,
         step: int,
-        attached: Attached,
+        attached: TrainingState,
         state: Any,
         fetch_metrics: Callable[[], Any],
         began: float,
@@ -151,7 +155,7 @@ class SaveCalls:
         return self._durable.history.has(capture.step)
 
 
-def _require_state(attached: Attached | None, state: Any, step: int) -> None:
+def _require_state(attached: TrainingState | None, state: Any, step: int) -> None:
     """Raises AttachError if there is nothing to save but random state."""
     if state is None and (attached is None or attached.components.keys() <= {"rng"}):
         raise AttachError(
@@ -161,7 +165,7 @@ def _require_state(attached: Attached | None, state: Any, step: int) -> None:
         )
 
 
-def _begin(capture: Capture, tiers: Sequence[Tier]) -> None:
+def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
     """Starts to write a capture to some of the tiers, at the same time."""
     for tier in tiers:
         tier.saver.begin(capture)
@@ -171,7 +175,7 @@ def _begin(capture: Capture, tiers: Sequence[Tier]) -> None:
         capture = dataclasses.replace(capture, fetch_metrics=alone)
 
 
-def _abstain(step: int, tiers: Sequence[Tier], error: BaseException) -> None:
+def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
     """Fails a save that the other processes begin, and this one cannot."""
     for tier in tiers:
         tier.decisions.begun()

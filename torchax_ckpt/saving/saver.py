@@ -27,14 +27,14 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.runtime.failure_log import Failures
-from torchax_ckpt.runtime.save_in_flight import InFlight, SaveCost
+from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
 from torchax_ckpt.saving import closing
 from torchax_ckpt.saving.writer import Capture, Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
-from torchax_ckpt.storage.directory.run_history import History
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import storage_errors
 from torchax_ckpt.telemetry.recorder import Telemetry
 
@@ -61,8 +61,8 @@ class Saver:
 
     def __init__(
         self,
-        directory: StepDirectory,
-        history: History,
+        directory: RunDirectory,
+        history: RunHistory,
         preservation_policy: Any,
         options: CheckpointOptions,
         telemetry: Telemetry,
@@ -78,11 +78,11 @@ class Saver:
         self._telemetry = telemetry
         self._calls, self._saves = calls, saves
         self._on_donated = on_donated
-        self._in_flight: InFlight | None = None
+        self._in_flight: SaveInFlight | None = None
         self._has_tried = self._was_claimed = self._is_claimed = False
         self._releasing = threading.Lock()
         self._num_failures = 0
-        self._failures = Failures()
+        self._failures = FailureLog()
         self._writer = Writer(directory, history, options, saves, self._failures)
         self.newest_failure: SaveError | None = None
         # Bounded: where every save is forced, nobody asks what they cost.
@@ -171,7 +171,7 @@ class Saver:
     def begin(self, capture: Capture) -> None:
         """Starts to write a capture; first waits for the save in flight, if there is one."""
         self.wait()
-        save = InFlight(capture.step, capture.began, functools.partial(self._run, capture))
+        save = SaveInFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
         try:
@@ -250,12 +250,12 @@ class Saver:
             save.is_known_overdue = True
             raise self._timeout_error(save)
 
-    def _left(self, save: InFlight) -> float | None:
+    def _left(self, save: SaveInFlight) -> float | None:
         """Seconds until the save has taken too long; None if nothing is too long."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
-    def _timeout_error(self, save: InFlight) -> SaveTimeoutError:
+    def _timeout_error(self, save: SaveInFlight) -> SaveTimeoutError:
         return SaveTimeoutError(
             f"the save of step {save.step} to {self._directory.path} is still in flight after "
             f"{save.age_secs:.2f} s. It stands at: {save.where()}. It goes on; earlier steps are "
@@ -264,7 +264,7 @@ class Saver:
             path=self._directory.path,
         )
 
-    def _watch(self, save: InFlight) -> None:
+    def _watch(self, save: SaveInFlight) -> None:
         """Says where a save stands that takes too long; at growing distances, until it ends."""
         limit = self._options.save_timeout_secs
         assert limit is not None
@@ -280,7 +280,7 @@ class Saver:
 
     # --- on the save's own thread ---
 
-    def _run(self, capture: Capture, save: InFlight) -> None:
+    def _run(self, capture: Capture, save: SaveInFlight) -> None:
         if capture.snapshot.way != "transfer":
             # Otherwise the training thread would wait for the interpreter lock to hand over.
             save.handed_over.wait()
@@ -324,9 +324,9 @@ class Saver:
             steps = history.branches.committed
             infos = [self._directory.info(s) for s in steps]
             # What one host alone knows to be damaged is no reason to keep other parts than others.
-            is_apart = self._saves.is_apart
+            is_per_host = self._saves.is_per_host
             verified = self._directory.verified
-            damaged = [not is_apart and verified.is_damaged(s) for s in steps]
+            damaged = [not is_per_host and verified.is_damaged(s) for s in steps]
             keep = preserved(self._preservation_policy, infos, damaged)
             verified.mark(steps)
             gone = self._directory.prune(keep, steps)

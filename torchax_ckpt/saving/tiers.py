@@ -17,7 +17,7 @@ from torchax_ckpt.errors import PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, save_decision
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import Apart
+from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.closing import Closing, take_over
@@ -26,14 +26,14 @@ from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
-from torchax_ckpt.storage.directory.run_history import History
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 
 
 @dataclasses.dataclass(frozen=True)
-class Tier:
+class RunTier:
     """One place for steps.
 
     Attributes:
@@ -47,8 +47,8 @@ class Tier:
     """
 
     name: TierName
-    directory: StepDirectory
-    history: History
+    directory: RunDirectory
+    history: RunHistory
     saver: Saver
     decisions: Decisions
     telemetry: Telemetry
@@ -90,16 +90,16 @@ class Tiers:
         self._options = options
         self._on_event = on_event
         self._on_donated = on_donated
-        durable = StepDirectory(directory, read_only=options.read_only)
+        durable = RunDirectory(directory, read_only=options.read_only)
         self.processes, saves = (
             self._conversation(f"{kind} {durable.path}") for kind in ("calls", "saves")
         )
-        self._tiers: list[Tier] = []
+        self._tiers: list[RunTier] = []
         self.durable = self._tier(
             "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
         )
         self._tiers.append(self.durable)
-        self.local: Tier | None = None
+        self.local: RunTier | None = None
         self._is_open = self._is_named = False
         self._name = run_identity.new()
         if local is not None:
@@ -112,28 +112,28 @@ class Tiers:
             self._replica_axis = local.replica_axis
             self.local = self._tier(
                 "local",
-                StepDirectory(local.path, read_only=options.read_only, durable=durable),
+                RunDirectory(local.path, read_only=options.read_only, durable=durable),
                 local.save_decision_policy,
                 policies.LatestN(local.keep),
-                Apart(self.processes),
-                Apart(saves),
+                PerHostProcesses(self.processes),
+                PerHostProcesses(saves),
             )
             self._tiers.append(self.local)
 
     def _tier(
         self,
         name: TierName,
-        directory: StepDirectory,
+        directory: RunDirectory,
         save_policy: Any,
         keep_policy: Any,
         calls: Processes,
         saves: Processes,
-    ) -> Tier:
+    ) -> RunTier:
         save_policy = save_policy or save_decision.default_save_decision_policy()
         for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
-        history = History(directory, calls, None if name == "durable" else self.durable.history)
+        history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
         saver = Saver(
@@ -149,9 +149,9 @@ class Tiers:
         place = self._tiers[0].directory if self._tiers else directory
         agreed = self._conversation(f"{name} decisions {place.path}")
         decisions = Decisions(save_policy, history, saver, agreed)
-        return Tier(name, directory, history, saver, decisions, telemetry, calls)
+        return RunTier(name, directory, history, saver, decisions, telemetry, calls)
 
-    def __iter__(self) -> Iterator[Tier]:
+    def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)
 
     def _conversation(self, about: str) -> Processes:
@@ -230,7 +230,7 @@ class Tiers:
           ForeignCheckpointError, CorruptCheckpointError: it cannot.
         """
         tier = self.holding(committed)
-        if isinstance(tier.processes, Apart) and tier.processes.is_apart:
+        if isinstance(tier.processes, PerHostProcesses) and tier.processes.is_per_host:
             return HostSteps(
                 committed,
                 self._options,
@@ -245,11 +245,11 @@ class Tiers:
         """The numbers of the steps that this process finds, in order; asks no other process."""
         return sorted({s.step for tier in self._asked(name) for s in tier.directory.steps()})
 
-    def holding(self, committed: CommittedStep) -> Tier:
+    def holding(self, committed: CommittedStep) -> RunTier:
         """The tier that a step is in."""
         return next(t for t in self._tiers if t.directory.path == committed.path.parent)
 
-    def _asked(self, name: TierName | None) -> list[Tier]:
+    def _asked(self, name: TierName | None) -> list[RunTier]:
         asked = [tier for tier in self._tiers if name in (None, tier.name)]
         if not asked:
             raise TierError(
@@ -265,7 +265,7 @@ class Tiers:
         for tier in self._tiers:
             tier.saver.claim(step)
 
-    def prepare(self, step: int, tiers: Sequence[Tier]) -> None:
+    def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
         """Makes sure that some of the tiers can take a step, and have none in flight."""
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False

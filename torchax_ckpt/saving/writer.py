@@ -21,18 +21,18 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
-from torchax_ckpt.runtime.failure_log import Failures
+from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Snapshot
 from torchax_ckpt.snapshot.stacking import Array, beside
-from torchax_ckpt.state.per_process_state import Own, joined
+from torchax_ckpt.state.per_process_state import PerProcessState, joined
 from torchax_ckpt.storage.arrays import block_digests, write_step
 from torchax_ckpt.storage.arrays.compression import Compression
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
-from torchax_ckpt.storage.directory.run_history import History
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # What hosts say of their parts of a step.
@@ -56,7 +56,7 @@ class Capture:
     step: int
     snapshot: Snapshot
     document: Mapping[str, Node]
-    own: Own | None
+    own: PerProcessState | None
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float
 
@@ -87,11 +87,11 @@ class Writer:
 
     def __init__(
         self,
-        directory: StepDirectory,
-        history: History,
+        directory: RunDirectory,
+        history: RunHistory,
         options: CheckpointOptions,
         processes: Processes,
-        failures: Failures,
+        failures: FailureLog,
     ) -> None:
         self._directory = directory
         self._history = history
@@ -154,7 +154,7 @@ class Writer:
             processes=processes,
         )
         self._compression.end(len(stored))
-        commit = self._commit_part if processes.is_apart else self._commit
+        commit = self._commit_part if processes.is_per_host else self._commit
         durable = commit(capture.step, name)
         if self._options.read_back:
             progress.enter("reading it back")
@@ -177,14 +177,16 @@ class Writer:
         plan, arrays = capture.snapshot.stored(self._any)
         if capture.own is None:
             return capture.document, plan, arrays
-        is_apart = self._processes.is_apart
+        is_per_host = self._processes.is_per_host
         document = (
-            host_shards.described(capture.document, plan, arrays) if is_apart else capture.document
+            host_shards.described(capture.document, plan, arrays)
+            if is_per_host
+            else capture.document
         )
         stored: dict[str, Array] = {}
         for name, array in arrays.items():
             if isinstance(array, jax.Array) and not array.is_fully_addressable:
-                stored[name] = to_host_part(array) if is_apart else array
+                stored[name] = to_host_part(array) if is_per_host else array
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)
         sent = self._processes.gather(capture.own.to_bytes())

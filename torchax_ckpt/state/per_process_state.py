@@ -38,7 +38,7 @@ COMPONENTS = ("dataloader", "stateful", "rng")
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class PerProcessState:
     """What one process has for itself, at one moment.
 
     Attributes:
@@ -57,7 +57,7 @@ class Own:
         return b"".join([len(header).to_bytes(8), header, *(h.tobytes() for h in hosts.values())])
 
     @classmethod
-    def of_bytes(cls, sent: bytes) -> Own:
+    def of_bytes(cls, sent: bytes) -> PerProcessState:
         """What ``to_bytes`` gave; the leaves are on the host."""
         start = 8 + int.from_bytes(sent[:8])
         nodes, looks = json.loads(sent[8:start])
@@ -70,7 +70,7 @@ class Own:
         return cls(nodes, leaves)
 
 
-def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Own]:
+def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
     """Names and arrays that all processes save together, and what is this one's."""
     shared: dict[str, Array] = {}
     own: dict[str, Array] = {}
@@ -85,20 +85,20 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Own
             else:
                 shared[name] = array
     nodes = {name: part.form.node for name, part in captured.items() if name in COMPONENTS}
-    return list(shared), list(shared.values()), Own(nodes, own)
+    return list(shared), list(shared.values()), PerProcessState(nodes, own)
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
     """What all processes have for themselves: components for the document, and host leaves.
 
     Args:
-      sent: by process, what ``Own.to_bytes`` gave.
+      sent: by process, what ``PerProcessState.to_bytes`` gave.
     """
-    first = Own.of_bytes(sent[0])
+    first = PerProcessState.of_bytes(sent[0])
     leaves: dict[str, np.ndarray] = dict(first.leaves)
     others: list[list[Any]] = []
     for index, message in enumerate(sent[1:], start=1):
-        own = Own.of_bytes(message) if message != sent[0] else None
+        own = PerProcessState.of_bytes(message) if message != sent[0] else None
         node = None
         if own is not None:
             nodes = {name: _renamed(node, own, index) for name, node in own.nodes.items()}
@@ -111,7 +111,7 @@ def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray
     return document, leaves
 
 
-def _renamed(node: Node, own: Own, index: int) -> Node:
+def _renamed(node: Node, own: PerProcessState, index: int) -> Node:
     renamed = copy.deepcopy(node)
     for child in array_nodes(renamed):
         if child["array"] in own.leaves:

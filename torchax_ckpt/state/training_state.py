@@ -21,12 +21,12 @@ from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import StatefulComponent
 
-STATE = functional.KEY_PATH[0]
+FUNCTIONAL = functional.KEY_PATH[0]
 # Held by the functional state instead, when there is one.
 _TRAINED = ("model", "optimizer")
 
 
-class Attached:
+class TrainingState:
     """The attached components, by name: ``model``, ``optimizer``, ..., ``rng`` last.
 
     Args: as of ``TorchaxCheckpointer.attach``.
@@ -95,7 +95,7 @@ class Attached:
         """Everything attached, by component; ``state`` in place of modules and optimizers."""
         captured: dict[str, Captured] = {}
         if state is not None:
-            captured[STATE] = self._functional.capture(state)
+            captured[FUNCTIONAL] = self._functional.capture(state)
         for name, component in self.components.items():
             if state is None or name not in _TRAINED:
                 captured[name] = component.capture()
@@ -111,14 +111,14 @@ class Attached:
         """
         selection = selection or Selection()
         restorations = []
-        is_functional, is_imported = STATE in document, IMPORTED in document
+        is_functional, is_imported = FUNCTIONAL in document, IMPORTED in document
         for name, component in self.components.items():
             if name in document:
                 restorations.append(component.prepare(document[name], findings, selection))
             elif not (is_imported or (is_functional and name in _TRAINED)):
                 findings.missing.append(name)
         for name, node in document.items():
-            if name in self.components or name in (STATE, IMPORTED):
+            if name in self.components or name in (FUNCTIONAL, IMPORTED):
                 continue
             if name == "rng" and not self._rng:
                 continue

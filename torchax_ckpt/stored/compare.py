@@ -50,7 +50,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """All that two steps differ in.
 
     Attributes:
@@ -76,7 +76,7 @@ def compare(
     *,
     is_wanted: Callable[[str], bool] = lambda name: True,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> Comparison:
+) -> StepComparison:
     """Compares two steps, whatever their layouts.
 
     Args:
@@ -117,7 +117,7 @@ def compare(
         for difference in _values(a.manifest.document, b.manifest.document)
         if is_wanted(difference.name)
     )
-    return Comparison(tuple(sorted(found, key=lambda d: d.name)), values, num_identical)
+    return StepComparison(tuple(sorted(found, key=lambda d: d.name)), values, num_identical)
 
 
 def _form(leaf: StoredLeaf | None) -> str | None:

@@ -20,7 +20,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
@@ -32,7 +32,7 @@ _PARALLEL = 8
 
 def copy_steps(
     steps: Sequence[CommittedStep],
-    target: StepDirectory,
+    target: RunDirectory,
     options: CheckpointOptions,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
     on_left_out: Callable[[CheckpointError], None] = lambda error: None,
@@ -94,7 +94,7 @@ def copy_steps(
 
 def _copy(
     committed: CommittedStep,
-    target: StepDirectory,
+    target: RunDirectory,
     options: CheckpointOptions,
     on_bytes: Callable[[int], None],
 ) -> CommittedStep:
@@ -133,7 +133,7 @@ def _copy(
     return done
 
 
-def _require_none_of(steps: Sequence[CommittedStep], target: StepDirectory) -> None:
+def _require_none_of(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
     there = {committed.step for committed in target.steps()}
     if both := sorted(there & {committed.step for committed in steps}):
         raise DirectoryError(

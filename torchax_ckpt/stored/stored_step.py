@@ -22,7 +22,7 @@ import numpy as np
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, StepNotFoundError
 from torchax_ckpt.layout.manifest import Digests, Manifest
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.arrays.placement import Wanted, empty
@@ -255,7 +255,7 @@ class StoredStep:
     def verify(
         self,
         options: CheckpointOptions,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """Reads everything, compares it with its digests, and keeps nothing; as ``stream``.

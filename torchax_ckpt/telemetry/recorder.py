@@ -26,7 +26,7 @@ from etils import epath
 
 from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.save_in_flight import SaveCost
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import containment
 from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
 from torchax_ckpt.telemetry.journal import Journal
@@ -68,7 +68,7 @@ class Telemetry:
 
     def __init__(
         self,
-        directory: StepDirectory,
+        directory: RunDirectory,
         on_event: Callable[[Event], None] | None = None,
         keeps: Sequence[dict[str, Any]] = (),
     ) -> None:
@@ -215,7 +215,7 @@ class _Worker:
 
     def __init__(
         self,
-        directory: StepDirectory,
+        directory: RunDirectory,
         on_event: Callable[[Event], None] | None,
         tally: Tally,
         lock: contextlib.AbstractContextManager[Any],

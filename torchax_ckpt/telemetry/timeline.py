@@ -9,8 +9,8 @@ from typing import Literal
 
 from torchax_ckpt.telemetry.events import Event
 
-Outcome = Literal["durable", "failed", "cut off", "in flight"]
-_ENDS: Mapping[str, Outcome] = {"durable": "durable", "failed": "failed"}
+SaveOutcome = Literal["durable", "failed", "cut off", "in flight"]
+_ENDS: Mapping[str, SaveOutcome] = {"durable": "durable", "failed": "failed"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Save:
     step: int
     began_secs: float
     ended_secs: float
-    outcome: Outcome
+    outcome: SaveOutcome
     blocking_secs: float | None = None
     durable_secs: float | None = None
     num_bytes: int | None = None
@@ -42,7 +42,7 @@ class Save:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
     """One program that wrote to the directory, from its first event to its last.
 
     Attributes:
@@ -91,7 +91,7 @@ class Run:
         return [event for event in self.events if event.name in names]
 
 
-def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[Run]:
+def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[RecordedRun]:
     """The runs of a directory, as they began.
 
     Args:
@@ -99,12 +99,12 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
       is_running: whether the newest one still runs, if it has not closed.
     """
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     for index, (name, of_run) in enumerate(in_order):
         ended = of_run[-1].name == "closed"
         runs_still = is_running and not ended and index == len(in_order) - 1
         runs.append(
-            Run(
+            RecordedRun(
                 name=name,
                 events=of_run,
                 saves=_saves(of_run, "in flight" if runs_still else "cut off"),
@@ -118,7 +118,7 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
     ]
 
 
-def _lost(run: Run, later: Run | None) -> int | None:
+def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
     """How many steps of a run the next one did again; None where that is not known."""
     if later is None or run.last_step is None:
         return None
@@ -130,7 +130,7 @@ def _lost(run: Run, later: Run | None) -> int | None:
     return run.last_step - resumed_at
 
 
-def _saves(events: Sequence[Event], unended: Outcome) -> list[Save]:
+def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
     saves: list[Save] = []
     begun: Event | None = None
     for event in events:
@@ -144,7 +144,7 @@ def _saves(events: Sequence[Event], unended: Outcome) -> list[Save]:
     return saves
 
 
-def _save(begun: Event, ended: Event, outcome: Outcome) -> Save:
+def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
     cost = ended.values if outcome == "durable" else {}
     return Save(
         step=begun.step or 0,
@@ -160,13 +160,13 @@ def _save(begun: Event, ended: Event, outcome: Outcome) -> Save:
     )
 
 
-def steps_over_time(run: Run) -> list[tuple[float, int]]:
+def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
     """Where the training was: time in seconds since the epoch, and step."""
     told = run.named("restored", "reached", "saving", "closed")
     return [(event.time_secs, event.step) for event in told if event.step is not None]
 
 
-def bytes_over_time(runs: Sequence[Run]) -> list[tuple[float, int]]:
+def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
     """What all steps together take on storage, as far as it is recorded, after each change.
 
     Steps that were set aside still count; those that something else removed do, too.

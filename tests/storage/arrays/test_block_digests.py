@@ -32,7 +32,7 @@ from torchax_ckpt.storage.arrays import (
     read_arrays,
 )
 from torchax_ckpt.storage.arrays.placement import Wanted
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, seals
 
 NEVER = CheckpointOptions(verify="never")
@@ -160,7 +160,7 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
     state = state_on(fsdp_mesh(8, "x"), ("x",))
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
-    step = StepDirectory(directory).find(1)
+    step = RunDirectory(directory).find(1)
     context = location.reading_context()
     store = read_arrays.ts.KvStore.open(read_arrays._kvstore(step), context=context).result()
     key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
@@ -321,7 +321,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     array: Any = host if spec is None else put(host, fsdp_mesh(8, "x"), spec)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": array})
-    step = StepDirectory(directory).find(1)
+    step = RunDirectory(directory).find(1)
     want = Wanted(shape, "float32", {}, None)
     chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want})["state/w"])
     assert chunk == read_manifest(step).digests["state/w"].block == expected
@@ -338,7 +338,7 @@ def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
         ckpt.save(1, state=state)
         ckpt.wait_until_finished()
         ckpt.verify(1)
-    step = StepDirectory(directory).find(1)
+    step = RunDirectory(directory).find(1)
     (name,) = read_manifest(step).plan.stacks
     want = Wanted((3, 32, 64), "float32", {}, None)
     chunk = read_arrays._chunk(read_arrays._open(step, {name: want})[name])

@@ -25,7 +25,7 @@ from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory import abandonment, commit_record, committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 
 KEEP = 2
@@ -258,10 +258,10 @@ class Run:
     # --- what is to be seen ---
 
     def check(self) -> None:
-        durable = StepDirectory(self.paths["durable"], read_only=True)
+        durable = RunDirectory(self.paths["durable"], read_only=True)
         assert [s.key for s in durable.steps()] == self.counts_alone
         if "local" in self.paths:
-            local = StepDirectory(self.paths["local"], read_only=True, durable=durable)
+            local = RunDirectory(self.paths["local"], read_only=True, durable=durable)
             assert [s.key for s in local.steps()] == self.counts["local"]
         assert [s.key for s in durable.steps()] == self.counts["durable"]
         if self.goes_on is not None:

@@ -31,12 +31,12 @@ from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease
-from torchax_ckpt.storage.directory.lease_holder import Holder, process_of
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder, process_of
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 STATE = {"w": np.arange(3)}
 T0 = 1_800_000_000.0
-ELSEWHERE = Holder("t1", "tpu-vm-7", 4711, "another kernel", 99, T0 - 600, T0 - 10)
+ELSEWHERE = LeaseHolder("t1", "tpu-vm-7", 4711, "another kernel", 99, T0 - 600, T0 - 10)
 
 
 class Clock:
@@ -73,13 +73,13 @@ def leased(tmp_path: Path, clock: Clock) -> Iterator[Lease]:
     lease.release()
 
 
-def write(directory: Path, holder: Holder) -> None:
+def write(directory: Path, holder: LeaseHolder) -> None:
     directory.mkdir(exist_ok=True)
     (directory / "lease").write_bytes(holder.to_bytes())
 
 
-def written(directory: Path) -> Holder:
-    holder = Holder.of((directory / "lease").read_bytes())
+def written(directory: Path) -> LeaseHolder:
+    holder = LeaseHolder.of((directory / "lease").read_bytes())
     assert holder is not None
     return holder
 
@@ -176,11 +176,11 @@ def test_a_directory_for_a_lease_is_said(tmp_path: Path, leased: Lease) -> None:
         leased.hold()
 
 
-def holder_of(process: subprocess.Popen[Any]) -> Holder:
+def holder_of(process: subprocess.Popen[Any]) -> LeaseHolder:
     started = process_of(process.pid)
     assert started is not None
     return dataclasses.replace(
-        Holder.here(T0), pid=process.pid, started=started.started, host="here"
+        LeaseHolder.here(T0), pid=process.pid, started=started.started, host="here"
     )
 
 
@@ -475,7 +475,7 @@ def test_nothing_is_committed_moved_or_removed_without_the_lease(
     (directory / "2").rename(directory / "incoming-1")
     (directory / "7.orbax-checkpoint-tmp").mkdir()
     (directory / "writing-8-t").mkdir()
-    steps = StepDirectory(directory)
+    steps = RunDirectory(directory)
     one, incoming = sorted(steps._visible(), key=lambda s: s.is_incoming)
     write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
     monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
@@ -498,15 +498,15 @@ def test_the_last_look_is_taken_when_only_the_commit_is_left(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[set[str], bool]] = []
-    fence = StepDirectory.fence
+    fence = RunDirectory.fence
 
-    def look(self: StepDirectory) -> None:
+    def look(self: RunDirectory) -> None:
         for child in directory.glob("writing-*"):
             items = {item.name for item in child.iterdir() if item.is_dir()}
             seen.append((items, (child / "commit_success.txt").exists()))
         fence(self)
 
-    monkeypatch.setattr(StepDirectory, "fence", look)
+    monkeypatch.setattr(RunDirectory, "fence", look)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
     everything = {"state", "manifest", "summary"}
@@ -518,7 +518,7 @@ def test_a_stalled_writer_that_wakes_up_does_not_write_into_its_successors_step(
 ) -> None:
     paths = set()
     for _ in range(2):
-        steps = StepDirectory(directory)
+        steps = RunDirectory(directory)
         steps.claim()
         paths.add(steps.path_for(7))
         steps.release()

@@ -22,7 +22,7 @@ from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 
 RECORD = "_CHECKPOINT_METADATA"
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_the_step_before_and_sets_the_damaged_one_aside(
 def test_a_step_that_has_lost_its_record_still_says_what_it_abandons(directory: Path) -> None:
     killed_before_setting_aside(directory)
     flip(directory / "11")
-    assert [s.step for s in StepDirectory(directory).steps()] == [10, 11]
+    assert [s.step for s in RunDirectory(directory).steps()] == [10, 11]
     with TorchaxCheckpointer(directory) as ckpt, pytest.warns(UserWarning, match=RECORD):
         assert ckpt.attach() == 10  # and not 30
 

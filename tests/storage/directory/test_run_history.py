@@ -17,12 +17,12 @@ from etils import epath
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.processes.coordination import ALONE
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
-from torchax_ckpt.storage.directory.run_history import History
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_history import RunHistory
 
 STATE = {"w": np.zeros(4)}
 NEVER = 10**9
@@ -46,7 +46,7 @@ def known_steps(monkeypatch: pytest.MonkeyPatch, directory: Path, count: int) ->
     now = time.time_ns()
     path = epath.Path(directory)
     steps = tuple(CommittedStep(s, path / str(s), now - count + s) for s in range(1, count + 1))
-    monkeypatch.setattr(StepDirectory, "branches", lambda self: Branches(steps))
+    monkeypatch.setattr(RunDirectory, "branches", lambda self: Branches(steps))
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def committed(directory: Path, step: int) -> CommittedStep:
 
 
 def test_the_step_in_flight_is_seen_until_it_fails_or_is_durable(directory: Path) -> None:
-    history = History(StepDirectory(directory), ALONE)
+    history = RunHistory(RunDirectory(directory), SINGLE_PROCESS)
     seen = lambda: [c.step for c in history.checkpoints()]  # noqa: E731
     history.begin(3)
     assert (seen(), history.has(3), history.has(2)) == ([3], True, False)
@@ -164,7 +164,7 @@ def test_the_step_in_flight_is_seen_until_it_fails_or_is_durable(directory: Path
 
 
 def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) -> None:
-    history = History(StepDirectory(directory), ALONE)
+    history = RunHistory(RunDirectory(directory), SINGLE_PROCESS)
     for step in (1, 3, 4):
         history.begin(step)
         history.end(committed(directory, step))

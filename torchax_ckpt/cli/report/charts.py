@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from torchax_ckpt.cli.output import duration, plain, size
-from torchax_ckpt.telemetry.timeline import Run, bytes_over_time, steps_over_time
+from torchax_ckpt.telemetry.timeline import RecordedRun, bytes_over_time, steps_over_time
 
 # Beyond it, the marks of a lane are drawn as one shape, without a word to each.
 _MAX_TITLED = 120
@@ -60,7 +60,7 @@ class Scale:
         return round(self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin), 1)
 
 
-def timeline(runs: Sequence[Run], now_secs: float, width: int) -> Element:
+def timeline(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Element:
     """Steps over time, and below it what happened, one lane for each kind."""
     across = _time_scale(runs, now_secs, width)
     svg = _Drawing(width, f"Timeline: {_spoken(runs)}")
@@ -87,7 +87,7 @@ def timeline(runs: Sequence[Run], now_secs: float, width: int) -> Element:
     return svg.finished()
 
 
-def storage(runs: Sequence[Run], now: tuple[float, int], width: int) -> Element:
+def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> Element:
     """What the steps take on storage, over time; the last point is measured, not recorded."""
     curve = [*bytes_over_time(runs), now]
     across = _time_scale(runs, now[0], width)
@@ -237,31 +237,31 @@ _SHAPES: Mapping[str, Callable[[float, float, float], str]] = {
 _Marks = Iterable[tuple[float, float, str]]
 
 
-def _programs(runs: Sequence[Run]) -> _Marks:
+def _programs(runs: Sequence[RecordedRun]) -> _Marks:
     for run in runs:
         end = "closed" if run.ended else "runs" if run.is_running else "ended without close"
         yield run.began_secs, run.ended_secs, f"program {run.name} on {run.host}: {end}"
 
 
-def _saving(runs: Sequence[Run]) -> _Marks:
+def _saving(runs: Sequence[RecordedRun]) -> _Marks:
     for save in (save for run in runs for save in run.saves):
         took = duration(save.ended_secs - save.began_secs)
         yield save.began_secs, save.ended_secs, f"step {save.step}: {save.outcome}, {took}"
 
 
-def _durable(runs: Sequence[Run]) -> _Marks:
+def _durable(runs: Sequence[RecordedRun]) -> _Marks:
     for save in (save for run in runs for save in run.saves if save.outcome == "durable"):
         yield save.ended_secs, save.ended_secs, f"step {save.step} is durable"
 
 
-def _failed(runs: Sequence[Run]) -> _Marks:
+def _failed(runs: Sequence[RecordedRun]) -> _Marks:
     for save in (save for run in runs for save in run.saves):
         if save.outcome in ("failed", "cut off"):
             yield save.ended_secs, save.ended_secs, f"step {save.step}: {save.error or 'cut off'}"
 
 
-def _named(*names: str) -> Callable[[Sequence[Run]], _Marks]:
-    def marks(runs: Sequence[Run]) -> _Marks:
+def _named(*names: str) -> Callable[[Sequence[RecordedRun]], _Marks]:
+    def marks(runs: Sequence[RecordedRun]) -> _Marks:
         for event in (event for run in runs for event in run.named(*names)):
             steps = event.values.get("steps") or [event.step]
             said = f"{event.name.replace('_', ' ')}: step {', '.join(map(str, steps[:20]))}"
@@ -270,7 +270,7 @@ def _named(*names: str) -> Callable[[Sequence[Run]], _Marks]:
     return marks
 
 
-_LANES: Sequence[tuple[str, str, Callable[[Sequence[Run]], _Marks]]] = (
+_LANES: Sequence[tuple[str, str, Callable[[Sequence[RecordedRun]], _Marks]]] = (
     ("program", "program", _programs),
     ("saving", "saving", _saving),
     ("durable", "durable", _durable),
@@ -280,7 +280,7 @@ _LANES: Sequence[tuple[str, str, Callable[[Sequence[Run]], _Marks]]] = (
 )
 
 
-def _spoken(runs: Sequence[Run]) -> str:
+def _spoken(runs: Sequence[RecordedRun]) -> str:
     saves = [save for run in runs for save in run.saves]
     durable = sum(save.outcome == "durable" for save in saves)
     failed = sum(save.outcome in ("failed", "cut off") for save in saves)
@@ -289,7 +289,7 @@ def _spoken(runs: Sequence[Run]) -> str:
     )
 
 
-def _time_scale(runs: Sequence[Run], now_secs: float, width: int) -> Scale:
+def _time_scale(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Scale:
     begin = min(run.began_secs for run in runs)
     end = max(run.ended_secs for run in runs)
     if any(run.is_running for run in runs):

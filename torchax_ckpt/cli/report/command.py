@@ -17,11 +17,11 @@ from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
-from torchax_ckpt.storage.directory.lease_holder import Holder
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles
-from torchax_ckpt.telemetry.timeline import Run, runs_of
+from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
 
 def report(directory: str, out: Path, *, as_json: bool) -> int:
@@ -50,7 +50,7 @@ def report(directory: str, out: Path, *, as_json: bool) -> int:
     return OK
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: RecordedRun) -> dict[str, Any]:
     def quantiles(values: Sequence[float | None]) -> dict[str, float] | None:
         found = Quantiles.of([value for value in values if value is not None])
         return None if found is None else vars(found)
@@ -74,7 +74,7 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _is_held(run: StepDirectory) -> bool:
+def _is_held(run: RunDirectory) -> bool:
     """Whether a program that lives holds the lease, as far as can be told from here."""
     with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)
@@ -82,7 +82,7 @@ def _is_held(run: StepDirectory) -> bool:
             seen = record.read()
         finally:
             record.close()
-        holder = Holder.of(seen.content) if seen is not None else None
+        holder = LeaseHolder.of(seen.content) if seen is not None else None
         if holder is not None:
             is_alive = holder.is_alive()
             is_fresh = time.time() - holder.renewed_secs < lease.LEASE_SECS

@@ -17,7 +17,7 @@ from torchax_ckpt.cli.output import duration, number, size
 from torchax_ckpt.cli.report import charts
 from torchax_ckpt.cli.report.charts import element
 from torchax_ckpt.telemetry.stats import Quantiles
-from torchax_ckpt.telemetry.timeline import Run, Save
+from torchax_ckpt.telemetry.timeline import RecordedRun, Save
 
 MARK = "<!-- torchax-ckpt report -->"
 _MAX_ROWS = 50
@@ -81,7 +81,7 @@ class Contents:
 
     title: str
     now_secs: float
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
     steps: Sequence[dict[str, Any]]
     num_bytes: int
     is_cut: bool
@@ -220,7 +220,7 @@ def _add_drawings(body: Element, contents: Contents) -> None:
     )
 
 
-def _runs_table(runs: Sequence[Run]) -> Element:
+def _runs_table(runs: Sequence[RecordedRun]) -> Element:
     rows = []
     for run in reversed(runs):
         end = "closed" if run.ended else "running" if run.is_running else "killed, or crashed"

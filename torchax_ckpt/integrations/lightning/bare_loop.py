@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchax_ckpt.integrations.lightning.held_step import Held
+from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class BarePosition:
 
     def __init__(self, loop: BareLoop, module: torch.nn.Module) -> None:
         self._loop, self._module = loop, module
-        self._held: Held | None = None
+        self._held: HeldStep | None = None
         self._of_loaders: list[Any] = []
         self.step = 0
         self._wrapped: list[_Loader] = []
@@ -62,7 +62,7 @@ class BarePosition:
         """Takes down where the loop is now."""
         loop = self._loop
         self.step = loop.global_step
-        self._held = Held(self._module, loop.optimizers, loop.lr_schedulers)
+        self._held = HeldStep(self._module, loop.optimizers, loop.lr_schedulers)
         self._of_loaders = [copy.deepcopy(loader.state_dict()) for loader in self._wrapped]
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
 from torchax_ckpt.integrations.lightning import tensor_patches
 from torchax_ckpt.integrations.lightning.bare_loop import BareLoop, BarePosition
-from torchax_ckpt.integrations.lightning.loop_position import Moment, Position
+from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Moment
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class TorchaxCheckpoint(Checkpoint):
             options=options,
         )
         self._placing = {"shardings": shardings, "init": init}
-        self._position: Position | BarePosition | None = None
+        self._position: LoopPosition | BarePosition | None = None
         self._seen: dict[str, Any] = {}
         self._is_validated = self._was_validated = False
         self._said: set[str] = set()
@@ -127,7 +127,7 @@ class TorchaxCheckpoint(Checkpoint):
                 f"TorchaxCheckpoint goes on from what is in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
-        position = self._position = Position(trainer)
+        position = self._position = LoopPosition(trainer)
         step = ckpt.attach(
             pl_module,
             _one_or_several(trainer.optimizers),
@@ -218,7 +218,7 @@ class TorchaxCheckpoint(Checkpoint):
         Raises:
           SaveError: the newest save failed.
         """
-        if isinstance(self._position, Position):
+        if isinstance(self._position, LoopPosition):
             self._position.unwatch()
         self._position = None
         if self.checkpointer is not None:
@@ -231,7 +231,7 @@ class TorchaxCheckpoint(Checkpoint):
         assert self.checkpointer is not None, "on_fit_start was not called"
         return self.checkpointer
 
-    def _reached(self, trainer: Any, position: Position, moment: Moment) -> None:
+    def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
         """The Trainer is at a moment at which it could be saved."""
         if moment is Moment.START:
             self._warn_of_loaders(trainer)
@@ -245,7 +245,7 @@ class TorchaxCheckpoint(Checkpoint):
             self._look_at_step(trainer, position, moment, was_measured)
 
     def _look_at_step(
-        self, trainer: Trainer, position: Position, moment: Moment, was_measured: bool
+        self, trainer: Trainer, position: LoopPosition, moment: Moment, was_measured: bool
     ) -> None:
         ckpt, is_due = self._open, position.is_due
         if is_due:

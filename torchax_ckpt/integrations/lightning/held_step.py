@@ -13,7 +13,7 @@ import torch
 from torchax_ckpt import RandomState
 
 
-class Held:
+class HeldStep:
     """What modules, optimizers, schedulers and random state were when a step was completed.
 
     Tensors are not copied: of them it is known whether they have changed since. Settings and

@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from torchax_ckpt import RandomState
-from torchax_ckpt.integrations.lightning.held_step import Held
+from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 
 class Moment(enum.StrEnum):
@@ -36,7 +36,7 @@ class Moment(enum.StrEnum):
     """The epoch is done."""
 
 
-class Position:
+class LoopPosition:
     """Where a Trainer was when its optimizers last stepped, with everything that moves on since.
 
     Saved beside the modules as ``stateful/lightning``. Loops, loaders and what callbacks say are
@@ -58,7 +58,7 @@ class Position:
         # Of the loaders and of random state, where the batch that is fetched ahead was fetched.
         self._before_fetch: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
-        self._held: Held | None = None
+        self._held: HeldStep | None = None
 
     # --- holding -------------------------------------------------------------------------------
 
@@ -87,10 +87,10 @@ class Position:
         self._held = self._hold()
         self._others = self._ask_others()
 
-    def _hold(self) -> Held:
+    def _hold(self) -> HeldStep:
         trainer = self._trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        return Held(trainer.lightning_module, trainer.optimizers, schedulers)
+        return HeldStep(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
         """What is held."""

@@ -17,7 +17,7 @@ from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.storage.arrays import chunking, host_batches, orbax_internals
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
@@ -177,7 +177,7 @@ def one_order(processes: Processes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def operation(processes: Processes = ALONE) -> Iterator[None]:
+def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
     """Within it this thread has Orbax save or load once; its barriers are meetings in the round.
 
     Leave it once Orbax has ended, also what it does in the background.
@@ -188,6 +188,6 @@ def operation(processes: Processes = ALONE) -> Iterator[None]:
     number = f"torchax_ckpt-{processes.first(lambda: next(_numbers))}"
     is_alone = processes.count == 1
     if is_alone:
-        processes, number = ALONE, f"{number}-of-process-{jax.process_index()}"
+        processes, number = SINGLE_PROCESS, f"{number}-of-process-{jax.process_index()}"
     with orbax_internals.operation(number, processes.meet, is_alone=is_alone):
         yield

@@ -184,7 +184,7 @@ class Target:
             yield Piece(start, extent, math.prod(extent) * self._dtype.itemsize)
 
 
-class Alone(Target):
+class SingleLeaf(Target):
     """An array that is one leaf. A device's part goes there as soon as it is complete."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:

@@ -24,9 +24,9 @@ from torchax_ckpt.snapshot.move_shards import sum_over_replicas
 from torchax_ckpt.storage.arrays import block_digests, locate_chunk, replica_reading
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.placement import (
-    Alone,
     Checked,
     Piece,
+    SingleLeaf,
     Stack,
     Target,
     Wanted,
@@ -68,7 +68,9 @@ def read_arrays(
     spread: dict[str, jax.ShapeDtypeStruct] = {}
     if options.single_replica_restore:
         wanted, spread = replica_reading.split(wanted)
-    targets = [(Stack if want.members else Alone)(n, want, leaves) for n, want in wanted.items()]
+    targets = [
+        (Stack if want.members else SingleLeaf)(n, want, leaves) for n, want in wanted.items()
+    ]
     _read(committed, targets, options)
     if spread:
         agree()

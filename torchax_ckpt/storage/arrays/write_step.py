@@ -18,7 +18,7 @@ from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.coordination import ALONE, Processes
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.snapshot.sharding import unshared
 from torchax_ckpt.storage.arrays import (
     array_checks,
@@ -50,7 +50,7 @@ def write_step(
     stacks: Collection[str] = (),
     on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
     before_commit: Callable[[], None] = lambda: None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
 

@@ -43,7 +43,7 @@ class Seen:
     version: Any
 
 
-class Record(Protocol):
+class AtomicRecord(Protocol):
     """A record at one place."""
 
     def read(self) -> Seen | None:
@@ -66,7 +66,7 @@ class Record(Protocol):
         """Lets go of files that are held open."""
 
 
-def record_at(path: Any) -> Record:
+def record_at(path: Any) -> AtomicRecord:
     """The record at a local path, whose directory exists, or at a ``gs://`` URL."""
     if location.is_bucket(path):
         return _BucketRecord(str(path))

@@ -29,8 +29,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchax_ckpt.errors import LeaseError
-from torchax_ckpt.storage.directory.compare_and_swap import Conflict, Record, Seen, record_at
-from torchax_ckpt.storage.directory.lease_holder import Holder, this_kernel
+from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder, this_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +102,14 @@ class Lease:
             record.close()
             raise
 
-    def _compete(self, record: Record) -> _Hold:
+    def _compete(self, record: AtomicRecord) -> _Hold:
         first: Seen | None = None
         first_secs = 0.0
         while True:
             now = self._clock()
             seen = record.read()
             if seen is not None:
-                other = Holder.of(seen.content)
+                other = LeaseHolder.of(seen.content)
                 is_alive = other.is_alive() if other is not None else None
                 if is_alive or (is_alive is None and first is not None and seen != first):
                     raise self._refused(other, now)
@@ -124,14 +124,14 @@ class Lease:
                         continue
                 who = other.describe(now) if other else "a holder that cannot be read"
                 logger.info("%s: taking over the lease of %s", self._directory, who)
-            holder = Holder.here(now)
+            holder = LeaseHolder.here(now)
             try:
                 mine = record.swap(seen, holder.to_bytes())
             except Conflict:
                 continue
             return _Hold(record, mine, holder, self._directory, self._clock)
 
-    def _say_waiting(self, other: Holder | None, now: float) -> None:
+    def _say_waiting(self, other: LeaseHolder | None, now: float) -> None:
         if other is None or other.renewed_secs + LEASE_SECS > now:
             logger.warning(
                 "%s: the lease is held elsewhere (%s). Waiting to see whether its holder lives: "
@@ -141,7 +141,7 @@ class Lease:
                 LEASE_SECS,
             )
 
-    def _refused(self, other: Holder | None, now: float) -> LeaseError:
+    def _refused(self, other: LeaseHolder | None, now: float) -> LeaseError:
         who = other.describe(now) if other else "unknown"
         if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
             who = f"another checkpointer of this very process ({who}), which is still referenced"
@@ -165,9 +165,9 @@ class _Hold:
 
     def __init__(
         self,
-        record: Record,
+        record: AtomicRecord,
         seen: Seen,
-        holder: Holder,
+        holder: LeaseHolder,
         directory: Any,
         clock: Callable[[], float],
     ) -> None:
@@ -245,7 +245,7 @@ class _Hold:
             )
 
     def _lose(self, now: Seen | None) -> None:
-        other = Holder.of(now.content) if now is not None else None
+        other = LeaseHolder.of(now.content) if now is not None else None
         self._loss = (
             f"it is held by {other.describe(self._clock())}"
             if other is not None

@@ -16,7 +16,7 @@ _MAX_SECS = 253_402_300_799
 
 
 @dataclasses.dataclass(frozen=True)
-class Holder:
+class LeaseHolder:
     """Who holds a lease.
 
     Attributes:
@@ -37,7 +37,7 @@ class Holder:
     renewed_secs: float
 
     @classmethod
-    def here(cls, now: float) -> Holder:
+    def here(cls, now: float) -> LeaseHolder:
         """This process."""
         process = process_of(os.getpid())
         started = process.started if process else None
@@ -46,7 +46,7 @@ class Holder:
         )
 
     @classmethod
-    def of(cls, content: bytes) -> Holder | None:
+    def of(cls, content: bytes) -> LeaseHolder | None:
         """Whom a lease names; None if it cannot be read."""
         try:
             found = cls(**json.loads(content))

@@ -61,7 +61,7 @@ _LEFTOVER = re.compile(
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 
 
-class StepDirectory:
+class RunDirectory:
     """The directory of one run.
 
     Attributes:
@@ -78,7 +78,7 @@ class StepDirectory:
     """
 
     def __init__(
-        self, directory: Any, *, read_only: bool = False, durable: StepDirectory | None = None
+        self, directory: Any, *, read_only: bool = False, durable: RunDirectory | None = None
     ) -> None:
         self.path = location.resolve(directory)
         self._is_bucket = location.is_bucket(self.path)

@@ -16,12 +16,12 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.directory import abandonment, committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import StepDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 
-class History:
+class RunHistory:
     """The steps of one run.
 
     Args:
@@ -36,7 +36,7 @@ class History:
     """
 
     def __init__(
-        self, directory: StepDirectory, processes: Processes, durable: History | None = None
+        self, directory: RunDirectory, processes: Processes, durable: RunHistory | None = None
     ) -> None:
         self._directory = directory
         self._processes = processes

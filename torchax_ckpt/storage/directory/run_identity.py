@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage.directory.compare_and_swap import Conflict, Record, Seen, record_at
+from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 from torchax_ckpt.storage.medium import containment
 
 NAME = "run"
@@ -97,7 +97,7 @@ def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def _exchanged(directory: epath.Path) -> Iterator[tuple[Record, Seen | None]]:
+def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
     """The record of the name, and what it is now; in the block it may be replaced."""
     path = directory / NAME
     foreign = DirectoryError(
