@@ -1,0 +1,172 @@
+"""The guarantees page: `make test` runs at least one test of every promise on it."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from support import ROOT, TESTS
+
+PAGE = ROOT / "docs" / "guarantees.md"
+SECTIONS = ("Guarantees", "Damage detection", "Single writer", "Checkpoints from other sources")
+
+# How a promise begins -> tests of it, as file::function under tests/; `make test` runs all of them.
+TESTED = {
+    "A killed run resumes": [
+        "storage/directory/test_lease.py::test_a_process_killed_on_this_host_never_blocks",
+        "restoring/test_going_back.py"
+        "::test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back",
+        "saving/test_saver.py::test_leftovers_of_killed_processes_go_with_the_next_save",
+        "faults/test_killed.py::test_a_few_kills_at_random_moments_lose_nothing",
+    ],
+    "A restored state is identical to the bit": [
+        "snapshot/test_stacking.py::test_any_tree_survives_any_layout_snapshot_and_change_of_mesh",
+        "state/test_leaf.py::test_every_dtype_of_every_kind_comes_back_as_it_was_saved",
+        "restoring/test_resume.py::test_a_resumed_run_ends_on_the_same_bits",
+        "processes/test_several_processes.py::test_two_processes_resume_bit_for_bit_and_fail_alike",
+    ],
+    "A step is listed only after": [
+        "saving/test_saver.py"
+        "::test_a_storage_failure_is_logged_kept_until_read_and_raised_by_close",
+        "faults/test_gcs.py::test_a_mark_that_is_carried_out_late_is_no_step",
+    ],
+    "A restore changes everything or nothing": [
+        "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything",
+    ],
+    "A damaged newest step is skipped": [
+        "restoring/test_going_back.py::test_an_unreadable_newest_step_is_skipped_and_then_abandoned",
+        "restoring/test_going_back.py"
+        "::test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming",
+    ],
+    "The run resumes from the newest readable": [
+        "storage/arrays/test_block_digests.py"
+        "::test_attach_goes_on_from_the_newest_step_without_damage",
+    ],
+    "If a step cannot be read at the moment": [
+        "storage/medium/test_storage_errors.py"
+        "::test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read",
+    ],
+    "If every step is damaged": [
+        "storage/directory/test_lost_records.py::test_a_run_does_not_begin_anew_over_its_only_step",
+    ],
+    "A step with a damaged commit record": [
+        "storage/directory/test_lost_records.py"
+        "::test_a_damaged_step_takes_no_place_from_a_sound_one",
+    ],
+    "A program that ends without": [
+        "saving/test_saver.py::test_an_error_in_the_loop_lets_the_save_in_flight_finish",
+        "saving/test_saver.py::test_a_program_that_ends_without_close_still_completes_its_save",
+    ],
+    "An unreachable checkpointer hands over": [
+        "saving/test_closing.py"
+        "::test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces",
+    ],
+    "A closed checkpointer leaves no thread": [
+        "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind",
+    ],
+    "JAX, Orbax and gcsfs keep": [
+        "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind",
+    ],
+    "The program's shared gcsfs instance": [
+        "faults/test_gcs.py"
+        "::test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them",
+    ],
+    "If `close` raises `SaveTimeoutError`": [
+        "saving/test_closing.py::test_close_can_be_tried_again_after_a_late_save",
+    ],
+    "every block of the array bytes": [
+        "storage/arrays/test_block_digests.py"
+        "::test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named",
+    ],
+    "the manifest and the metrics": [
+        "storage/arrays/test_block_digests.py::test_changed_json_is_noticed",
+    ],
+    "Orbax's records of the commit time": [
+        "stored/test_hostile.py::test_a_commit_record_that_is_not_what_was_sealed_is_damaged",
+    ],
+    "a restore of everything": [
+        "storage/directory/test_verified.py::test_a_step_that_was_restored_is_verified",
+    ],
+    "`ckpt.verify(step)`": [
+        "storage/directory/test_verified.py::test_a_damaged_step_is_named_with_its_leaf_and_file",
+    ],
+    "every commit, with": [
+        "storage/directory/test_verified.py"
+        "::test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed",
+        "storage/directory/test_verified.py::test_no_keep_rule_deletes_the_newest_verified_step",
+    ],
+    "One program writes to a directory": [
+        "storage/directory/test_lease.py::test_readers_take_no_lease",
+    ],
+    "The first save takes a lease": [
+        "storage/directory/test_lease.py"
+        "::test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_closed",
+    ],
+    "A second program gets a": [
+        "storage/directory/test_lease.py::test_a_process_that_runs_on_this_host_refuses_at_once",
+    ],
+    "The lease of a program that died": [
+        "storage/directory/test_lease.py"
+        "::test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s_old",
+    ],
+    "A program that stalled": [
+        "storage/directory/test_lease.py"
+        "::test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops",
+        "storage/directory/test_lease.py"
+        "::test_nothing_is_committed_moved_or_removed_without_the_lease",
+    ],
+    "Another program may save between": [
+        "saving/test_tiers.py::test_a_late_first_save_mixes_in_neither_tier",
+    ],
+    "The library unpickles nothing": [
+        "stored/test_hostile.py::test_code_named_in_a_commit_record_is_not_imported",
+        "test_structure.py::test_nothing_is_pickled_or_evaluated",
+    ],
+    "The library refuses a step that contains links": [
+        "stored/test_hostile.py::test_a_link_out_of_a_step_is_not_followed",
+        "stored/test_hostile.py::test_a_pipe_in_a_step_is_not_waited_for",
+    ],
+    "Before it allocates memory": [
+        "stored/test_hostile.py"
+        "::test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_is_taken",
+    ],
+    "It refuses leaves that this host cannot hold": [
+        "stored/test_hostile.py::test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees",
+    ],
+    "A defective step raises": [
+        "stored/test_hostile.py::test_garbage_for_a_manifest_is_refused",
+    ],
+}
+
+
+def promises() -> list[str]:
+    """How each promise of the page begins: its bold sentences and its bullets."""
+    text = PAGE.read_text()
+    parts = re.split(r"^## (.+)$", text, flags=re.M)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    found = [
+        begin
+        for section in SECTIONS
+        for begin in re.findall(r"^(?:\*\*|- )(.+)$", sections[section], re.M)
+    ]
+    return found
+
+
+def test_every_promise_has_tests() -> None:
+    found = promises()
+    assert len(found) > 25
+    unknown = [p for p in found if not any(p.startswith(begin) for begin in TESTED)]
+    assert unknown == []
+    assert [b for b in TESTED if not any(p.startswith(b) for p in found)] == []
+
+
+@pytest.mark.parametrize("promise", TESTED)
+def test_make_test_runs_tests_of_a_promise(promise: str) -> None:
+    for test in TESTED[promise]:
+        file, _, name = test.partition("::")
+        tree = ast.parse((TESTS / file).read_text())
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        assert name in functions, test
+        marks = [ast.unparse(mark) for mark in functions[name].decorator_list]
+        assert not {"pytest.mark.slow", "pytest.mark.long"} & set(marks), test
