@@ -83,6 +83,7 @@ def test_the_source_distribution_holds_all_that_tests_and_docs_need(dist: Path) 
     assert names == expected | texts | {"Makefile", "pyproject.toml", ".gitignore", "PKG-INFO"}
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path) -> None:
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)

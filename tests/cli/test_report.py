@@ -296,6 +296,7 @@ def test_an_odd_lease_is_no_sign_of_life(kind: str, three_runs: Path) -> None:
     assert "The last program has closed it" in text
 
 
+@pytest.mark.slow
 def test_a_very_long_run_makes_a_small_page(directory: Path) -> None:
     events = synthetic.run(
         first=0, last=100_000, at_secs=BEGAN, step_secs=0.5, durable_secs=1.0, every=4

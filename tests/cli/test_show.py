@@ -75,6 +75,7 @@ def test_the_command_is_installed() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.slow
 def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
     program = """
         import runpy, sys
@@ -287,6 +288,7 @@ def test_show_says_how_leaves_were_sharded() -> None:
     assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
 
 
+@pytest.mark.slow
 def test_at_a_terminal_show_draws_a_tree() -> None:
     golden = TESTS / "golden/v1/stacked"
     ours, theirs = pty.openpty()

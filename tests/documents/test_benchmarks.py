@@ -174,6 +174,7 @@ def measured_at(date: str, asked: list[tuple[str, str, str]]) -> Measure:
     return measure
 
 
+@pytest.mark.slow
 def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_re
     assert len(dates) == 5
 
 
+@pytest.mark.slow
 def test_the_measurements_run(tmp_path: Path) -> None:
     ran = run_python(PROGRAMS / "tiny_measurements.py", str(BENCHMARKS), str(tmp_path))
     found = json.loads(ran.stdout.split("FOUND ")[1])

@@ -91,6 +91,7 @@ def latest_step(directory: Path) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_digits_killed_at_random_moments_end_on_the_same_bits(
     tmp_path: Path, rng: random.Random
 ) -> None:
@@ -123,6 +124,7 @@ def test_digits_killed_at_random_moments_end_on_the_same_bits(
     assert resumed.digest == train(DIGITS, tmp_path / "uninterrupted", "--steps", total).digest
 
 
+@pytest.mark.slow
 def test_gpt_killed_and_resumed_ends_on_the_same_bits(tmp_path: Path, rng: random.Random) -> None:
     uninterrupted = train(GPT, tmp_path / "uninterrupted", "--steps", 30).digest
     directory = tmp_path / "killed"
@@ -157,6 +159,7 @@ def test_gpt_goes_on_after_each_change_of_devices(tmp_path: Path, rng: random.Ra
     assert latest_step(directory) == saved + 8
 
 
+@pytest.mark.slow
 def test_lightning_killed_and_resumed_ends_on_the_same_bits(
     tmp_path: Path, rng: random.Random
 ) -> None:
@@ -170,6 +173,7 @@ def test_lightning_killed_and_resumed_ends_on_the_same_bits(
     assert resumed.digest == uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])
 def test_each_step_has_its_own_dropout_mask(tmp_path: Path, example: Path) -> None:
     # Were the key a constant of the compiled step, it would not matter what later steps draw.
@@ -179,6 +183,7 @@ def test_each_step_has_its_own_dropout_mask(tmp_path: Path, example: Path) -> No
     assert usual != one_key
 
 
+@pytest.mark.slow
 def test_demo_finds_the_resumed_run_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_the_cluster_made_by_hand_has_a_node_pool_for_each_slice() -> None:
     assert given["scopes"] == "cloud-platform"
 
 
+@pytest.mark.slow
 def test_the_program_saves_where_the_ramdisk_is_mounted() -> None:
     spec = pod(manifest("jobset"))
     (container,), (volume,) = spec["containers"], spec["volumes"]
@@ -179,6 +180,7 @@ ON_TWO_HOSTS = f"""
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_resume_what_one_has_lost_from_the_others_ramdisk(tmp_path: Path) -> None:
     """Two slices of one host with four devices."""
 

@@ -24,12 +24,12 @@ TESTED = {
         "snapshot/test_stacking.py::test_any_tree_survives_any_layout_snapshot_and_change_of_mesh",
         "state/test_leaf.py::test_every_dtype_of_every_kind_comes_back_as_it_was_saved",
         "restoring/test_resume.py::test_a_resumed_run_ends_on_the_same_bits",
-        "processes/test_several_processes.py::test_two_processes_resume_bit_for_bit_and_fail_alike",
+        "stored/test_golden.py::test_each_process_has_its_own_state_of_a_golden_checkpoint_again",
     ],
     "A step is listed only after": [
         "saving/test_saver.py"
         "::test_a_storage_failure_is_logged_kept_until_read_and_raised_by_close",
-        "faults/test_gcs.py::test_a_mark_that_is_carried_out_late_is_no_step",
+        "faults/test_gcs.py::test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice",
     ],
     "A restore changes everything or nothing": [
         "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything",

@@ -40,7 +40,13 @@ def outputs(notebook: nbformat.NotebookNode) -> list[dict[str, str]]:
     return kept
 
 
-@pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.stem == "2-reshard" else pytest.mark.slow, id=path.stem)
+        for path in execute.NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_and_keeps_what_that_gives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

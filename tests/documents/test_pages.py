@@ -31,14 +31,21 @@ DIRECTIVES = {"{toctree}", "{eval-rst}"}
 
 # SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
 # these get a process of their own.
-SINGLE_PROCESS = {"lightning", "preemption"}
+SEPARATE = {"lightning", "preemption"}
+SLOW = {*SEPARATE, "command-line"}
 
 
 @pytest.mark.usefixtures("empty_folder")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else [], id=page.stem)
+        for page in PAGES
+    ],
+)
 def test_the_blocks_of_a_page_run_as_one_program(page: Path) -> None:
     text = page.read_text()
-    if page.stem in SINGLE_PROCESS:
+    if page.stem in SEPARATE:
         blocks = [b["body"] for b in BLOCK.finditer(text) if b["kind"] == "python"]
         run_python("\n".join(blocks), fresh=True)
         return
@@ -109,6 +116,7 @@ def public_names() -> Iterator[str]:
             yield f"torchax_ckpt.TorchaxCheckpointer.{name}"
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
     build_site(tmp_path)
     pages = {page.stem: page.read_text() for page in (tmp_path / "api").glob("*.html")}

@@ -23,6 +23,7 @@ def program(page: Path, folder: Path) -> str:
     return f"import os; os.chdir({str(folder)!r})\n{blocks(page, 'python')}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is, on purpose
 def test_every_block_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (0, 200):  # the second time everything resumes

@@ -20,6 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.slow
 def test_no_input_does_harm(corpus: Corpus) -> None:
     found = fuzz(Readers(corpus), seed=1, count=2_000, max_secs=8)
     assert not found.problems, str(found)
@@ -33,6 +34,7 @@ def naive(document: Any) -> Manifest:
     return Manifest(document["document"], Plan(stacks, frozenset(document["empty"])), {}, {})
 
 
+@pytest.mark.slow
 def test_the_harness_finds_what_a_naive_reader_lets_through(corpus: Corpus) -> None:
     readers = Readers(corpus, naive)
     readers.by_name = {name: readers.by_name[name] for name in ("restore", "load")}

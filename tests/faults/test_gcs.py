@@ -148,6 +148,7 @@ def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
     assert names(gcs, bucket_run) == {"2", "3", "abandoned-3", "abandoned-3-2"}
 
 
+@pytest.mark.slow
 def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_save(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -169,6 +170,7 @@ def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_sav
     assert "incoming-9" in names(gcs, bucket_run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gcs")
 def test_a_mark_that_is_carried_out_late_is_no_step(bucket_run: str) -> None:
     with TorchaxCheckpointer(bucket_run) as ckpt:
@@ -181,6 +183,7 @@ def test_a_mark_that_is_carried_out_late_is_no_step(bucket_run: str) -> None:
         assert ckpt.all_steps() == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gcs")
 @pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "no time", "gone"])
 def test_a_step_whose_commit_record_is_damaged_is_there_and_the_one_before_is_taken(
@@ -208,6 +211,7 @@ def test_a_step_whose_commit_record_is_damaged_is_there_and_the_one_before_is_ta
         assert ckpt.all_steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_folder_that_merely_has_a_number_for_a_name_is_left_alone(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -222,6 +226,7 @@ def test_a_folder_that_merely_has_a_number_for_a_name_is_left_alone(
         assert filesystem.cat_file(path) == content.encode()
 
 
+@pytest.mark.slow
 def test_a_delete_that_is_carried_out_late_spares_what_was_written_since(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +253,7 @@ def test_a_delete_that_is_carried_out_late_spares_what_was_written_since(
     assert_trees_identical(ckpt.load(2), state(2))
 
 
+@pytest.mark.slow
 def test_nothing_is_deleted_but_what_was_looked_at(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -351,6 +357,7 @@ def test_only_empty_folders_of_a_hierarchical_namespace_go_with_their_objects(
     assert service.folders == {prefix}
 
 
+@pytest.mark.slow
 def test_a_write_of_a_failed_save_that_is_carried_out_late_spares_the_step_when_saved_anew(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +411,7 @@ def test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them(
     assert settings() == before
 
 
+@pytest.mark.slow
 def test_another_process_sees_new_steps(gcs: gcs_proxy.FaultProxy, bucket_run: str) -> None:
     reader = TorchaxCheckpointer(bucket_run)
     with TorchaxCheckpointer(bucket_run) as ckpt:
@@ -416,6 +424,7 @@ def test_another_process_sees_new_steps(gcs: gcs_proxy.FaultProxy, bucket_run: s
     assert reader.all_steps() == [2]
 
 
+@pytest.mark.slow
 def test_faults_at_a_tenth_of_the_requests_lose_nothing(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -439,6 +448,7 @@ def test_faults_at_a_tenth_of_the_requests_lose_nothing(
     assert sum(gcs.counts[kind] for kind in gcs_proxy.KINDS) > 5
 
 
+@pytest.mark.slow
 def test_an_outage_in_the_middle_of_a_save_is_sat_out(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -452,6 +462,7 @@ def test_an_outage_in_the_middle_of_a_save_is_sat_out(
     assert_trees_identical(ckpt.load(2), state(2))
 
 
+@pytest.mark.slow
 def test_past_the_limit_a_save_fails_clearly_and_saving_resumes(
     gcs: gcs_proxy.FaultProxy,
     bucket_run: str,
@@ -479,6 +490,7 @@ def test_past_the_limit_a_save_fails_clearly_and_saving_resumes(
     assert_trees_identical(ckpt.load(2), state(2))
 
 
+@pytest.mark.slow
 def test_arrays_that_cannot_be_read_now_are_given_up_with_a_clear_error(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +509,7 @@ def test_arrays_that_cannot_be_read_now_are_given_up_with_a_clear_error(
     assert_trees_identical(ckpt.load(1), state(1))
 
 
+@pytest.mark.slow
 def test_a_step_that_the_network_hides_is_not_passed_over(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +527,7 @@ def test_a_step_that_the_network_hides_is_not_passed_over(
         gcs.calm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
@@ -563,6 +577,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_loses_at_most_that_save(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
@@ -603,6 +618,7 @@ def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(context, "gcs_request_retries", retries)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_bucket_is_named_anew_and_what_missed_it_does_not_count(
     bucket_run: str, tmp_path: Path, gcs: gcs_proxy.FaultProxy
 ) -> None:

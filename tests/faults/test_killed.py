@@ -33,6 +33,7 @@ def assert_nothing_is_lost(*args: str, at_least: int) -> None:
         assert table[finding] == 0, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weakening", "findings"),
     [

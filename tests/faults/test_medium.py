@@ -32,6 +32,7 @@ def run(program: Path, *args: str, prefix: list[str] | None = None) -> None:
     assert result.stdout.endswith("all is well\n"), result.stdout + result.stderr[-4000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mounted", "limited"])
 def test_training_and_saving_go_on_when_the_medium_fails(kind: str, open_tmp_path: Path) -> None:
     prefix = media.mounting_prefix() if kind == "mounted" else None
@@ -40,6 +41,7 @@ def test_training_and_saving_go_on_when_the_medium_fails(kind: str, open_tmp_pat
     run(PROGRAMS / "failing_medium.py", str(open_tmp_path / "disk"), kind, prefix=prefix)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_now_is_no_reason_to_go_back(open_tmp_path: Path) -> None:
     run(PROGRAMS / "unreadable_files.py", str(open_tmp_path))
 

@@ -27,6 +27,7 @@ def gcs() -> Iterator[gcs_proxy.FaultProxy]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
     gcs: gcs_proxy.FaultProxy,
 ) -> None:

@@ -10,10 +10,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from support import PROGRAMS
 from support.processes import Running
 
 
+@pytest.mark.slow
 def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(directory: Path) -> None:
     # Process 1 dies. Process 0 waits, names it, and removes what was half written.
     with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "3") as running:
@@ -55,6 +57,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
             assert last == {"durable": 4, "files": ["2", "3", "4"]}
 
 
+@pytest.mark.slow
 def test_where_jax_ends_the_survivor_after_its_heartbeat_a_clean_start_goes_on(
     directory: Path,
 ) -> None:

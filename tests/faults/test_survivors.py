@@ -15,6 +15,7 @@ from support import PROGRAMS
 from support.processes import Running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "victim"), [("local", 0), ("durable", 1)], ids=["part", "read_back"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from support.processes import run_torture
 
 PROGRAM = Path(__file__).parent / "torture_flips.py"
@@ -19,6 +20,7 @@ def outcomes(*args: str) -> tuple[int, dict[str, int], str]:
     return code, dict(zip(("detected", "harmless", "wrong"), sums, strict=True)), output
 
 
+@pytest.mark.slow
 def test_flipped_bits_are_detected_or_harmless() -> None:
     code, found, output = outcomes("--flips", "16", "--seed", "1")
     assert code == 0, output
@@ -27,6 +29,7 @@ def test_flipped_bits_are_detected_or_harmless() -> None:
     assert sum(found.values()) == 16, output
 
 
+@pytest.mark.slow
 def test_flips_that_come_back_wrong_are_found() -> None:
     code, found, output = outcomes("--flips", "32", "--seed", "1", "--reader", "orbax")
     assert code == 1, output

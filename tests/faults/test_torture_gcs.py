@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.processes import run_torture
 
 PROGRAM = Path(__file__).parent / "torture_gcs.py"
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_under_faults_a_bucket_loses_nothing() -> None:
     code, table, output = run_torture(
         PROGRAM,
@@ -21,6 +23,7 @@ def test_killed_at_random_moments_under_faults_a_bucket_loses_nothing() -> None:
     assert table["steps restored exactly"] >= 2, output
 
 
+@pytest.mark.slow
 def test_a_server_that_lies_is_found_out() -> None:
     code, table, output = run_torture(
         PROGRAM,

@@ -139,6 +139,7 @@ def holds(step: int, number: int, name: str) -> tuple[int, float, list[int], str
     return step, 1000.0 * number + step, [step] * 3, name
 
 
+@pytest.mark.slow
 def test_a_second_program_is_refused_and_takes_over_at_once_when_the_first_is_killed(
     gcs: gcs_proxy.FaultProxy, start: Callable[..., Program]
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_second_program_is_refused_and_takes_over_at_once_when_the_first_is_ki
     assert late.close() == second.close() == {"closed": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     [

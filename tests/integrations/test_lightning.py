@@ -122,6 +122,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_resumed_anywhere_ends_on_the_same_bits(variant: str, directory: Path) -> None:
     run = VARIANTS[variant]
@@ -154,6 +155,7 @@ def test_so_does_a_run_that_is_killed_and_told_to_end_again_and_again(directory:
     assert steps_of(directory) == [2, 4, 10, 14, 28, 42]
 
 
+@pytest.mark.slow
 def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
     run = Run(sharded=True, save_at=(18,))
     killed = spawn(run, directory, 1, "SIGKILL", "step", 1, 3)
@@ -203,6 +205,7 @@ def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
 # --- ends and beginnings -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_a_shorter_one(directory: Path) -> None:
     for short, long in (
         (Run(max_steps=8, val_check_interval=2), Run(max_steps=18, val_check_interval=2)),
@@ -236,6 +239,7 @@ def test_a_finished_run_trains_and_saves_nothing(directory: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_one_trainer_fits_several_times(directory: Path) -> None:
     run = Run(max_epochs=1)
     module, checkpoint = run.module(1), run.checkpoint(directory)
@@ -299,6 +303,7 @@ def logged(folder: Path) -> dict[tuple[str, str], list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_logger_is_told_the_same_across_a_resume(directory: Path) -> None:
     run = Run(val_check_interval=3)
 
@@ -540,6 +545,7 @@ def test_a_module_keeps_its_parameters_ties_and_shardings() -> None:
     assert torchax_backend.buffer(module.net[0].weight).sharding == sharding
 
 
+@pytest.mark.slow
 def test_it_enables_torchax_where_the_program_has_not() -> None:
     result = run_python(PROGRAMS / "lightning_enables_torchax.py")
     assert "jax:0 [0.25, 0.25] {'sum': tensor(0.5000)}" in result.stdout
@@ -548,6 +554,7 @@ def test_it_enables_torchax_where_the_program_has_not() -> None:
 # --- a bare loop -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_hooks_work_in_a_loop_without_a_trainer(directory: Path) -> None:
     def run(directory: Path, last: int) -> Any:
         model = mlp()
@@ -630,6 +637,7 @@ def seeded(seed: int) -> None:
     torch.manual_seed(seed), torchax.default_env().manual_seed(seed), np.random.seed(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fail", "saved"), [("before", [2, 5]), ("after", [2])])
 def test_an_exception_in_a_bare_loop_saves_the_step_that_is_still_there(
     fail: str, saved: list[int], directory: Path
@@ -661,6 +669,7 @@ def test_a_loop_that_catches_nothing_ends_at_a_sigterm_with_a_code_to_restart_on
     bare.checkpoint.teardown(bare.loop, bare.model, "fit")
 
 
+@pytest.mark.slow
 def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:
     page = (ROOT / "docs/lightning.md").read_text()
     section = page.partition("## A loop without a Trainer")[2]

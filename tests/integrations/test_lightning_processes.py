@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from support import PROGRAMS
 from support.processes import run_processes
 
 
+@pytest.mark.slow
 def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     ends = [

@@ -271,6 +271,7 @@ PAGE = (ROOT / "docs" / "planning.md").read_text()
 TABLES = re.findall(r"<!-- ([\w-]+) -->\n(\n\|.*?)<!-- end -->", PAGE, re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shown"), TABLES, ids=[name for name, _ in TABLES])
 def test_the_page_shows_what_its_script_prints(name: str, shown: str) -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))

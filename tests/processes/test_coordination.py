@@ -413,6 +413,7 @@ def test_what_each_process_has_for_itself_goes_into_one_document(
     ]
 
 
+@pytest.mark.slow
 def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

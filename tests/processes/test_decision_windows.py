@@ -7,6 +7,7 @@ from support import PROGRAMS
 from support.processes import run_processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paces", ["[0.001, 0.004]", "[0.004, 0.001]"], ids=["second", "first"])
 def test_two_processes_save_the_same_steps_though_one_is_slow(paces: str) -> None:
     (first,), (second,) = run_processes(PROGRAMS / "unequal_paces.py", 2, paces, devices=1)

@@ -37,6 +37,7 @@ def wider(
     return run, run_processes(PROGRAMS / "continued_by_others.py", 4, str(run), "5")
 
 
+@pytest.mark.slow
 def test_two_processes_resume_bit_for_bit_and_fail_alike(
     straight: tuple[Path, list[Any]], directory: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_nothing_listens_on_every_address(straight: tuple[Path, list[Any]]) -> N
             assert ipaddress.ip_address(address).is_loopback or address in own
 
 
+@pytest.mark.slow
 def test_other_numbers_of_processes_restore_it(
     straight: tuple[Path, list[Any]], wider: tuple[Path, list[Any]]
 ) -> None:
@@ -116,6 +118,7 @@ def test_other_numbers_of_processes_restore_it(
     assert loaded["dataloader"]["position"] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 2])
 def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
     count: int, wider: tuple[Path, list[Any]], directory: Path

@@ -71,6 +71,7 @@ def test_newer_steps_stay_until_a_new_one_is_durable_and_are_then_set_aside(
         assert_trees_identical(training_state(fresh, fresh_optimizer), new)
 
 
+@pytest.mark.slow
 def test_going_back_twice_keeps_every_abandoned_branch(directory: Path) -> None:
     model, optimizer, _ = trained(directory, 3)
     for _ in range(2):
@@ -151,6 +152,7 @@ def test_going_back_and_forth_abandons_only_what_is_newer_in_the_end(directory: 
     assert ckpt.all_steps() == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_restoring_in_the_loop_goes_on_from_there(directory: Path) -> None:
     model, optimizer, held = trained(directory, 3)
     bodies = []

@@ -51,6 +51,7 @@ def left(killed: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "run", tmp_path / "ramdisks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "start", "tier"), [(None, 6, "local"), (1, 4, "durable")])
 def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durable_step(
     lost: int | None,
@@ -76,6 +77,7 @@ REFUSED = r"expected all of it, \[256, 8\], found \[128, 8\]: .* holds one host'
 OF_TWO = "step 4 was saved by 2 processes and is restored by 1"
 
 
+@pytest.mark.slow
 def test_one_process_takes_no_hosts_part_for_the_whole(
     left: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_reader_takes_no_hosts_part_for_the_whole(
 # --- what one host meets, all do -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Path) -> None:
     places = str(tmp_path / "run"), str(tmp_path / "ramdisks")
     first, second = run_processes(PROGRAMS / "host_shards_with_faults.py", 2, *places, "0")
@@ -146,6 +149,7 @@ def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Pa
         assert sorted(end["there"]) == ["1", "2", "3", "6"]
 
 
+@pytest.mark.slow
 def test_one_host_that_is_told_to_end_has_all_save_the_same_durable_step(tmp_path: Path) -> None:
     places = str(tmp_path / "run"), str(tmp_path / "ramdisks"), "0"
     with Running(PROGRAMS / "host_shards_terminated.py", 2, *places) as running:

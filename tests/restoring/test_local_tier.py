@@ -38,6 +38,7 @@ def left(place: Path, tmp_path: Path, *lost: int) -> tuple[Path, Path]:
     return tmp_path / "run", tmp_path / "ramdisks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_lost_slice_comes_back_from_the_other(
     lost: int, tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
@@ -48,6 +49,7 @@ def test_a_lost_slice_comes_back_from_the_other(
     assert_ends_alike(found, never_killed)
 
 
+@pytest.mark.slow
 def test_two_lost_slices_come_back_from_the_durable_tier_and_what_a_host_kept_is_stale(
     tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
 ) -> None:
@@ -62,6 +64,7 @@ def test_two_lost_slices_come_back_from_the_durable_tier_and_what_a_host_kept_is
         shutil.copytree(place / "ramdisks" / "0", ramdisks / "0")
 
 
+@pytest.mark.slow
 def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
     tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
 ) -> None:
@@ -75,6 +78,7 @@ def test_a_step_that_only_bears_the_same_number_is_not_taken_for_another_hosts(
     assert_ends_alike(found, never_killed)
 
 
+@pytest.mark.slow
 def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
     tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
 ) -> None:
@@ -89,6 +93,7 @@ def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
     assert_ends_alike(found, never_killed)
 
 
+@pytest.mark.slow
 def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) -> None:
     """Two slices of two hosts; the two that are left come up as each other's process."""
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
@@ -103,6 +108,7 @@ def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) 
     assert_ends_alike(found, straight(tmp_path, 4))
 
 
+@pytest.mark.slow
 @given(strategies.data())
 def test_routes_bring_every_part_to_all_that_need_it(data: strategies.DataObject) -> None:
     count = data.draw(strategies.integers(1, 40))
@@ -132,6 +138,7 @@ def test_routes_bring_every_part_to_all_that_need_it(data: strategies.DataObject
     assert len(rounds) <= math.ceil(math.log2(count + 1))
 
 
+@pytest.mark.slow
 def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Path) -> None:
     """Every dtype and way to shard; hosts 0 and 1 are one slice, and 2 and 3 the other."""
     places = [

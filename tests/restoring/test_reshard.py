@@ -115,6 +115,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_any_layout_restores_onto_any_other(

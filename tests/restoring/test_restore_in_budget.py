@@ -118,6 +118,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     assert content(model, optimizer) == expected
 
 
+@pytest.mark.slow
 def test_attach_goes_on_to_an_older_step_when_the_newest_is_damaged(directory: Path) -> None:
     model, optimizer = trained(directory)
     with TorchaxCheckpointer(directory, options=IN_BUDGET) as ckpt:

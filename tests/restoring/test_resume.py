@@ -12,6 +12,7 @@ from support.processes import COMPILED_ONCE, Started
 
 from torchax_ckpt.options import Layout, SnapshotMode
 
+SLOW = pytest.mark.slow
 PROGRAM = PROGRAMS / "resume_program.py"
 LAST = 12  # more than two epochs of five steps
 
@@ -32,11 +33,15 @@ def result(started: Started) -> Any:
 @pytest.mark.parametrize(
     ("style", "cut", "seeds"),
     [
-        pytest.param("a", 4, (1, 22), id="eager-optimizer-mid-epoch-raw-key"),
-        pytest.param("a", 5, (2, 11), id="eager-optimizer-epoch-end-typed-key"),
+        pytest.param(
+            "a", 4, (1, 22), id="eager-optimizer-mid-epoch-raw-key", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "a", 5, (2, 11), id="eager-optimizer-epoch-end-typed-key", marks=pytest.mark.slow
+        ),
         pytest.param("b", 4, (2, 11), id="optax-functional-donated"),
-        pytest.param("c", 7, (1, 22), id="whole-step-jitted-donated"),
-        pytest.param("d", 4, (2, 22), id="fsdp-on-8-devices"),
+        pytest.param("c", 7, (1, 22), id="whole-step-jitted-donated", marks=SLOW),
+        pytest.param("d", 4, (2, 22), id="fsdp-on-8-devices", marks=SLOW),
     ],
 )
 def test_a_resumed_run_ends_on_the_same_bits(
@@ -51,6 +56,7 @@ def test_a_resumed_run_ends_on_the_same_bits(
     assert began["state"] != expected["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "donates"),
     [

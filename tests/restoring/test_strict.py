@@ -193,6 +193,7 @@ def test_a_restore_without_differences_reports_none(directory: Path) -> None:
         assert ckpt.restore(strict=False) == ckpt.restore() == RestoreReport(3, is_verified=True)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_does_not_fit_gets_no_state_and_can_be_trained(directory: Path) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

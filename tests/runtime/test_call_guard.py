@@ -131,6 +131,7 @@ def test_a_call_within_a_call_is_refused_and_the_next_one_works(directory: Path)
     assert ckpt.all_steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_signal_handlers_that_call_in_at_any_moment_never_hang(directory: Path) -> None:
     run_python(PROGRAMS / "saves_in_signal_handler.py", str(directory), devices=1, timeout_secs=60)
 
@@ -172,6 +173,7 @@ def test_calls_within_a_traced_function_are_refused(transform: Any, directory: P
 # --- forked processes ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Path) -> None:
     result = run_python(
         PROGRAMS / "forks_beside_checkpointer.py",
@@ -268,6 +270,7 @@ def test_a_transfer_that_is_stuck_does_not_hold_the_training_thread_forever(
     wait_until(lambda: ckpt.all_steps() == [1])
 
 
+@pytest.mark.slow
 def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -> None:
     source = """
         import sys, time

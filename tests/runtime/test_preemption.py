@@ -60,6 +60,7 @@ def running(program: str, *args: object) -> Iterator[Program]:
 # --- noticing, saving, ending --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("work", "amount"), [("compilation", 250), ("transfer", 4000)])
 def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
     work: str, amount: int, directory: Path
@@ -140,6 +141,7 @@ def test_sigterm_belongs_to_a_checkpointer_only_while_it_may_write(directory: Pa
     assert "ending at once: SIGTERM" in program.output
 
 
+@pytest.mark.slow
 def test_it_lives_with_an_event_loop_that_has_signal_handlers(directory: Path) -> None:
     with running("handlers_of_event_loop.py", directory) as program:
         program.until("done")
@@ -206,7 +208,10 @@ def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
 # --- the examples --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("example", "first"), [("train_digits", 50), ("train_gpt", 20)])
+@pytest.mark.parametrize(
+    ("example", "first"),
+    [("train_digits", 50), pytest.param("train_gpt", 20, marks=pytest.mark.slow)],
+)
 def test_a_preempted_example_asks_to_be_started_again(
     example: str, first: int, tmp_path: Path
 ) -> None:

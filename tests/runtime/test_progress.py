@@ -180,6 +180,7 @@ def test_waiting_at_the_end_says_what_for(directory: Path, monkeypatch: pytest.M
     assert ckpt.all_steps() == [7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
     is_terminal: bool, directory: Path

@@ -221,6 +221,7 @@ def test_the_mediums_own_error_is_reported_even_if_buffers_were_donated_meanwhil
         ckpt.wait_until_finished()
 
 
+@pytest.mark.slow
 def test_a_failed_save_keeps_no_copy_of_the_state_alive(
     directory: Path, failing: Callable[[], None]
 ) -> None:
@@ -451,7 +452,14 @@ def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
     assert entries(directory) <= {"1", "2"}
 
 
-@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("raise", 1), ("exit", 3)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        pytest.param("end", 0, marks=pytest.mark.slow),
+        pytest.param("raise", 1, marks=pytest.mark.slow),
+        ("exit", 3),
+    ],
+)
 def test_a_program_that_ends_without_close_still_completes_its_save(
     ending: str, code: int, directory: Path
 ) -> None:

@@ -258,6 +258,7 @@ def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message:
 # --- what is lost, and what survives -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durable_one(
     directory: Path, ramdisk: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_parts_stay_where_the_first_host_has_died() -> None:
     assert (have, lose) == ({0, 1, 2}, set())
 
 
+@pytest.mark.slow
 def test_parts_stay_where_another_host_says_nothing() -> None:
     group, is_over = Group(timeout_secs=5), threading.Event()
 

@@ -279,6 +279,7 @@ def saved_while_full(
     return first["failed"], first["steps"], stacked
 
 
+@pytest.mark.slow
 def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
     assert saved_while_full("transfer", [1, None, 0], directory) == (
         {},
@@ -287,6 +288,7 @@ def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path) -> None:
     failed, steps, stacked = saved_while_full("auto", [None, None, 1, 1, None, 1, 0], directory)
     (text,) = failed.values()

@@ -77,6 +77,7 @@ def stored_names(directory: Path, step: int = 2) -> set[str]:
     return {f"{component}/{rest}" for component, tree in metadata.items() for rest in tree}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", [None, fsdp_rule(fsdp_mesh(8))], ids=["one_device", "fsdp8"])
 def test_every_layout_restores_into_a_program_of_any_other(
@@ -109,6 +110,7 @@ def test_layers_are_stored_as_one_array_under_their_pattern(directory: Path) -> 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -165,6 +167,7 @@ def test_with_orbax_alone_a_stack_is_an_array_with_a_leading_axis(directory: Pat
         assert bits(stack[i]) == bits(torchax_backend.buffer(weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", [None, fsdp_rule(fsdp_mesh(4))], ids=["one_device", "fsdp4"])
 def test_layers_added_to_the_model_keep_what_they_have(

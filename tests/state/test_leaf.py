@@ -299,6 +299,7 @@ def test_loaded_host_leaves_can_be_written_and_share_nothing(directory: Path) ->
     assert bits(one["numpy"]) != bits(again["numpy"])
 
 
+@pytest.mark.slow
 def test_a_fresh_process_on_one_device_reads_and_writes_the_same_state(
     directory: Path, tmp_path: Path
 ) -> None:

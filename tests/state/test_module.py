@@ -479,6 +479,7 @@ def train_gan(models: dict[str, nn.Module], optimizers: dict[str, Any], steps: r
             train_step(model, optimizers[name], step)
 
 
+@pytest.mark.slow
 def test_two_models_with_two_optimizers_go_on_as_if_never_stopped(directory: Path) -> None:
     models, optimizers = gan(1)
     train_gan(models, optimizers, range(2))

@@ -185,6 +185,7 @@ def stream(loader: Any) -> Iterator[tuple[list[int], list[float]]]:
             yield batch, [*draws, float(torch.rand(1).to("jax"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_generator", [False, True], ids=["default", "generator"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @with_loaders

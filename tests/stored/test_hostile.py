@@ -876,6 +876,7 @@ def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> N
     assert not left.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_nothing_that_is_created_can_be_written_by_everybody(
     tmp_path: Path, directory: Path, umask: int

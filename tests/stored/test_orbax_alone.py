@@ -79,6 +79,7 @@ def read_manifest(step: Path) -> dict[str, Any]:
     return ocp.load_checkpointables(step, {"manifest": None})["manifest"]
 
 
+@pytest.mark.slow
 def test_orbax_alone_sees_arrays_under_torch_names(run: Run) -> None:
     metadata = ocp.checkpointables_metadata(run.step).metadata["state"]
     shapes = {name: leaf.shape for name, leaf in metadata["model"].items()}

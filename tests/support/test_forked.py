@@ -24,6 +24,7 @@ def report(program: str | Path, *args: str, **kwargs: Any) -> Any:
     return json.loads(run_python(program, *args, **kwargs).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "env"), [(8, {}), (2, COMPILED_ONCE), (None, {"PYTHONUNBUFFERED": "1"})]
 )
@@ -42,6 +43,7 @@ def test_it_finds_what_a_fresh_one_finds(
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_script_is_run_as_one(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 5\n")
     script = tmp_path / "script.py"
@@ -76,6 +78,7 @@ MORE_ENDINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending", [*ENDINGS, *(pytest.param(more, marks=pytest.mark.long) for more in MORE_ENDINGS)]
 )
@@ -117,12 +120,14 @@ def test_it_is_there_until_its_end_was_seen() -> None:
         wait_until(lambda: not state.exists())
 
 
+@pytest.mark.slow
 def test_what_is_left_to_chance_differs() -> None:
     one, two, three = (report(PROGRAMS / "left_to_chance.py") for _ in range(3))
     assert not [what for what in one if one[what] == two[what]]
     assert [what for what in one if one[what] == three[what]] == ["hashes"]
 
 
+@pytest.mark.slow
 def test_what_is_read_at_import_is_read_by_a_server_of_its_own() -> None:
     source = """
         import jax, json, sys, warnings
@@ -141,6 +146,7 @@ def descendants(pid: int) -> set[int]:
     return {int(child) for child in children}.union(*(descendants(int(c)) for c in children))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
 def test_server_and_programs_end_with_who_started_them(sig: signal.Signals) -> None:
     tester = f"""

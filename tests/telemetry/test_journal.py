@@ -139,6 +139,7 @@ def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path)
     assert names(second)[-1] == ("closed", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["durable", "closed"])]
 )
@@ -213,6 +214,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     assert read_events(epath.Path(tmp_path)) == {"3" * 8: [Event("saving", 2.0, 8)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lines", "events"])
 def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / FOLDER

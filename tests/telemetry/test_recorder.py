@@ -123,6 +123,7 @@ def test_where_the_training_is_is_told_now_and_then(
     assert ("reached", 5) in names(run)
 
 
+@pytest.mark.slow
 def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> None:
     first, second = (
         report

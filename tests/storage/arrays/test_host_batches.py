@@ -98,6 +98,7 @@ def test_what_was_fetched_is_let_go_before_more_is(
     assert left == [0] * len(left)
 
 
+@pytest.mark.slow
 def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     largest, peaks = 1112 * 4096 * 4, {}
     # What is freed goes back to the system at once, so that the peak is of what is held.

@@ -227,6 +227,7 @@ def test_a_process_number_used_again_is_another_process(
     assert clock.waited_secs == 0
 
 
+@pytest.mark.slow
 def test_of_many_that_want_a_dead_ones_lease_one_gets_it(tmp_path: Path) -> None:
     for _ in range(4):
         write(tmp_path, dataclasses.replace(ELSEWHERE, renewed_secs=0))
@@ -379,6 +380,7 @@ def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: 
         assert ckpt.save(2, state=STATE, force=True)
 
 
+@pytest.mark.slow
 def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
     directory: Path,
 ) -> None:
@@ -399,6 +401,7 @@ def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhil
     assert entries(directory) == {"1", "2", "3", "4", "6", "abandoned-5"}
 
 
+@pytest.mark.slow
 def test_a_branch_that_another_program_began_meanwhile_is_not_mixed_with_either(
     directory: Path,
 ) -> None:
@@ -528,6 +531,7 @@ def test_a_stalled_writer_that_wakes_up_does_not_write_into_its_successors_step(
 # --- processes ---
 
 
+@pytest.mark.slow
 def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_killed(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -576,11 +580,13 @@ ENDING = """
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_close_gives_the_lease_back(directory: Path) -> None:
     run_python(ENDING, str(directory), devices=1, fresh=True)
     assert entries(directory) == {"1"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_on_a_bucket_the_server_decides_who_has_it(tmp_path: Path) -> None:
     with socket.socket() as probe:

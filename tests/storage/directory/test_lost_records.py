@@ -156,6 +156,7 @@ def test_a_local_step_falls_back_to_the_durable_one(directory: Path, tmp_path: P
         assert ckpt.attach(mlp()) == 1
 
 
+@pytest.mark.slow
 def test_several_processes_agree(directory: Path) -> None:
     run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "save")
     flip(directory / "2")
