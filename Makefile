@@ -10,7 +10,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed-tests
 BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
-PYTEST_FLAGS ?= -n auto --dist loadgroup
+PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-long test-all lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
     torture-endurance clean
