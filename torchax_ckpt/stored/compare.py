@@ -93,14 +93,14 @@ def compare(
     for name in sorted({*a.leaves, *b.leaves}):
         if not is_wanted(name):
             continue
-        here, there = a.leaves.get(name), b.leaves.get(name)
-        if here is None or there is None:
-            what: What = "only_in_a" if here else "only_in_b"
-            found.append(Difference(name, what, _form(here), _form(there)))
-        elif _form(here) != _form(there):
-            found.append(Difference(name, "form", _form(here), _form(there)))
+        in_a, in_b = a.leaves.get(name), b.leaves.get(name)
+        if in_a is None or in_b is None:
+            what: What = "only_in_a" if in_a else "only_in_b"
+            found.append(Difference(name, what, _form(in_a), _form(in_b)))
+        elif _form(in_a) != _form(in_b):
+            found.append(Difference(name, "form", _form(in_a), _form(in_b)))
         else:
-            both.append(here)
+            both.append(in_a)
     num_identical = 0
     for batch in _batches(both):
         names = [leaf.name for leaf in batch]
@@ -201,13 +201,13 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     except RecursionError:
         raise CorruptCheckpointError("a manifest nests deeper than any that is written") from None
     for path in sorted({*left, *right}):
-        here, there = left.get(path, _ABSENT), right.get(path, _ABSENT)
+        in_a, in_b = left.get(path, _ABSENT), right.get(path, _ABSENT)
         # True is 1 to Python, and not to whoever saved it.
-        if (type(here), here) != (type(there), there):
+        if (type(in_a), in_a) != (type(in_b), in_b):
             what: What = (
-                "only_in_b" if here is _ABSENT else "only_in_a" if there is _ABSENT else "content"
+                "only_in_b" if in_a is _ABSENT else "only_in_a" if in_b is _ABSENT else "content"
             )
-            left_text, right_text = (None if v is _ABSENT else repr(v) for v in (here, there))
+            left_text, right_text = (None if v is _ABSENT else repr(v) for v in (in_a, in_b))
             yield Difference("/".join(path), what, left_text, right_text)
 
 

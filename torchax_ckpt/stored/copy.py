@@ -63,27 +63,27 @@ def copy_steps(
     left_out: list[CheckpointError] = []
 
     @contextlib.contextmanager
-    def unless_lost() -> Iterator[None]:
+    def leaving_out_lost() -> Iterator[None]:
         try:
             yield
         except (StepNotFoundError, CorruptCheckpointError) as error:
             on_left_out(error)
             left_out.append(error)
 
-    there = []
+    sound = []
     for committed in steps:
-        with unless_lost():
+        with leaving_out_lost():
             StoredStep(committed)  # before anything is created: no links, and a manifest
-            there.append(committed)
-    if not there:
+            sound.append(committed)
+    if not sound:
         raise left_out[-1]
-    _require_none_of(there, target)
+    _require_absent(sound, target)
     try:
         target.claim()
-        _require_none_of(there, target)  # now that nobody else writes to it
+        _require_absent(sound, target)  # now that nobody else writes to it
         target.recover()
-        for committed in there:
-            with unless_lost():
+        for committed in sound:
+            with leaving_out_lost():
                 copied.append(_copy(committed, target, options, on_bytes))
     finally:
         target.release()
@@ -133,9 +133,9 @@ def _copy(
     return done
 
 
-def _require_none_of(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
-    there = {committed.step for committed in target.steps()}
-    if both := sorted(there & {committed.step for committed in steps}):
+def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
+    present = {committed.step for committed in target.steps()}
+    if both := sorted(present & {committed.step for committed in steps}):
         raise DirectoryError(
             f"{target.path}: has step {both[0]} already; nothing was copied", path=target.path
         )

@@ -264,8 +264,8 @@ class StoredStep:
         """
         with still_there(self.committed), about(self.committed):
             wanted = self._wanted(self.leaves)
-            mine = itertools.islice(wanted, processes.index, None, processes.count)
-            wanted = {name: wanted[name] for name in mine}
+            share = itertools.islice(wanted, processes.index, None, processes.count)
+            wanted = {name: wanted[name] for name in share}
             for _, piece, _ in read_arrays.stream_arrays(self.committed, wanted, options):
                 on_bytes(piece.nbytes)
 

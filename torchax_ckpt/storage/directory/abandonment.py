@@ -154,16 +154,16 @@ class Abandonment:
         self._found = found
         self._summaries = summaries
         self._is_local = durable is not None
-        self._other = durable
-        self._told: set[Key] = set()  # by other hosts; of both tiers
+        self._other_tier = durable
+        self._reported: set[Key] = set()  # by other hosts; of both tiers
         if durable is not None:
-            self._told = durable._told
-            durable._other = self
+            self._reported = durable._reported
+            durable._other_tier = self
 
     def branches(self) -> Branches:
         """Lists the directory, and sorts the steps that are found."""
         found = self._found()
-        return Branches.among(found, self._known(found) if found else set())
+        return Branches.among(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
         """The steps that a program may set aside before it has saved anything.
@@ -171,12 +171,12 @@ class Abandonment:
         Not those in the durable tier on the word of local steps, which may yet be lost with their
         host: without them the run goes on from the durable steps that they have abandoned.
         """
-        keys = self._known(steps) if self._is_local else self._said_by(steps)
+        keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
         """What this host tells the others: the steps that count here, and which are abandoned."""
-        return json.dumps([[s.key for s in steps], sorted(self._said())]).encode()
+        return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
         """Takes what all hosts have told, for both tiers.
@@ -185,17 +185,17 @@ class Abandonment:
           The keys of the steps that each host has and that no host knows to be abandoned.
         """
         parsed = [json.loads(told) for told in sent]
-        self._told |= {(step, at) for _, said in parsed for step, at in said}
-        return [{(step, at) for step, at in there} - self._told for there, _ in parsed]
+        self._reported |= {(step, at) for _, abandoned in parsed for step, at in abandoned}
+        return [{(step, at) for step, at in present} - self._reported for present, _ in parsed]
 
-    def _known(self, found: Sequence[CommittedStep]) -> set[Key]:
-        keys = self._told | self._said_by(found)
-        return keys | (set() if self._other is None else self._other._said())
+    def _abandoned_keys(self, found: Sequence[CommittedStep]) -> set[Key]:
+        keys = self._reported | self._recorded_in(found)
+        return keys | (set() if self._other_tier is None else self._other_tier._recorded())
 
-    def _said(self) -> set[Key]:
-        return self._said_by(self._found())
+    def _recorded(self) -> set[Key]:
+        return self._recorded_in(self._found())
 
-    def _said_by(self, steps: Sequence[CommittedStep]) -> set[Key]:
+    def _recorded_in(self, steps: Sequence[CommittedStep]) -> set[Key]:
         """The steps, of either tier, that the summaries of these steps say are abandoned."""
         # Only the latest commit can name steps that are still in place: whoever writes next first
         # finishes setting them aside. Clocks of several hosts do not quite say which it is.

@@ -71,7 +71,7 @@ class CommitTimes:
     """Reads when steps were committed; warns once of each that looks like a step and is none."""
 
     def __init__(self) -> None:
-        self._doubtful: set[str] = set()
+        self._warned: set[str] = set()
 
     def steps_among(self, children: Iterable[epath.Path], first: int = 0) -> list[CommittedStep]:
         """The folders of a run that are committed steps, of this number or a higher one."""
@@ -97,16 +97,16 @@ class CommitTimes:
                 return read_time(path)
             except (FileNotFoundError, NotADirectoryError, ValueError):
                 if not _was_committed(path):
-                    self._doubt(path)
+                    self._warn_once(path)
                     return None
         return LOST
 
-    def _doubt(self, path: epath.Path) -> None:
+    def _warn_once(self, path: epath.Path) -> None:
         is_doubtful = not location.is_bucket(path) and (
             (path.is_dir() and any(path.iterdir())) or (path.exists() and not path.is_dir())
         )
-        if is_doubtful and path.name not in self._doubtful:
-            self._doubtful.add(path.name)
+        if is_doubtful and path.name not in self._warned:
+            self._warned.add(path.name)
             logger.warning(
                 "%s looks like a step, but its commit record cannot be read: ignoring it", path
             )
@@ -125,13 +125,13 @@ def read_time(path: epath.Path) -> int:
                 "in a folder, found something else"
             )
     try:
-        known = _seals(path)
+        known = _stored_digests(path)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / MARK}: was damaged: {error!s:.100}") from error
     if known is None and location.is_bucket(path):
         raise FileNotFoundError(f"{path / MARK}: is not there")
     try:
-        record = json.loads(_unsealed(path, _RECORD, known))
+        record = json.loads(_read_checked(path, _RECORD, known))
         found = record["commit_timestamp_nsecs"]
     except FileNotFoundError as error:  # which a bucket's client names in its own way
         raise FileNotFoundError(f"{path / _RECORD}: is not there") from error
@@ -150,10 +150,10 @@ def _was_committed(path: epath.Path) -> bool:
     try:
         if os.path.islink(path):
             return False
-        there = set(os.listdir(path))
+        names = set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return bool(there & {MARK, _RECORD}) or there >= _OWN_PARTS
+    return bool(names & {MARK, _RECORD}) or names >= _OWN_PARTS
 
 
 def item_names(path: epath.Path) -> set[str]:
@@ -188,10 +188,10 @@ def read_sealed(path: epath.Path, name: str) -> bytes:
     Raises:
       OSError: it cannot be read; ValueError: it is not what was written.
     """
-    return _unsealed(path, name, _seals(path))
+    return _read_checked(path, name, _stored_digests(path))
 
 
-def _seals(path: epath.Path) -> dict[str, Any] | None:
+def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
     """File -> digest, {} where the mark has none, as that of bare Orbax; None without a mark."""
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
@@ -203,7 +203,7 @@ def _seals(path: epath.Path) -> dict[str, Any] | None:
     return found
 
 
-def _unsealed(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:
+def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:
     content = (path / name).read_bytes()
     if known and name in known and known[name] != seals.of_octets(content):
         raise ValueError(f"{name} is not what {MARK} says: one of them was damaged")

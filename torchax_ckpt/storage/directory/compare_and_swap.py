@@ -94,10 +94,10 @@ class _LocalRecord:
         draft = self._path.with_name(f"{self._path.name}-{uuid.uuid4().hex}{DRAFT_SUFFIX}")
         permissions.write_file(draft, content)
         try:
-            with self._guard():
+            with self._locked():
                 if self.read() != seen:
                     raise Conflict
-                if seen is not None or not self._linked(draft):
+                if seen is not None or not self._created_by_link(draft):
                     os.replace(draft, self._path)
         except FileNotFoundError:  # whoever holds the lease has cleaned up
             raise Conflict from None
@@ -105,7 +105,7 @@ class _LocalRecord:
             draft.unlink(missing_ok=True)
         return Seen(content, content)
 
-    def _linked(self, draft: pathlib.Path) -> bool:
+    def _created_by_link(self, draft: pathlib.Path) -> bool:
         try:
             os.link(draft, self._path)
         except FileExistsError:
@@ -117,23 +117,23 @@ class _LocalRecord:
         return True
 
     def remove(self, seen: Seen) -> None:
-        with self._guard():
+        with self._locked():
             if self.read() == seen:
                 self._path.unlink()
 
     def is_orphaned(self) -> bool:
-        held = os.fstat(self._directory)
+        opened = os.fstat(self._directory)
         try:
             now = os.stat(self._path.parent)
         except FileNotFoundError:
             return True
-        return (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino)
+        return (opened.st_dev, opened.st_ino) != (now.st_dev, now.st_ino)
 
     def close(self) -> None:
         os.close(self._directory)
 
     @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         with contextlib.suppress(OSError):  # not on every network file system
             fcntl.flock(self._directory, fcntl.LOCK_EX)
         try:

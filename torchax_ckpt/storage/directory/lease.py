@@ -116,7 +116,7 @@ class Lease:
                 if is_alive is None:
                     if first is None:
                         first, first_secs = seen, now
-                        self._say_waiting(other, now)
+                        self._log_waiting(other, now)
                     last_sign = min(other.renewed_secs, first_secs) if other else first_secs
                     remaining = last_sign + LEASE_SECS - now
                     if remaining > 0:
@@ -126,12 +126,12 @@ class Lease:
                 logger.info("%s: taking over the lease of %s", self._directory, who)
             holder = LeaseHolder.here(now)
             try:
-                mine = record.swap(seen, holder.to_bytes())
+                taken = record.swap(seen, holder.to_bytes())
             except Conflict:
                 continue
-            return _Hold(record, mine, holder, self._directory, self._clock)
+            return _Hold(record, taken, holder, self._directory, self._clock)
 
-    def _say_waiting(self, other: LeaseHolder | None, now: float) -> None:
+    def _log_waiting(self, other: LeaseHolder | None, now: float) -> None:
         if other is None or other.renewed_secs + LEASE_SECS > now:
             logger.warning(
                 "%s: the lease is held elsewhere (%s). Waiting to see whether its holder lives: "
@@ -179,27 +179,27 @@ class _Hold:
         self._loss: str | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_ended, name="lease", daemon=True)
         self._thread.start()
 
     def is_orphaned(self) -> bool:
         """Whether the directory was removed, and the lease with it."""
-        return self._is_mine() and self._record.is_orphaned()
+        return self._is_this_process() and self._record.is_orphaned()
 
     def confirm(self) -> None:
         """Raises LeaseError if somebody else has the lease."""
-        self._require_mine()
+        self._require_this_process()
         with self._lock:
-            self._require_kept()
+            self._require_not_lost()
             now = self._record.read()
             if now != self._seen:
                 self._lose(now)
-            self._require_kept()
+            self._require_not_lost()
 
     def renew(self) -> None:
         """Gives a sign of life."""
         with self._lock:
-            if self._loss is not None or self._ended.is_set() or not self._is_mine():
+            if self._loss is not None or self._ended.is_set() or not self._is_this_process():
                 return
             renewed = dataclasses.replace(self.holder, renewed_secs=self._clock())
             try:
@@ -214,7 +214,7 @@ class _Hold:
 
     def end(self) -> None:
         """Gives the lease back, unless it is lost, or another process's."""
-        if not self._is_mine():
+        if not self._is_this_process():
             return
         self._ended.set()
         if not sys.is_finalizing():
@@ -228,15 +228,15 @@ class _Hold:
             finally:
                 self._record.close()
 
-    def _keep(self) -> None:
+    def _renew_until_ended(self) -> None:
         while not self._ended.wait(RENEW_SECS):
             self.renew()
 
-    def _is_mine(self) -> bool:
+    def _is_this_process(self) -> bool:
         return self.holder.pid == os.getpid()
 
-    def _require_mine(self) -> None:
-        if not self._is_mine():
+    def _require_this_process(self) -> None:
+        if not self._is_this_process():
             raise LeaseError(
                 f"{self._directory}: this process was forked from the one that writes to this "
                 f"directory ({self.holder.describe(self._clock())}). Save there, or give this "
@@ -253,7 +253,7 @@ class _Hold:
         )
         logger.error("%s: the lease is lost: %s", self._directory, self._loss)
 
-    def _require_kept(self) -> None:
+    def _require_not_lost(self) -> None:
         if self._loss is not None:
             raise LeaseError(
                 f"{self._directory}: this program ({self.holder.describe(self._clock())}) has lost "

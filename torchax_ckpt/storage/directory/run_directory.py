@@ -98,7 +98,7 @@ class RunDirectory:
         self._is_read_only = read_only
         self._num_writes = 0
         self._runs: Sequence[str] = ()  # as this program has named it
-        self._given: set[str] = set()
+        self._used_names: set[str] = set()
         self._lease = lease.Lease(self.path)
         self._durable = durable
 
@@ -244,8 +244,8 @@ class RunDirectory:
             path = self.path / name
             # A request of a failed save may still be carried out, and overwrite what a later save
             # writes under the same name.
-            if name not in self._given and not path.exists():
-                self._given.add(name)
+            if name not in self._used_names and not path.exists():
+                self._used_names.add(name)
                 return path
         raise AssertionError("the numbers have ended")
 

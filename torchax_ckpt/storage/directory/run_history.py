@@ -41,9 +41,9 @@ class RunHistory:
         self._directory = directory
         self._processes = processes
         self.path = directory.path
-        self._other = durable
+        self._other_tier = durable
         if durable is not None:
-            durable._other = self
+            durable._other_tier = self
         self.branches = Branches()
         self._in_flight: CheckpointInfo | None = None
         self._landed: CommittedStep | None = None
@@ -57,7 +57,7 @@ class RunHistory:
         if not self._is_open:
             with self._processes.round("looking for steps"):
                 found = self._processes.first(lambda: self._directory.branches().described())
-            self._take(Branches.named(found, self.path))
+            self._replace(Branches.named(found, self.path))
             self._is_open = True
 
     def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
@@ -78,10 +78,10 @@ class RunHistory:
         if step is not None:  # the first save waits for this: of old steps there may be thousands
             found = self._directory.found(first=step)
         else:
-            own = {s.key for s in self.branches.committed}
-            there = self._directory.steps()
-            newest = max((s.step for s in there if s.key in own), default=-1)
-            found = [s for s in there if s.step > newest]
+            known_here = {s.key for s in self.branches.committed}
+            present = self._directory.steps()
+            newest = max((s.step for s in present if s.key in known_here), default=-1)
+            found = [s for s in present if s.step > newest]
         return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
@@ -93,11 +93,11 @@ class RunHistory:
     def keep_only(self, keys: set[Key]) -> None:
         """Leaves out steps that not all hosts have; they are removed after the next save."""
         missing = (s for s in self.branches.committed if s.key not in keys)
-        self._take(self.branches.leaving(missing))
+        self._replace(self.branches.leaving(missing))
 
     def begin(self, step: int) -> None:
         """A save of this step begins; whatever is newer, in either tier, is of another branch."""
-        for history in (self, self._other):
+        for history in (self, self._other_tier):
             if history is not None:
                 history.open()
                 history._go_back(step)
@@ -109,7 +109,7 @@ class RunHistory:
 
     def abandons(self) -> list[list[int]]:
         """What a step saved now abandons, in both tiers: steps and their commit times."""
-        tiers = (self,) if self._other is None else (self, self._other)
+        tiers = (self,) if self._other_tier is None else (self, self._other_tier)
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
@@ -129,11 +129,11 @@ class RunHistory:
         else:
             self._directory.know_summary(durable, summary or {})
             self.branches = self.branches.with_newest(durable)
-            self._checkpoints = (*self._checkpoints[:-1], _info(durable))
+            self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
 
     def settle(self, settled: CommittedStep) -> None:
         """The newest step has moved to its own name."""
-        self._take(self.branches.moved((*self.branches.in_place, settled)))
+        self._replace(self.branches.moved((*self.branches.in_place, settled)))
 
     def clear_abandoned(self) -> None:
         """The abandoned steps were set aside."""
@@ -141,7 +141,7 @@ class RunHistory:
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
         """Takes where the steps lie now, after some were moved or deleted."""
-        self._take(self.branches.moved(steps))
+        self._replace(self.branches.moved(steps))
 
     def forget(self, steps: Iterable[int]) -> None:
         """Strikes deleted steps."""
@@ -159,11 +159,11 @@ class RunHistory:
         """The steps as save decision policies see them, oldest first, the one in flight last."""
         return self._checkpoints
 
-    def _take(self, branches: Branches) -> None:
+    def _replace(self, branches: Branches) -> None:
         """Replaces the steps, after others than the newest have come or gone."""
         self.branches = branches
         in_flight = () if self._in_flight is None else (self._in_flight,)
-        self._checkpoints = (*map(_info, self.branches.committed), *in_flight)
+        self._checkpoints = (*map(_checkpoint_info, self.branches.committed), *in_flight)
 
     def _go_back(self, step: int | None) -> None:
         if not (newer := self.branches.newer_than(step)):
@@ -174,10 +174,10 @@ class RunHistory:
             self._directory.path,
             [s.step for s in newer],
         )
-        self._take(self.branches.leaving(newer))
+        self._replace(self.branches.leaving(newer))
 
 
-def _info(committed: CommittedStep) -> CheckpointInfo:
+def _checkpoint_info(committed: CommittedStep) -> CheckpointInfo:
     return CheckpointInfo(
         committed.step,
         committed.path,
