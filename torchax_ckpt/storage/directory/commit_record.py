@@ -205,7 +205,7 @@ def read_sealed(path: epath.Path, name: str) -> bytes:
 
 
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
-    """File -> digest; {} if the mark has none, as bare Orbax's; None without a mark."""
+    """File -> digest; {} if the mark has none, as bare Orbax writes it; None without a mark."""
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):

@@ -31,7 +31,7 @@ def make_folder(path: epath.Path) -> None:
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o775, exist_ok=True)
-            # This user may add entries to the parent, but not list it.
+            # This user may be allowed to add entries to the parent, but not to list it.
             with contextlib.suppress(PermissionError):
                 fsync.sync(folder.parent)
 
