@@ -182,7 +182,7 @@ class Abandonment:
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
-        """This host's report to the others, as JSON: keys of the committed and the abandoned steps."""
+        """This host's report to the others, as JSON: keys of committed and of abandoned steps."""
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
