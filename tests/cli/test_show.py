@@ -123,7 +123,7 @@ def test_every_exit_code_is_stated_in_help_and_manual() -> None:
     [
         (("ls", "{tmp}/nowhere"), "nowhere: no such directory"),
         (("show", "{saved}/1/commit_success.txt"), "is not a directory"),
-        (("ls", ""), "found an empty text"),
+        (("ls", ""), "found an empty string"),
         (("ls", "{saved}/1"), "expected the directory of a run, found its step 1; the run is"),
         (("show", "{saved}/7"), "no checkpoint at step 7; there are: 1, 2"),
         (("show", "{saved}/1", "1"), "found its step 1"),

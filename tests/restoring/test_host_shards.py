@@ -73,7 +73,7 @@ def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durabl
 
 # --- where fewer hosts look at it ----------------------------------------------------------------
 
-REFUSED = r"expected all of it, \[256, 8\], found \[128, 8\]: .* holds one host's part"
+REFUSED = r"expected the whole leaf, \[256, 8\], found \[128, 8\]: .* holds one host's part"
 OF_TWO = "step 4 was saved by 2 processes and is restored by 1"
 
 

@@ -472,14 +472,14 @@ def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
 
     edit_array(run, "stateful.box/table", resized(size, size))
     edit_array(run, "stateful.box/table", lambda m: m.update(compressor=compressor))
-    error = refused(run, "this host can hold.*which cannot be: .* bytes lie on storage")
+    error = refused(run, "this host can hold.*which is impossible: only .* bytes are on storage")
     assert error.key_path == "stateful/box/table"
 
 
 def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Path) -> None:
     file = next((run / str(DAMAGED)).rglob("d/*"))
     os.truncate(file, 2 * host_memory.host_memory_bytes())
-    refused(run, "a file that this host can hold.*which cannot be")
+    refused(run, "a file that this host can hold.*which is impossible")
 
 
 @pytest.mark.parametrize("compression", [False, True])
@@ -626,7 +626,7 @@ RECORDS: list[Change] = [
 def test_a_commit_record_without_a_time_is_damaged(run: Path, change: Change) -> None:
     edit_json(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
     unseal(run)
-    refused(run, "_CHECKPOINT_METADATA: expected a time of commit, found")
+    refused(run, "_CHECKPOINT_METADATA: expected a commit time, found")
 
 
 def test_a_commit_record_that_is_not_what_was_sealed_is_damaged(run: Path) -> None:

@@ -1,8 +1,9 @@
-"""Where checkpoints lie: the only room that imports Orbax. Knows nothing of torch.
+"""Where checkpoints are stored: directories, steps and arrays. The only package that imports Orbax.
 
-A step is a directory named by its number, written and committed by Orbax, with three items:
+Nothing here imports torch. A step is a directory named by its number. Orbax writes and commits it.
+It has three items:
 
     state     the arrays, ``{component: {rest of the name: array}}``
-    manifest  the JSON that explains them (``layout/manifest.py``)
-    summary   small JSON: metrics, and which newer steps this one abandons
+    manifest  the JSON that describes them (``layout/manifest.py``)
+    summary   small JSON: the metrics, and which newer steps this step abandons
 """

@@ -1,1 +1,1 @@
-"""Steps as files, read without torch, JAX or Orbax arrays."""
+"""Reading, comparing and copying stored steps, without torch and without JAX or Orbax arrays."""

@@ -1,7 +1,7 @@
-"""Owns what two stored steps differ in: leaves and values that are missing, look or are different.
+"""Compares two stored steps: leaves and values that one step lacks, or that differ.
 
-Leaves are read a few at a time, so that two steps of any size are compared in the memory that their
-largest leaf takes.
+It reads a few leaves at a time, so two steps of any size need only the memory of their largest
+leaf.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 What = Literal["only_in_a", "only_in_b", "form", "bits", "content"]
 
-# Read together; small leaves one by one would cost a round trip each.
+# The bytes to read together: a round trip for each small leaf would be slow.
 _BATCH_BYTES = 64 << 20
-# Compared at a time: what it is widened to must not take more memory than the leaves.
+# The elements to compare at a time, so that their widened copies stay smaller than the leaves.
 _CHUNK_ELEMENTS = 1 << 20
-# Tags of nodes that hold pairs of key and node.
+# The tags of nodes that hold pairs of a key and a node.
 _PAIRS = ("dict", "OrderedDict", "Counter", "namedtuple", "pytree")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How one leaf, or one value that is no array, differs.
+    """How one leaf, or one value that is not an array, differs.
 
     Attributes:
-      name: of the leaf or value.
-      what: on which side it is alone; or whether its form (kind, dtype, shape) differs, its
-        content, or only the bits of equal values (-0.0 and 0.0, one NaN and another).
-      a, b: the forms, or the values that are no arrays; None on a side where it is not.
-      num_elements: how many elements differ in value; two NaNs are equal.
-      num_nan: how many of them are NaN on one side only.
-      max_abs: the largest absolute difference of the others; None where there are none.
+      name: the name of the leaf or value.
+      what: which step alone has it; or "form" (kind, dtype or shape differs), "content", or "bits"
+        (equal values with different bits: -0.0 and 0.0, or two NaNs).
+      a, b: the forms of the leaf, or the values that are not arrays; None for the step that lacks
+        it.
+      num_elements: how many elements differ in value; two NaNs count as equal.
+      num_nan: how many of these are NaN in one step only.
+      max_abs: the largest absolute difference of the others; None if there are none.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class StepComparison:
-    """All that two steps differ in.
+    """All differences between two steps.
 
     Attributes:
-      leaves: differences of arrays, by name.
-      values: differences of what is stored in the manifest: hyperparameters, counters, ties.
+      leaves: the differences of arrays, by name.
+      values: the differences of values in the manifest: hyperparameters, counters, ties.
       num_identical: how many leaves are identical to the bit.
     """
 
@@ -65,7 +66,7 @@ class StepComparison:
 
     @property
     def is_identical(self) -> bool:
-        """Whether nothing differs, to the bit."""
+        """Whether the steps are identical to the bit."""
         return not (self.leaves or self.values)
 
 
@@ -77,30 +78,35 @@ def compare(
     is_wanted: Callable[[str], bool] = lambda name: True,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> StepComparison:
-    """Compares two steps, whatever their layouts.
+    """Compares two steps, which may have different layouts.
 
     Args:
       a, b: the steps.
       options: memory bounds of reading.
-      is_wanted: which leaves and values to compare, by name.
-      on_bytes: told of the bytes compared so far, of one side.
+      is_wanted: returns whether to compare the leaf or value of this name.
+      on_bytes: called with the number of bytes just compared, of one step.
+
+    Returns:
+      All differences.
 
     Raises:
-      CorruptCheckpointError, DirectoryError: one of them is damaged, or cannot be read now.
+      CorruptCheckpointError: a step is damaged.
+      DirectoryError: a step cannot be read now.
+      StepNotFoundError: a step was deleted meanwhile.
     """
     found: list[Difference] = []
     both: list[StoredLeaf] = []
     for name in sorted({*a.leaves, *b.leaves}):
         if not is_wanted(name):
             continue
-        here, there = a.leaves.get(name), b.leaves.get(name)
-        if here is None or there is None:
-            what: What = "only_in_a" if here else "only_in_b"
-            found.append(Difference(name, what, _form(here), _form(there)))
-        elif _form(here) != _form(there):
-            found.append(Difference(name, "form", _form(here), _form(there)))
+        in_a, in_b = a.leaves.get(name), b.leaves.get(name)
+        if in_a is None or in_b is None:
+            what: What = "only_in_a" if in_a else "only_in_b"
+            found.append(Difference(name, what, _form(in_a), _form(in_b)))
+        elif _form(in_a) != _form(in_b):
+            found.append(Difference(name, "form", _form(in_a), _form(in_b)))
         else:
-            both.append(here)
+            both.append(in_a)
     num_identical = 0
     for batch in _batches(both):
         names = [leaf.name for leaf in batch]
@@ -125,7 +131,7 @@ def _form(leaf: StoredLeaf | None) -> str | None:
 
 
 def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
-    """Leaves to read together; the members of a stack, which is read as a whole, side by side."""
+    """Leaves to read together. Members of a stack, which is read as a whole, are adjacent."""
     batch: list[StoredLeaf] = []
     size = 0
     for leaf in sorted(leaves, key=lambda leaf: (leaf.stack or leaf.name, leaf.name)):
@@ -139,7 +145,7 @@ def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
 
 
 def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
-    """How two arrays of one dtype and shape differ; None if they are identical to the bit."""
+    """How two arrays of equal dtype and shape differ; None if they are identical to the bit."""
     a, b = a.reshape(-1), b.reshape(-1)
     is_identical, num_elements, num_nan = True, 0, 0
     largest: list[float | int] = []
@@ -170,7 +176,7 @@ def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
 
 
 def _widened(array: np.ndarray) -> np.ndarray:
-    """The same values in a dtype in which numpy computes; integers stay exact."""
+    """The same values in a dtype that numpy computes with; integers stay exact."""
     dtype = array.dtype
     if dtype.kind in "iufc" and dtype.itemsize >= 8:
         return array
@@ -182,11 +188,11 @@ def _widened(array: np.ndarray) -> np.ndarray:
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> float | int:
-    """The largest absolute difference; of integers exact, even where theirs has no dtype."""
+    """The largest absolute difference; exact for integers, even if no integer dtype holds it."""
     with np.errstate(over="ignore", invalid="ignore"):
         if a.dtype.kind not in "iu":
             return float(np.abs(a - b).max())
-        # Modulo 2^64, in which the difference of two 64-bit integers is exact.
+        # Computed modulo 2^64, which gives the exact difference of two 64-bit integers.
         low, high = (f(a, b).astype(np.uint64) for f in (np.minimum, np.maximum))
         return int((high - low).max())
 
@@ -195,24 +201,24 @@ _ABSENT = object()
 
 
 def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """What differs in the two documents apart from arrays."""
+    """The differences between two manifest documents, arrays excluded."""
     try:
         left, right = dict(_plain(a, ())), dict(_plain(b, ()))
     except RecursionError:
-        raise CorruptCheckpointError("a manifest nests deeper than any that is written") from None
+        raise CorruptCheckpointError("a manifest nests deeper than any valid one") from None
     for path in sorted({*left, *right}):
-        here, there = left.get(path, _ABSENT), right.get(path, _ABSENT)
-        # True is 1 to Python, and not to whoever saved it.
-        if (type(here), here) != (type(there), there):
+        in_a, in_b = left.get(path, _ABSENT), right.get(path, _ABSENT)
+        # Python treats True and 1 as equal; the types distinguish them.
+        if (type(in_a), in_a) != (type(in_b), in_b):
             what: What = (
-                "only_in_b" if here is _ABSENT else "only_in_a" if there is _ABSENT else "content"
+                "only_in_b" if in_a is _ABSENT else "only_in_a" if in_b is _ABSENT else "content"
             )
-            left_text, right_text = (None if v is _ABSENT else repr(v) for v in (here, there))
+            left_text, right_text = (None if v is _ABSENT else repr(v) for v in (in_a, in_b))
             yield Difference("/".join(path), what, left_text, right_text)
 
 
 def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value at or below a node that is no array, and where it is."""
+    """Every value at or below a node that is not an array, with its path."""
     if isinstance(node, dict):
         if "array" in node:
             return
@@ -223,7 +229,7 @@ def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
                         key = pair[0] if isinstance(pair[0], str) else repr(pair[0])
                         yield from _plain(pair[1], (*path, key))
             else:
-                # A container's or a number's tag is no key of the user's.
+                # The tag of a container or a number is not a key that the user gave.
                 is_key = not path or tag not in ("tuple", "set", "frozenset", "int", "float")
                 yield from _plain(payload, (*path, tag) if is_key else path)
     elif isinstance(node, list):

@@ -1,4 +1,4 @@
-"""Owns copying steps from one directory to another, each read back before it counts there."""
+"""Copies steps from one directory to another, and reads back each copy before its commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
 
 _CHUNK_BYTES = 16 << 20
-# Files at a time: every one is a round trip or more to a bucket.
+# The number of files copied at a time: each is at least one round trip to a bucket.
 _PARALLEL = 8
 
 
@@ -39,51 +39,53 @@ def copy_steps(
 ) -> list[CommittedStep]:
     """Copies steps, oldest first, and marks the copies as verified. Takes the target's lease.
 
-    A copy appears when every byte of it was read and compared with the digests taken when the step
-    was saved; so damage of the original is found too. A damaged step is left out, and one that
-    whoever writes there deletes meanwhile.
+    A copy becomes visible only after every byte of it was read and compared with the digests taken
+    when the step was saved. The comparison also reveals damage of the original. Steps that are
+    damaged, or that another program deletes meanwhile, are left out.
 
     Args:
       steps: the steps, of one directory.
-      target: where to; must have none of them.
+      target: the directory to copy to, which must have none of the steps.
       options: memory bounds of reading.
-      on_bytes: told of the bytes copied so far.
-      on_left_out: told why a step was not copied: it is damaged, or was deleted.
+      on_bytes: called with the number of bytes just copied.
+      on_left_out: called with the reason why a step was not copied: it is damaged or was deleted.
 
     Returns:
       The copies.
 
     Raises:
-      CorruptCheckpointError, StepNotFoundError: none was copied; why the last was not.
-      DirectoryError: the target has one of the steps, or cannot be written.
-      ForeignCheckpointError: bare Orbax wrote it, without digests.
+      CorruptCheckpointError, StepNotFoundError: no step was copied; this is the last one's reason.
+      DirectoryError: the target has one of the steps or cannot be written, or a step cannot be read
+        now.
+      ForeignCheckpointError: bare Orbax wrote a step, without digests.
       LeaseError: another program writes to the target.
     """
     copied: list[CommittedStep] = []
     left_out: list[CheckpointError] = []
 
     @contextlib.contextmanager
-    def unless_lost() -> Iterator[None]:
+    def leaving_out_lost() -> Iterator[None]:
         try:
             yield
         except (StepNotFoundError, CorruptCheckpointError) as error:
             on_left_out(error)
             left_out.append(error)
 
-    there = []
+    sound = []
     for committed in steps:
-        with unless_lost():
-            StoredStep(committed)  # before anything is created: no links, and a manifest
-            there.append(committed)
-    if not there:
+        with leaving_out_lost():
+            # Raises for links or a missing manifest before anything is created.
+            StoredStep(committed)
+            sound.append(committed)
+    if not sound:
         raise left_out[-1]
-    _require_none_of(there, target)
+    _require_absent(sound, target)
     try:
         target.claim()
-        _require_none_of(there, target)  # now that nobody else writes to it
+        _require_absent(sound, target)  # again, because only now no other program writes to it
         target.recover()
-        for committed in there:
-            with unless_lost():
+        for committed in sound:
+            with leaving_out_lost():
                 copied.append(_copy(committed, target, options, on_bytes))
     finally:
         target.release()
@@ -115,12 +117,13 @@ def _copy(
                     key_path=error.key_path,
                 ) from error
             target.fence()
-            # Last: on a bucket it makes a step of what is there.
+            # Copied last, because on a bucket the mark completes the step.
             _copy_file(committed.path / commit_record.MARK, path / commit_record.MARK, on_bytes)
         fsync.sync_tree(path)
         done = target.commit(committed.step, path)
     except BaseException as error:
-        if not isinstance(error, LeaseError):  # else what is there may be its new holder's
+        # Without the lease, the files may be those of its new holder.
+        if not isinstance(error, LeaseError):
             with contextlib.suppress(OSError):
                 path.rmtree(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
@@ -133,16 +136,16 @@ def _copy(
     return done
 
 
-def _require_none_of(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
-    there = {committed.step for committed in target.steps()}
-    if both := sorted(there & {committed.step for committed in steps}):
+def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
+    present = {committed.step for committed in target.steps()}
+    if both := sorted(present & {committed.step for committed in steps}):
         raise DirectoryError(
             f"{target.path}: has step {both[0]} already; nothing was copied", path=target.path
         )
 
 
 def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Every file of a step but its marks, by its path in the step."""
+    """Yields the path inside the step of every file except its marks."""
     for child in (step / below if below else step).iterdir():
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():

@@ -1,8 +1,8 @@
-"""Owns a step as it lies in storage, for whoever only looks: its leaves, as arrays on the host.
+"""A stored step, open for reading: its leaves as arrays on the host.
 
-Knows neither torch nor devices, so that a look at a checkpoint starts in a second, beside a
-training that holds the accelerators. Restoring, which must be able to make every leaf again, goes
-through ``content.py``.
+This module uses neither torch nor devices. A program that inspects a checkpoint therefore starts
+within a second, and can run beside a training that uses the accelerators. A restore, which must
+rebuild every leaf, uses ``restoring/step_reader.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Index = tuple[slice, ...]
 
 @contextlib.contextmanager
 def about(committed: CommittedStep) -> Iterator[None]:
-    """Has errors that come out say which step they are about, and where it is."""
+    """Adds the step and its path to errors that the block raises."""
     try:
         yield
     except (CorruptCheckpointError, MismatchError) as error:
@@ -49,10 +49,10 @@ def about(committed: CommittedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_there(committed: CommittedStep) -> Iterator[None]:
-    """Has a step that whoever writes there deletes while it is read not be called damaged.
+    """Reports a step that is deleted during a read as not found, not as corrupt.
 
     Raises:
-      StepNotFoundError: it was deleted.
+      StepNotFoundError: the step was deleted.
     """
     try:
         yield
@@ -69,11 +69,11 @@ def still_there(committed: CommittedStep) -> Iterator[None]:
 
 
 def parse_manifest(committed: CommittedStep) -> Manifest:
-    """The manifest of a step; whether its leaves can be made again is not looked at.
+    """Returns the manifest of a step, without a check that its leaves can be rebuilt.
 
     Raises:
-      ForeignCheckpointError: the step has none: bare Orbax wrote it.
-      CorruptCheckpointError: it is not one that this package has written.
+      ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
+      CorruptCheckpointError: the manifest is not one that this package wrote.
     """
     with about(committed):
         with step_files.as_corrupt(committed, "folders"):
@@ -83,15 +83,15 @@ def parse_manifest(committed: CommittedStep) -> Manifest:
 
 
 def require_whole(committed: CommittedStep, manifest: Manifest) -> None:
-    """Refuses a step in which one host of several has saved its part of the state alone.
+    """Refuses a step that holds only one host's part of the state.
 
     Raises:
-      CorruptCheckpointError: it is one; names a leaf that is not whole.
+      CorruptCheckpointError: the step is such a part; the message names a leaf that is not whole.
     """
     for name, node in manifest.leaves().items():
         if "whole" in node:
             raise CorruptCheckpointError(
-                f"step {committed.step} in {committed.path}: {name}: expected all of it, "
+                f"step {committed.step} in {committed.path}: {name}: expected the whole leaf, "
                 f"{node['whole']!r:.80}, found {list(node['shape'])}: this step of a local tier "
                 "holds one host's part. The hosts that saved it can restore it together, with "
                 "LocalTier; elsewhere read a step of the run's durable directory.",
@@ -102,7 +102,11 @@ def require_whole(committed: CommittedStep, manifest: Manifest) -> None:
 
 
 def digests_of(manifest: Manifest, stored: str) -> Digests:
-    """The digests of a stored array; raises CorruptCheckpointError if there are none."""
+    """Returns the digests of a stored array.
+
+    Raises:
+      CorruptCheckpointError: the manifest has none for it.
+    """
     if stored not in manifest.digests:
         raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
     return manifest.digests[stored]
@@ -110,14 +114,15 @@ def digests_of(manifest: Manifest, stored: str) -> Digests:
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """What a step says of one leaf.
+    """A leaf, as the manifest of a step describes it.
 
     Attributes:
-      name: ``model/encoder.0.weight``.
-      kind: what it was: ``torchax``, ``torch``, ``jax``, ``numpy``, ``numpy_scalar`` or ``key``.
-      dtype: numpy's or ml_dtypes' name of its dtype.
-      shape: its dims, as stored: a random key has one more than it had.
-      stack: the stored array that it is a row of, if it is one.
+      name: for example ``model/encoder.0.weight``.
+      kind: the kind of the saved leaf: ``torchax``, ``torch``, ``jax``, ``numpy``, ``numpy_scalar``
+        or ``key``.
+      dtype: the name of its dtype in numpy or ml_dtypes.
+      shape: its shape, as stored: a random key has one more dim than the saved key had.
+      stack: the stored array that holds it as a row, if there is one.
     """
 
     name: str
@@ -128,26 +133,26 @@ class StoredLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Its size, uncompressed."""
+        """Its size in bytes, uncompressed."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class StoredStep:
-    """One step, open for reading; changes nothing.
+    """One step, open for reading. Reading changes nothing in the directory.
 
     Attributes:
-      committed: which step.
-      manifest: what it says of itself.
+      committed: the step.
+      manifest: its manifest.
       leaves: every leaf by name, in the manifest's order.
 
     Args:
-      committed: which step.
-      allow_part: whether it may be one host's part of a step, whose leaves are not whole.
+      committed: the step.
+      allow_part: whether to accept one host's part of a step, whose leaves are not whole.
 
     Raises:
-      ForeignCheckpointError: bare Orbax wrote it.
-      CorruptCheckpointError: its manifest is damaged, or it is a part.
-      StepNotFoundError: it was deleted meanwhile; so do the methods.
+      ForeignCheckpointError: bare Orbax wrote the step.
+      CorruptCheckpointError: its manifest is damaged, or it is one host's part.
+      StepNotFoundError: it was deleted meanwhile. The methods raise this too.
       DirectoryError: it cannot be read now.
     """
 
@@ -171,15 +176,15 @@ class StoredStep:
 
     @property
     def stored_bytes(self) -> int:
-        """What all arrays take, uncompressed."""
+        """The size of all arrays in bytes, uncompressed."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
     @functools.cached_property
     def shardings(self) -> Mapping[str, str]:
-        """Leaf -> the sharding it was saved with, in words; {} where Orbax has noted none.
+        """Leaf -> the sharding it was saved with, in words; {} if Orbax recorded no shardings.
 
         Raises:
-          CorruptCheckpointError: what it has noted is damaged.
+          CorruptCheckpointError: the record of the shardings is damaged.
           DirectoryError: it cannot be read now.
         """
         by_key = _read_shardings(self.committed)
@@ -193,17 +198,18 @@ class StoredStep:
     def stream(
         self, names: Iterable[str], options: CheckpointOptions
     ) -> Iterator[tuple[str, Index, np.ndarray]]:
-        """Reads leaves piece by piece, compared with their digests.
+        """Reads leaves piece by piece, and compares the pieces with their digests.
 
-        Leaves come in the order they are stored in, each in one or several pieces. What is in
-        memory at one time is bounded by ``options.max_host_bytes`` (one piece at least).
+        Leaves come in the order in which they are stored, each in one or several pieces.
+        ``options.max_host_bytes`` bounds the bytes in memory at one time, except that one piece
+        always fits.
 
         Yields:
-          Leaf, where in it the piece belongs, and its content.
+          The leaf's name, the index of the piece in the leaf, and the piece's content.
 
         Raises:
-          CorruptCheckpointError: it is damaged; names leaf and, where it can be known, the file.
-          DirectoryError: it cannot be read now.
+          CorruptCheckpointError: a leaf is damaged; the message names it and, if known, the file.
+          DirectoryError: the step cannot be read now.
         """
         asked = set(names)
         with still_there(self.committed), about(self.committed):
@@ -215,7 +221,7 @@ class StoredStep:
                     continue
                 for row, content in enumerate(host, start=piece.start[0]):
                     if members[row] in asked:
-                        # A 0-d row of numpy's would be a scalar.
+                        # numpy gives a 0-d row as a scalar, so it is made an array again.
                         yield members[row], piece.index[1:], np.asarray(content, host.dtype)
 
     def read(
@@ -224,16 +230,17 @@ class StoredStep:
         options: CheckpointOptions,
         allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Whole leaves, by name.
+        """Returns whole leaves, by name.
 
         Args:
           names: the leaves.
           options: memory bounds of reading.
-          allocate: makes an array to read into; default: of this host's memory.
+          allocate: makes an array to read into from a shape and a dtype; default: in this host's
+            memory.
 
         Raises:
-          CorruptCheckpointError, DirectoryError: as ``stream``.
-          OutOfMemoryError: this host has not so much.
+          CorruptCheckpointError, DirectoryError: as in ``stream``.
+          OutOfMemoryError: this host's memory cannot hold the leaves.
         """
         names = list(names)
         total = sum(self.leaves[name].nbytes for name in names)
@@ -258,14 +265,17 @@ class StoredStep:
         processes: Processes = SINGLE_PROCESS,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Reads everything, compares it with its digests, and keeps nothing; as ``stream``.
+        """Reads all leaves, compares them with their digests, and keeps nothing.
 
-        Of several processes each does so with its share of the stored arrays.
+        Each of several processes does this for its share of the stored arrays.
+
+        Raises:
+          CorruptCheckpointError, DirectoryError: as in ``stream``.
         """
         with still_there(self.committed), about(self.committed):
             wanted = self._wanted(self.leaves)
-            mine = itertools.islice(wanted, processes.index, None, processes.count)
-            wanted = {name: wanted[name] for name in mine}
+            share = itertools.islice(wanted, processes.index, None, processes.count)
+            wanted = {name: wanted[name] for name in share}
             for _, piece, _ in read_arrays.stream_arrays(self.committed, wanted, options):
                 on_bytes(piece.nbytes)
 
@@ -284,7 +294,7 @@ class StoredStep:
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
-    """Stored key -> what Orbax has noted of its sharding, for people; {} where it has not."""
+    """Stored key -> the sharding that Orbax recorded, for people; {} if there is no record."""
     with step_files.as_corrupt(committed, "shardings"):
         try:
             content = commit_record.read_sealed(committed.path, commit_record.SHARDINGS)
@@ -293,12 +303,18 @@ def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
     try:
         raw = json.loads(content)
         return {base64.b64decode(key).decode(): json.loads(text) for key, text in raw.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):  # not this package's, or older
+    # Another program or an older release wrote it.
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
 def _in_words(sharding: Any, *, is_stacked: bool) -> str:
-    """``('fsdp', None) on fsdp=8``, of what Orbax writes; a stack's first dim is not the leaf's."""
+    """A sharding as text, for example ``(fsdp, -) on fsdp=8``.
+
+    Args:
+      sharding: the JSON that Orbax recorded.
+      is_stacked: whether the array is a stack, whose first dim is not the leaf's.
+    """
     if not isinstance(sharding, dict):
         return "?"
     if sharding.get("sharding_type") != "NamedSharding":

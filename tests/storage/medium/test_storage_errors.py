@@ -216,8 +216,8 @@ def test_a_reader_neither_saves_nor_deletes(directory: Path) -> None:
         ckpt.save(1, state=STATE)
     reader = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
     np.testing.assert_array_equal(reader.load()["w"], np.arange(3))
-    with pytest.raises(DirectoryError, match="is only to be read here"):
+    with pytest.raises(DirectoryError, match="cannot be written: .*read_only=True"):
         reader.save(2, state=STATE)
-    with pytest.raises(DirectoryError, match="is only to be read here"):
+    with pytest.raises(DirectoryError, match="cannot be written: .*read_only=True"):
         reader.delete(1)
     assert reader.all_steps() == [1]

@@ -1,1 +1,1 @@
-"""The directory of a run: which steps count, and who writes."""
+"""The directory of a run: which steps count, and which process may write."""

@@ -1,34 +1,34 @@
-"""Which steps of a run are abandoned: the one place that decides it.
+"""Which steps of a run are abandoned. No other module decides this.
 
-A run that goes back to an earlier step, or begins anew, leaves a branch: the newer steps are
-abandoned. They stay in place until a new step is durable and are then set aside, and nothing
-resumes from them. A run that goes back and ends before it saves has abandoned nothing.
+A run that goes back to an earlier step, or starts anew, leaves its branch: it abandons the newer
+steps. They stay in place until a new step is durable. Then they are set aside, and no run resumes
+from them. A run that goes back and ends before it saves has abandoned nothing.
 
-A step becomes abandoned in memory first, in the ``Branches`` of each tier that ``run_history.py``
-keeps. These steps leave the run's branch:
+A step becomes abandoned in memory first, in the ``Branches`` that ``run_history.py`` keeps for each
+tier. The abandoned steps are:
 
-    - those newer than the step that the run goes on from, in both tiers;
-    - those newer than the step that a save begins to write, in both tiers;
-    - those in a local tier that not all hosts have;
-    - one whose save failed after it was committed.
+    - in both tiers, steps newer than the step that the run continues from;
+    - in both tiers, steps newer than the step that a save begins to write;
+    - steps in a local tier that some host lacks;
+    - a step whose save failed after its commit.
 
-The next step records it: its summary lists, under ``abandons``, the keys (number and commit time)
-of the abandoned steps that are still in place, in both tiers. So a process that is killed before
-it could set them aside does not bring them back. Whoever lists a directory afterwards, in this
-process or another, takes these for abandoned:
+The next step records them durably: its summary lists, under ``abandons``, the keys (number and
+commit time) of the abandoned steps that are still in place, in both tiers. They therefore stay
+abandoned if the process is killed before it sets them aside. A process that lists a directory later
+treats as abandoned:
 
-    - what the summaries of the latest commits there list;
-    - what those of the run's other tier list;
-    - what other hosts have told, each of which knows the summaries in its own local tier only;
-    - what an incoming step must have abandoned, if its summary is damaged: older commits from its
-      number on. It waits to take the place of an abandoned step, so it has abandoned something.
+    - the steps listed in the summaries of the latest commits in the directory;
+    - the steps listed in the summaries of the run's other tier;
+    - the steps that other hosts report (each host reads the summaries in its own local tier only);
+    - if the summary of an incoming step is damaged, older commits with its number or a higher one:
+      it waits to replace an abandoned step, so it must have abandoned at least one.
 
-Of the steps that remain, one counts for each number: the latest commit, or one that is incoming
-before one that is not. The others of that number are treated as abandoned. A local tier of another
-run has no steps at all; ``run_identity.py`` tells whose it is.
+If several remaining steps have the same number, only one counts: an incoming step before others,
+then the latest commit. The rest are treated as abandoned. A local tier of another run contributes
+no steps; ``run_identity.py`` tells which run a tier belongs to.
 
-A step is named by its number and commit time, as a later branch may use the number again. Listing
-changes nothing. How steps are moved aside is in ``run_directory.py``.
+A key holds a number and a commit time because a later branch may use the number again. Listing
+changes nothing. ``run_directory.py`` sets steps aside.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ from torchax_ckpt.storage.medium import storage_errors
 
 Key: TypeAlias = tuple[int, int]
 
-# Where the summary of a step lists the steps it abandons, as [number, commit time].
+# The field of a step's summary that lists the steps it abandons, as [number, commit time].
 SUMMARY_FIELD = "abandons"
-# How many commits may bear later times than the latest of all.
+# How many of the latest commits are read: with several hosts' clocks, any of these may be the
+# latest.
 _LATEST = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """The committed steps of a directory: of the branch that a run is on, and of others.
+    """The committed steps of a directory, divided into the run's branch and abandoned steps.
 
     Attributes:
-      committed: the steps that count, oldest first, one of each number.
-      abandoned: the others that are still in place.
+      committed: the steps that count, oldest first, one for each number.
+      abandoned: the other steps that are still in place.
     """
 
     committed: tuple[CommittedStep, ...] = ()
@@ -68,7 +69,7 @@ class Branches:
 
     @classmethod
     def among(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
-        """Sorts the steps that were found in a directory, some of which are abandoned."""
+        """Divides the steps found in a directory, given the keys of the abandoned ones."""
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in abandoned}
         return cls(
@@ -78,28 +79,32 @@ class Branches:
 
     @property
     def in_place(self) -> tuple[CommittedStep, ...]:
-        """All of them: a later step must name the abandoned ones as long as they are there."""
+        """All steps. A later step must list the abandoned ones while they are in place."""
         return (*self.committed, *self.abandoned)
 
     def newer_than(self, step: int | None) -> list[CommittedStep]:
-        """The steps that a run abandons which goes on from this step; all of them for None."""
+        """The steps that a run abandons if it continues from this step; all for None."""
         newest_first = reversed(self.committed)
         newer = itertools.takewhile(lambda s: step is None or s.step > step, newest_first)
         return list(newer)[::-1]
 
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
-        """After some steps were abandoned, of the committed ones or others."""
+        """The branches after these steps, committed or others, were abandoned."""
         left = tuple(steps)
         keys = {s.key for s in left}
         kept = tuple(s for s in self.committed if s.key not in keys)
         return Branches(kept, (*self.abandoned, *left))
 
     def with_newest(self, durable: CommittedStep) -> Branches:
-        """After a step became durable that goes on from the committed ones."""
+        """The branches after a step that continues the committed ones became durable."""
         return Branches((*self.committed, durable), self.abandoned)
 
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
-        """After steps were moved or deleted, of which these are left; takes where they lie now."""
+        """The branches after steps were moved or deleted.
+
+        Args:
+          now: the steps that are left, with their new paths.
+        """
         now_at = {s.key: s for s in now}
         committed, abandoned = (
             tuple(now_at[s.key] for s in steps if s.key in now_at)
@@ -108,23 +113,23 @@ class Branches:
         return Branches(committed, abandoned)
 
     def described(self) -> list[Any]:
-        """As JSON, for other processes of the run."""
+        """The branches as JSON, to send to other processes of the run."""
         return [committed_step.described(steps) for steps in (self.committed, self.abandoned)]
 
     @classmethod
     def named(cls, described: Iterable[Any], directory: epath.Path) -> Branches:
-        """What ``described`` has described, perhaps in another process, in a directory."""
+        """The branches that ``described`` returned, perhaps in another process."""
         committed, abandoned = (tuple(committed_step.named(d, directory)) for d in described)
         return cls(committed, abandoned)
 
 
 def to_summary(*tiers: Branches) -> list[list[int]]:
-    """What the summary of a step that is saved now says under ``SUMMARY_FIELD``."""
+    """The value of ``SUMMARY_FIELD`` in the summary of a step that is saved now."""
     return [list(s.key) for branches in tiers for s in branches.abandoned]
 
 
 def from_summary(summary: Mapping[str, Any]) -> set[Key]:
-    """What a summary says; whatever is not as ``to_summary`` writes it is left out."""
+    """The abandoned keys in a summary; skips entries that ``to_summary`` cannot have written."""
     entries = summary.get(SUMMARY_FIELD)
     return {
         (entry[0], entry[1])
@@ -134,13 +139,13 @@ def from_summary(summary: Mapping[str, Any]) -> set[Key]:
 
 
 class Abandonment:
-    """Knows which steps of one directory are abandoned.
+    """Finds the abandoned steps of one directory.
 
     Args:
-      path: of the directory.
-      found: lists its committed steps, also those that do not count.
-      summaries: of its steps.
-      durable: of the durable directory, if this is of the local tier in front of it.
+      path: the directory.
+      found: lists its committed steps, abandoned ones included.
+      summaries: the summaries of its steps.
+      durable: for a local tier, the abandonment of the durable directory.
     """
 
     def __init__(
@@ -154,53 +159,56 @@ class Abandonment:
         self._found = found
         self._summaries = summaries
         self._is_local = durable is not None
-        self._other = durable
-        self._told: set[Key] = set()  # by other hosts; of both tiers
+        self._other_tier = durable
+        # Keys that other hosts report as abandoned, of both tiers.
+        self._reported: set[Key] = set()
         if durable is not None:
-            self._told = durable._told
-            durable._other = self
+            self._reported = durable._reported
+            durable._other_tier = self
 
     def branches(self) -> Branches:
-        """Lists the directory, and sorts the steps that are found."""
+        """Lists the directory and divides the steps into committed and abandoned ones."""
         found = self._found()
-        return Branches.among(found, self._known(found) if found else set())
+        return Branches.among(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
         """The steps that a program may set aside before it has saved anything.
 
-        Not those in the durable tier on the word of local steps, which may yet be lost with their
-        host: without them the run goes on from the durable steps that they have abandoned.
+        If only a local step says that a step of the durable tier is abandoned, that step is not
+        returned. The local step may be lost with its host, and the run then continues from the
+        durable step.
         """
-        keys = self._known(steps) if self._is_local else self._said_by(steps)
+        keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
-        """What this host tells the others: the steps that count here, and which are abandoned."""
-        return json.dumps([[s.key for s in steps], sorted(self._said())]).encode()
+        """This host's report to the others, as JSON: keys of committed and of abandoned steps."""
+        return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
-        """Takes what all hosts have told, for both tiers.
+        """Records the reports of all hosts, for both tiers.
 
         Returns:
-          The keys of the steps that each host has and that no host knows to be abandoned.
+          For each host, the keys of the steps that it has and that no host reports as abandoned.
         """
         parsed = [json.loads(told) for told in sent]
-        self._told |= {(step, at) for _, said in parsed for step, at in said}
-        return [{(step, at) for step, at in there} - self._told for there, _ in parsed]
+        self._reported |= {(step, at) for _, abandoned in parsed for step, at in abandoned}
+        return [{(step, at) for step, at in present} - self._reported for present, _ in parsed]
 
-    def _known(self, found: Sequence[CommittedStep]) -> set[Key]:
-        keys = self._told | self._said_by(found)
-        return keys | (set() if self._other is None else self._other._said())
+    def _abandoned_keys(self, found: Sequence[CommittedStep]) -> set[Key]:
+        keys = self._reported | self._recorded_in(found)
+        return keys | (set() if self._other_tier is None else self._other_tier._recorded())
 
-    def _said(self) -> set[Key]:
-        return self._said_by(self._found())
+    def _recorded(self) -> set[Key]:
+        return self._recorded_in(self._found())
 
-    def _said_by(self, steps: Sequence[CommittedStep]) -> set[Key]:
-        """The steps, of either tier, that the summaries of these steps say are abandoned."""
-        # Only the latest commit can name steps that are still in place: whoever writes next first
-        # finishes setting them aside. Clocks of several hosts do not quite say which it is.
+    def _recorded_in(self, steps: Sequence[CommittedStep]) -> set[Key]:
+        """The keys, in either tier, that the summaries of these steps list as abandoned."""
+        # Only the latest commit can list steps that are still in place, because each writer first
+        # finishes setting abandoned steps aside. The clocks of several hosts may order the last
+        # commits wrongly, so several are read.
         in_order = sorted(steps, key=lambda s: (s.has_lost_record, s.commit_timestamp_nsecs))
-        # One that cannot say when it was committed may be the latest.
+        # A step whose commit time is lost may be the latest one.
         latest = in_order[-_LATEST - sum(s.has_lost_record for s in steps) :]
         keys: set[Key] = set()
         with storage_errors.translated("read", self._path):
@@ -208,7 +216,7 @@ class Abandonment:
         for step, summary in zip(latest, summaries, strict=True):
             if summary is not None:
                 keys |= from_summary(summary)
-            elif step.is_incoming:  # it has abandoned something, though it cannot say what
+            elif step.is_incoming:  # It abandoned a step, but its summary is damaged.
                 keys |= {s.key for s in steps if _may_replace(step, s)}
         return keys
 

@@ -1,7 +1,8 @@
-"""Owns what makes a directory a committed step: Orbax's commit record, and on a bucket its mark.
+"""The files that make a directory a committed step: Orbax's commit record and its commit mark.
 
-The mark comes last, so it can say what was written before: it holds the digests of Orbax's own
-metadata that anybody is shown or that anything goes by, which is JSON without a digest.
+The mark is written last and therefore holds digests of files written before it: those of Orbax's
+metadata files that have no digest of their own and that this package shows to users or relies on.
+On a bucket, only the mark makes a folder a step.
 """
 
 from __future__ import annotations
@@ -30,37 +31,40 @@ from torchax_ckpt.storage.medium import bucket, containment, fsync, location, se
 
 logger = logging.getLogger(__name__)
 
-# What Orbax writes last into a step.
+# The file that Orbax writes last into a step.
 MARK = "commit_success.txt"
 _RECORD = "_CHECKPOINT_METADATA"
-# The shardings that arrays were saved with, for people.
+# The shardings that the arrays were saved with, for people to read.
 SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (_RECORD, SHARDINGS)
-# What a step of this package, or one of bare Orbax, consists of.
+# The entries of a step of this package or of bare Orbax.
 _PARTS = {STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
-# In a folder of a bucket in which a step was begun, and removed.
+# Marks a folder of a bucket in which a save began and was removed.
 BEGUN = "begun"
-# What together only a step of this package has, which locally has its name since its commit.
+# Only steps of this package have all three. Locally they get their name at the commit.
 _OWN_PARTS = {STATE, MANIFEST, SUMMARY}
-# Nanoseconds since 1970, until 2262: what dates are computed from.
+# In nanoseconds since 1970: the year 2262, the latest date that can be computed with.
 _MAX_TIME = 2**63 - 1
 
 
 def is_marked(path: epath.Path) -> bool:
-    """Whether a step is complete as far as its mark tells; locally its name tells that."""
+    """Returns whether a step is complete: on a bucket if its mark exists, locally always.
+
+    Locally a step gets its name only when it is complete.
+    """
     return not location.is_bucket(path) or (path / MARK).exists()
 
 
 def is_there(committed: CommittedStep) -> bool:
-    """Whether a step was not deleted: that begins with its name, on a bucket with its mark."""
+    """Returns whether a step exists: a delete first removes its name, on a bucket its mark."""
     return committed.path.exists() and is_marked(committed.path)
 
 
 def is_begun(path: epath.Path) -> bool:
-    """Whether a folder in a bucket is a step that was not finished, or was not wholly removed.
+    """Returns whether a folder in a bucket is a step that was not finished, or only partly removed.
 
-    Any other folder there may have a number for a name, and is somebody's.
+    Any other folder there that has a number for a name belongs to the user.
     """
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
@@ -68,18 +72,19 @@ def is_begun(path: epath.Path) -> bool:
 
 
 class CommitTimes:
-    """Reads when steps were committed; warns once of each that looks like a step and is none."""
+    """Reads commit times; warns once of each entry that looks like a step and is not one."""
 
     def __init__(self) -> None:
-        self._doubtful: set[str] = set()
+        self._warned: set[str] = set()
 
     def steps_among(self, children: Iterable[epath.Path], first: int = 0) -> list[CommittedStep]:
-        """The folders of a run that are committed steps, of this number or a higher one."""
+        """The committed steps among the folders of a run, from the number ``first`` on."""
         named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
         found = [(child, match) for child, match in named if int(match[2]) >= first]
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
+        # In parallel, because each read is a round trip to a bucket.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
             times = pool.map(self.read, (child for child, _ in found))
-            # Any directory may have a number for a name; only a commit leaves a time.
+            # A directory of any origin may have a number for a name; only a commit leaves a time.
             return [
                 CommittedStep(int(match[2]), child, time, is_incoming=bool(match[1]))
                 for (child, match), time in zip(found, times, strict=True)
@@ -87,36 +92,37 @@ class CommitTimes:
             ]
 
     def read(self, path: epath.Path) -> int | None:
-        """When a step was committed, in nanoseconds since 1970; None if it was not, or is none.
+        """The commit time of a step, in nanoseconds since 1970; None if it is no committed step.
 
-        0 of a step that was committed, and whose record of it is damaged: it must not go unsaid
-        that it was there.
+        Returns 0 if the step was committed but its record is damaged, so that the step is still
+        reported.
         """
-        for _ in range(2):  # what lay there at first may have been moved or deleted meanwhile
+        for _ in range(2):  # between the calls the step may have been moved or deleted
             try:
                 return read_time(path)
             except (FileNotFoundError, NotADirectoryError, ValueError):
                 if not _was_committed(path):
-                    self._doubt(path)
+                    self._warn_once(path)
                     return None
         return LOST
 
-    def _doubt(self, path: epath.Path) -> None:
+    def _warn_once(self, path: epath.Path) -> None:
         is_doubtful = not location.is_bucket(path) and (
             (path.is_dir() and any(path.iterdir())) or (path.exists() and not path.is_dir())
         )
-        if is_doubtful and path.name not in self._doubtful:
-            self._doubtful.add(path.name)
+        if is_doubtful and path.name not in self._warned:
+            self._warned.add(path.name)
             logger.warning(
                 "%s looks like a step, but its commit record cannot be read: ignoring it", path
             )
 
 
 def read_time(path: epath.Path) -> int:
-    """When a step was committed, in nanoseconds since 1970, as its record says.
+    """The commit time in a step's record, in nanoseconds since 1970.
 
     Raises:
-      OSError: it cannot be read; ValueError: it is not what was written. Names the file.
+      OSError: the record or the mark cannot be read.
+      ValueError: the record or the mark is damaged. Both errors name the file.
     """
     for name in (_RECORD, MARK):
         if not containment.is_plain(path, name):
@@ -125,45 +131,46 @@ def read_time(path: epath.Path) -> int:
                 "in a folder, found something else"
             )
     try:
-        known = _seals(path)
+        known = _stored_digests(path)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / MARK}: was damaged: {error!s:.100}") from error
     if known is None and location.is_bucket(path):
-        raise FileNotFoundError(f"{path / MARK}: is not there")
+        raise FileNotFoundError(f"{path / MARK}: does not exist")
     try:
-        record = json.loads(_unsealed(path, _RECORD, known))
+        record = json.loads(_read_checked(path, _RECORD, known))
         found = record["commit_timestamp_nsecs"]
-    except FileNotFoundError as error:  # which a bucket's client names in its own way
-        raise FileNotFoundError(f"{path / _RECORD}: is not there") from error
+    except FileNotFoundError as error:  # a bucket's client raises it with a text of its own
+        raise FileNotFoundError(f"{path / _RECORD}: does not exist") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / _RECORD}: was damaged: {error!s:.100}") from error
     if type(found) is not int or not LOST < found <= _MAX_TIME:
-        raise ValueError(f"{path / _RECORD}: expected a time of commit, found {found!r:.40}")
+        raise ValueError(f"{path / _RECORD}: expected a commit time, found {found!r:.40}")
     return found
 
 
 def _was_committed(path: epath.Path) -> bool:
-    """Whether what is there shows that a commit was made, whatever has become of its record."""
+    """Returns whether the remaining files show that a commit happened, record or not."""
     if location.is_bucket(path):
-        # A mark alone is one that was carried out late, of a save that was given up and removed.
+        # A mark without other files comes from a late request of a save that was given up and
+        # removed.
         return is_marked(path) and any((path / name).exists() for name in (_RECORD, *_OWN_PARTS))
     try:
         if os.path.islink(path):
             return False
-        there = set(os.listdir(path))
+        names = set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return bool(there & {MARK, _RECORD}) or there >= _OWN_PARTS
+    return bool(names & {MARK, _RECORD}) or names >= _OWN_PARTS
 
 
 def item_names(path: epath.Path) -> set[str]:
-    """What a committed step was made of, as its commit record says; some may be lost since."""
+    """The items that a step had when it was committed, from its record; some may be lost since."""
     items = json.loads((path / _RECORD).read_text()).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
 
 
 def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
-    """Says of a step that is not visible yet when it was committed, which Orbax has said before."""
+    """Changes the commit time that Orbax wrote, in a step that is not visible yet."""
     record = json.loads((path / _RECORD).read_text())
     record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
     (path / _RECORD).write_text(json.dumps(record))
@@ -174,7 +181,12 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
 
 
 def sealing(path: epath.Path, said: str) -> str:
-    """The text of a step's mark: what Orbax says, and the digests of what it has written."""
+    """The text of a step's mark: Orbax's text, and the digests of Orbax's metadata files.
+
+    Args:
+      path: the step.
+      said: the text that Orbax writes into the mark.
+    """
     found = {}
     for name in _SEALED:
         with contextlib.suppress(FileNotFoundError):  # there may be no array with a sharding
@@ -183,16 +195,17 @@ def sealing(path: epath.Path, said: str) -> str:
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:
-    """A file of Orbax's metadata of a step.
+    """Reads a file of Orbax's metadata of a step, and compares it with its digest in the mark.
 
     Raises:
-      OSError: it cannot be read; ValueError: it is not what was written.
+      OSError: the file cannot be read.
+      ValueError: it does not match its digest.
     """
-    return _unsealed(path, name, _seals(path))
+    return _read_checked(path, name, _stored_digests(path))
 
 
-def _seals(path: epath.Path) -> dict[str, Any] | None:
-    """File -> digest, {} where the mark has none, as that of bare Orbax; None without a mark."""
+def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
+    """File -> digest; {} if the mark has none, as bare Orbax writes it; None without a mark."""
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -203,18 +216,18 @@ def _seals(path: epath.Path) -> dict[str, Any] | None:
     return found
 
 
-def _unsealed(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:
+def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:
     content = (path / name).read_bytes()
     if known and name in known and known[name] != seals.of_octets(content):
-        raise ValueError(f"{name} is not what {MARK} says: one of them was damaged")
+        raise ValueError(f"{name} does not match its digest in {MARK}: one of the two was damaged")
     return content
 
 
 def remove_leftover(path: epath.Path) -> None:
-    """Removes what it can: Orbax goes on writing the other files of a save that failed.
+    """Removes the files of a failed save as far as possible; Orbax may still be writing others.
 
-    In a bucket who began it may only be stalled, and write more of it at any time: an empty object
-    remains, so that no program uses the name again.
+    On a bucket the writer may only be stalled and may write more of the step at any time. An empty
+    object remains there, so that no program uses the name again.
     """
     if location.is_bucket(path):
         bucket.remove(path)
@@ -226,4 +239,4 @@ def remove_leftover(path: epath.Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
-        logger.info("%s is still being written to: it is removed later", path)
+        logger.info("%s is still being written to: it will be removed later", path)

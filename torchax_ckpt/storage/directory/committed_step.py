@@ -1,4 +1,4 @@
-"""Owns what is known of a step that was committed, and the names of its items."""
+"""A committed step, and the names of its items."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from etils import epath
 
-# Items of a step: its arrays, and JSON.
+# The items of a step: its arrays, and two JSON objects.
 STATE = "state"
 MANIFEST = "manifest"
 SUMMARY = "summary"
+# The commit time of a step whose commit record is damaged.
 LOST = 0
 
 
@@ -22,9 +23,9 @@ class CommittedStep:
     Attributes:
       step: completed optimizer steps.
       path: its directory.
-      commit_timestamp_nsecs: when it was committed; also what tells it from another step of the
-        same number. 0 where the record that says so is damaged.
-      is_incoming: whether it waits to take the place of an abandoned step.
+      commit_timestamp_nsecs: the commit time, in nanoseconds since 1970. It distinguishes the step
+        from other steps of the same number. 0 if the record that holds it is damaged.
+      is_incoming: whether it waits to replace an abandoned step of its number.
     """
 
     step: int
@@ -34,20 +35,20 @@ class CommittedStep:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What tells it from every other step of the run."""
+        """The number and the commit time, which no other step of the run shares."""
         return self.step, self.commit_timestamp_nsecs
 
     @property
     def has_lost_record(self) -> bool:
-        """Whether its commit record was damaged when it was listed: it cannot be read."""
+        """Whether its commit record was damaged when the step was listed."""
         return self.commit_timestamp_nsecs == LOST
 
 
 def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
-    """Steps as JSON, for other processes of the run."""
+    """The steps as JSON, to send to other processes of the run."""
     return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
 
 
 def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
-    """The steps that ``described`` has described, perhaps in another process, in a directory."""
+    """The steps that ``described`` returned, perhaps in another process, in a directory."""
     return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]

@@ -1,11 +1,12 @@
-"""Owns one small record that several programs compete for.
+"""One small record that several programs compete to write, replaced by compare-and-swap.
 
-It is only ever replaced by whoever knows its present content, so that of two that saw the same
-content one wins and the other is told. What makes this atomic:
+A program can replace the record only if it knows the present content. If two programs saw the same
+content, one wins and the other gets ``Conflict``. The exchange is atomic because of:
 
-- On a local path: a lock on the directory, held for the moment of the exchange, and a rename; a
-  first record is created by a hard link. Network file systems that know no locks on directories
-  leave a gap of microseconds between looking and renaming, in which the later of two wins.
+- On a local path: a lock on the directory for the moment of the exchange, and a rename. A hard link
+  creates the first record. On network file systems without locks on directories a gap of
+  microseconds remains between the comparison and the rename; within it, the later of two programs
+  wins.
 - On a bucket: the server's own condition, "if the generation is still this one".
 """
 
@@ -27,47 +28,52 @@ import fsspec
 from torchax_ckpt.storage.medium import location, permissions
 
 DRAFT_SUFFIX = ".draft"
-# More than any record has; of a longer one no more is read.
+# Longer than any record; reading stops there.
 _MAX_BYTES = 1 << 16
 
 
-class Conflict(Exception):  # noqa: N818 - not an error: the other side of every exchange
-    """The record is not what the caller saw."""
+class Conflict(Exception):  # noqa: N818 - not an error: one of two possible results of an exchange
+    """The record is not the one that the caller saw."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a record was: its content, and what tells it from what was there before and after."""
+    """A record as it was read.
+
+    Attributes:
+      content: the bytes of the record.
+      version: distinguishes it from earlier and later records at the same place.
+    """
 
     content: bytes
     version: Any
 
 
 class AtomicRecord(Protocol):
-    """A record at one place."""
+    """A record at one path or URL."""
 
     def read(self) -> Seen | None:
-        """What is there now, which may be anything; None for nothing."""
+        """Returns the present record, of any content; None if there is none."""
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        """Replaces what was seen.
+        """Replaces the record that was seen.
 
         Raises:
-          Conflict: something else is there now.
+          Conflict: the present record is another one.
         """
 
     def remove(self, seen: Seen) -> None:
-        """Removes what was seen; something else is left alone."""
+        """Removes the record that was seen; leaves any other record in place."""
 
     def is_orphaned(self) -> bool:
-        """Whether the directory that held the record has been removed, or moved elsewhere."""
+        """Returns whether the directory of the record was removed or moved elsewhere."""
 
     def close(self) -> None:
-        """Lets go of files that are held open."""
+        """Closes the open files."""
 
 
 def record_at(path: Any) -> AtomicRecord:
-    """The record at a local path, whose directory exists, or at a ``gs://`` URL."""
+    """The record at a local path, whose directory must exist, or at a ``gs://`` URL."""
     if location.is_bucket(path):
         return _BucketRecord(str(path))
     return _LocalRecord(pathlib.Path(path))
@@ -76,14 +82,14 @@ def record_at(path: Any) -> AtomicRecord:
 class _LocalRecord:
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
-        # Kept open: it tells a directory that was removed from one whose record was.
+        # Kept open to distinguish a removed directory from a removed record.
         self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
 
     def read(self) -> Seen | None:
         try:
             kind = stat.S_IFMT(os.lstat(self._path).st_mode)
             if kind not in (stat.S_IFREG, stat.S_IFDIR):
-                return Seen(b"", kind)  # a pipe would be waited for, a link lead elsewhere
+                return Seen(b"", kind)  # opening a pipe would block, and a link may lead elsewhere
             with open(self._path, "rb") as file:
                 content = file.read(_MAX_BYTES)
         except FileNotFoundError:
@@ -94,62 +100,63 @@ class _LocalRecord:
         draft = self._path.with_name(f"{self._path.name}-{uuid.uuid4().hex}{DRAFT_SUFFIX}")
         permissions.write_file(draft, content)
         try:
-            with self._guard():
+            with self._locked():
                 if self.read() != seen:
                     raise Conflict
-                if seen is not None or not self._linked(draft):
+                if seen is not None or not self._created_by_link(draft):
                     os.replace(draft, self._path)
-        except FileNotFoundError:  # whoever holds the lease has cleaned up
+        except FileNotFoundError:  # the holder of the lease has removed the draft
             raise Conflict from None
         finally:
             draft.unlink(missing_ok=True)
         return Seen(content, content)
 
-    def _linked(self, draft: pathlib.Path) -> bool:
+    def _created_by_link(self, draft: pathlib.Path) -> bool:
         try:
             os.link(draft, self._path)
         except FileExistsError:
             raise Conflict from None
         except FileNotFoundError:
             raise
-        except OSError:  # no hard links on this file system
+        except OSError:  # this file system has no hard links
             return False
         return True
 
     def remove(self, seen: Seen) -> None:
-        with self._guard():
+        with self._locked():
             if self.read() == seen:
                 self._path.unlink()
 
     def is_orphaned(self) -> bool:
-        held = os.fstat(self._directory)
+        opened = os.fstat(self._directory)
         try:
             now = os.stat(self._path.parent)
         except FileNotFoundError:
             return True
-        return (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino)
+        return (opened.st_dev, opened.st_ino) != (now.st_dev, now.st_ino)
 
     def close(self) -> None:
         os.close(self._directory)
 
     @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        with contextlib.suppress(OSError):  # not on every network file system
+    def _locked(self) -> Iterator[None]:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(self._directory, fcntl.LOCK_EX)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                # Not left to close(): a process forked meanwhile holds the descriptor too.
+                # close() would not unlock: a process forked meanwhile shares the descriptor.
                 fcntl.flock(self._directory, fcntl.LOCK_UN)
 
 
 class _BucketRecord:
-    """Talks to the server through gcsfs, with its credentials and its retries."""
+    """A record in a bucket, accessed through gcsfs with its credentials and its retries."""
 
     def __init__(self, url: str) -> None:
         self._bucket, _, self._key = url.partition("://")[2].partition("/")
-        # As etils makes it for paths: one file system, one session.
+        # The same arguments as etils uses for paths, so that both share one file system and
+        # session.
         self._fs = fsspec.filesystem("gcs", finalize_on_close=True)
 
     def read(self) -> Seen | None:
@@ -172,8 +179,8 @@ class _BucketRecord:
                 data=content,
                 json_out=True,
             )
-        except FileExistsError:  # what gcsfs makes of "precondition failed"
-            # Perhaps it succeeded, the answer was lost, and it was sent again.
+        except FileExistsError:  # gcsfs raises this for "precondition failed"
+            # The request may have succeeded, its answer been lost, and gcsfs have sent it again.
             now = self.read()
             if now is None or now.content != content:
                 raise Conflict from None
@@ -198,5 +205,5 @@ class _BucketRecord:
             return self._fs.call(*args, **kwargs)
         except OSError:
             raise
-        except Exception as error:  # gcsfs has errors of its own, and lets its libraries' through
+        except Exception as error:  # gcsfs also raises its own errors and those of its libraries
             raise OSError(f"gs://{self._bucket}/{self._key}: {error!r}") from error

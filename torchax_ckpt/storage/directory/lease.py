@@ -1,20 +1,23 @@
-"""Owns the lease: at most one program writes to a directory at a time.
+"""The lease of a directory: at most one program writes to a directory at a time.
 
-The lease is a small file in the directory that names its holder: host, process, since when, and
-when it last gave a sign of life, which a thread renews every 20 s. Who wants to write and finds one
+The lease is a small file in the directory that names its holder: host, process, start of the lease,
+and last sign of life. A thread of the holder renews the sign of life every 20 s. A program that
+wants to write and finds a lease
 
-- of a process on the same host that has ended (the kernel says so): takes it over at once;
-- of a process on the same host that runs: is refused at once;
-- of another host, where nobody can look: takes it over once the last sign of life is 60 s old. If
-  the sign is fresher it waits, and is refused as soon as it sees another one.
+- of a process on the same host that has ended (according to the kernel): takes it over at once;
+- of a running process on the same host: is refused at once;
+- of a process on another host, which cannot be examined: takes it over once the last sign of life
+  is 60 s old. If the sign is fresher, the program waits. It is refused as soon as it sees another
+  sign.
 
-"The same host" is one kernel and one set of process numbers: a container is a host of its own.
-Clocks of hosts that share a directory should agree to within half a minute; if they do not, a
-holder may lose its lease early, and stops.
+"The same host" means one kernel and one set of process numbers: a container is a host of its own.
+The clocks of hosts that share a directory should agree to within half a minute. If they do not, a
+holder may lose its lease early, and then stops writing.
 
-The lease is a fence, too: a holder that was stalled for longer than 60 s may have lost it, so it
-looks again right before anything that it does becomes visible, and stops if somebody else has
-taken over. What remains is the moment between that look and the rename or upload that follows.
+The lease is also a fence: a holder that stalled for longer than 60 s may have lost it. The holder
+therefore reads the lease again right before any of its changes becomes visible, and stops if
+another program has taken over. A gap remains between that read and the rename or upload that
+follows.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ _POLL_SECS = 0.5
 
 
 class Lease:
-    """The lease of one directory, as one checkpointer sees it.
+    """The lease of one directory, as one checkpointer uses it.
 
     Args:
       directory: the directory, which must exist when the lease is taken.
-      clock: seconds since the epoch.
-      sleep: waits.
+      clock: returns the seconds since the epoch.
+      sleep: sleeps for some seconds.
     """
 
     def __init__(
@@ -63,11 +66,11 @@ class Lease:
 
     @property
     def token(self) -> str:
-        """What tells this hold from every other; "" while the lease is not held."""
+        """The unique name of this hold of the lease; "" while the lease is not held."""
         return self._hold.holder.token if self._hold is not None else ""
 
     def hold(self) -> None:
-        """Takes the lease the first time; after that, makes sure that it is still held.
+        """Takes the lease at the first call; later calls check that this program still holds it.
 
         Raises:
           LeaseError: another program writes to the directory, or has taken the lease over.
@@ -77,16 +80,16 @@ class Lease:
         if hold is not None and not hold.is_orphaned():
             hold.confirm()
             return
-        self._end()  # the directory was removed, and the lease with it: start anew
+        self._end()  # the directory and the lease in it were removed: take a new lease
         self._hold = self._take()
 
     def renew(self) -> None:
-        """Gives a sign of life; what the thread does every 20 s."""
+        """Gives a sign of life, as the thread does every 20 s."""
         if self._hold is not None:
             self._hold.renew()
 
     def release(self) -> None:
-        """Gives the lease back, if it is held."""
+        """Releases the lease, if it is held."""
         self._end()
 
     def _end(self) -> None:
@@ -116,28 +119,28 @@ class Lease:
                 if is_alive is None:
                     if first is None:
                         first, first_secs = seen, now
-                        self._say_waiting(other, now)
+                        self._log_waiting(other, now)
                     last_sign = min(other.renewed_secs, first_secs) if other else first_secs
                     remaining = last_sign + LEASE_SECS - now
                     if remaining > 0:
                         self._sleep(min(remaining, _POLL_SECS))
                         continue
-                who = other.describe(now) if other else "a holder that cannot be read"
+                who = other.describe(now) if other else "a program that its file does not name"
                 logger.info("%s: taking over the lease of %s", self._directory, who)
             holder = LeaseHolder.here(now)
             try:
-                mine = record.swap(seen, holder.to_bytes())
+                taken = record.swap(seen, holder.to_bytes())
             except Conflict:
                 continue
-            return _Hold(record, mine, holder, self._directory, self._clock)
+            return _Hold(record, taken, holder, self._directory, self._clock)
 
-    def _say_waiting(self, other: LeaseHolder | None, now: float) -> None:
+    def _log_waiting(self, other: LeaseHolder | None, now: float) -> None:
         if other is None or other.renewed_secs + LEASE_SECS > now:
             logger.warning(
-                "%s: the lease is held elsewhere (%s). Waiting to see whether its holder lives: "
-                "at most %.0f s",
+                "%s: another program holds the lease (%s). Waiting to see whether it is still "
+                "running, for at most %.0f s",
                 self._directory,
-                other.describe(now) if other else "by a program that it does not name",
+                other.describe(now) if other else "its file does not name the program",
                 LEASE_SECS,
             )
 
@@ -146,8 +149,8 @@ class Lease:
         if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
             who = f"another checkpointer of this very process ({who}), which is still referenced"
             what_to_do = (
-                "Close that one first. Where it has no name any more, a notebook's Out and _, or "
-                "the traceback of the last error (sys.last_value), may refer to it: let go of "
+                "Close that one first. If no variable refers to it any more, a notebook's Out and "
+                "_, or the traceback of the last error (sys.last_value), may still do so: delete "
                 "these"
             )
         else:
@@ -155,13 +158,13 @@ class Lease:
         return LeaseError(
             f"{self._directory}: another program writes to this directory: {who}. {what_to_do}, or "
             "give this one a directory of its own; reading needs no lease. The lease of a program "
-            f"that has died elsewhere ends {LEASE_SECS:.0f} s after its last sign of life.",
+            f"that died on another host expires {LEASE_SECS:.0f} s after its last sign of life.",
             path=self._directory,
         )
 
 
 class _Hold:
-    """A lease that was taken: renewed by a thread of its own until it is ended or lost."""
+    """A lease that was taken. A thread renews it until it is ended or lost."""
 
     def __init__(
         self,
@@ -179,27 +182,27 @@ class _Hold:
         self._loss: str | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_ended, name="lease", daemon=True)
         self._thread.start()
 
     def is_orphaned(self) -> bool:
-        """Whether the directory was removed, and the lease with it."""
-        return self._is_mine() and self._record.is_orphaned()
+        """Returns whether the directory, with the lease in it, was removed."""
+        return self._is_this_process() and self._record.is_orphaned()
 
     def confirm(self) -> None:
-        """Raises LeaseError if somebody else has the lease."""
-        self._require_mine()
+        """Raises LeaseError if another program has the lease."""
+        self._require_this_process()
         with self._lock:
-            self._require_kept()
+            self._require_not_lost()
             now = self._record.read()
             if now != self._seen:
                 self._lose(now)
-            self._require_kept()
+            self._require_not_lost()
 
     def renew(self) -> None:
         """Gives a sign of life."""
         with self._lock:
-            if self._loss is not None or self._ended.is_set() or not self._is_mine():
+            if self._loss is not None or self._ended.is_set() or not self._is_this_process():
                 return
             renewed = dataclasses.replace(self.holder, renewed_secs=self._clock())
             try:
@@ -209,12 +212,12 @@ class _Hold:
                 if not self._record.is_orphaned():
                     self._lose(self._record.read())
             except OSError as error:
-                # Only who tries to write needs to know, and will find out for himself.
+                # Only a write needs the lease; it checks the lease itself.
                 logger.warning("%s: cannot renew the lease: %s", self._directory, error)
 
     def end(self) -> None:
-        """Gives the lease back, unless it is lost, or another process's."""
-        if not self._is_mine():
+        """Releases the lease, unless it is lost or a forked process inherited this object."""
+        if not self._is_this_process():
             return
         self._ended.set()
         if not sys.is_finalizing():
@@ -224,23 +227,24 @@ class _Hold:
                 if self._loss is None:
                     self._record.remove(self._seen)
             except OSError as error:
-                logger.warning("%s: cannot give the lease back: %s", self._directory, error)
+                logger.warning("%s: cannot release the lease: %s", self._directory, error)
             finally:
                 self._record.close()
 
-    def _keep(self) -> None:
+    def _renew_until_ended(self) -> None:
         while not self._ended.wait(RENEW_SECS):
             self.renew()
 
-    def _is_mine(self) -> bool:
+    def _is_this_process(self) -> bool:
+        """Returns whether this process itself, not the one it was forked from, took the lease."""
         return self.holder.pid == os.getpid()
 
-    def _require_mine(self) -> None:
-        if not self._is_mine():
+    def _require_this_process(self) -> None:
+        if not self._is_this_process():
             raise LeaseError(
                 f"{self._directory}: this process was forked from the one that writes to this "
-                f"directory ({self.holder.describe(self._clock())}). Save there, or give this "
-                "process a checkpointer and a directory of its own.",
+                f"directory ({self.holder.describe(self._clock())}). Save in that process, or give "
+                "this process a checkpointer and a directory of its own.",
                 path=self._directory,
             )
 
@@ -253,13 +257,14 @@ class _Hold:
         )
         logger.error("%s: the lease is lost: %s", self._directory, self._loss)
 
-    def _require_kept(self) -> None:
+    def _require_not_lost(self) -> None:
         if self._loss is not None:
             raise LeaseError(
                 f"{self._directory}: this program ({self.holder.describe(self._clock())}) has lost "
-                f"its lease: {self._loss}. It writes nothing more; what it reported durable is "
-                f"intact. That happens after a stall of more than {LEASE_SECS:.0f} s, or when the "
-                "clocks of two hosts differ. End this program, and the other first if it is this "
-                "one that should go on; starting again resumes from the newest step.",
+                f"its lease: {self._loss}. It writes nothing more; the steps that it reported "
+                "durable are intact. A program loses its lease if it stalls for more than "
+                f"{LEASE_SECS:.0f} s, or if the clocks of two hosts differ. End this program. To "
+                "run it instead of the other one, end that one too, then start this one again: it "
+                "resumes from the newest step.",
                 path=self._directory,
             )

@@ -1,4 +1,4 @@
-"""Owns who holds a lease: a process, as others can read and judge it."""
+"""The process that holds a lease, in a form that other processes can read and examine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import time
 import uuid
 
 _MAX_PID = 2**31 - 1
-# Until the year 9999, as far as dates can be written.
+# The year 9999, the last one that dates can be written in.
 _MAX_SECS = 253_402_300_799
 
 
 @dataclasses.dataclass(frozen=True)
 class LeaseHolder:
-    """Who holds a lease.
+    """The holder of a lease.
 
     Attributes:
-      token: tells one hold from another by the same process.
-      host, pid: for people.
-      kernel: which kernel and set of process numbers ``pid`` belongs to; None if unknown.
-      started: when the process started, in the kernel's ticks: a number may be used again.
+      token: distinguishes this hold from other holds by the same process.
+      host, pid: the host's name and the process number, for people.
+      kernel: the kernel and set of process numbers that ``pid`` belongs to; None if unknown.
+      started: when the process started, in the kernel's ticks, because a process number may be used
+        again.
       since_secs: when the lease was taken, in seconds since the epoch.
-      renewed_secs: the last sign of life.
+      renewed_secs: the last sign of life, in seconds since the epoch.
     """
 
     token: str
@@ -38,7 +39,7 @@ class LeaseHolder:
 
     @classmethod
     def here(cls, now: float) -> LeaseHolder:
-        """This process."""
+        """This process as a holder that takes the lease now."""
         process = process_of(os.getpid())
         started = process.started if process else None
         return cls(
@@ -47,7 +48,7 @@ class LeaseHolder:
 
     @classmethod
     def of(cls, content: bytes) -> LeaseHolder | None:
-        """Whom a lease names; None if it cannot be read."""
+        """The holder that a lease file names; None if the file cannot be parsed."""
         try:
             found = cls(**json.loads(content))
         except (ValueError, TypeError, RecursionError):
@@ -55,7 +56,7 @@ class LeaseHolder:
         return found if found._is_plausible() else None
 
     def _is_plausible(self) -> bool:
-        """Whether each of these is of its type, and a number that has a meaning."""
+        """Returns whether each attribute has its type and a possible value."""
         texts = (self.token, self.host, self.kernel or "")
         numbers = (self.pid, self.started or 0)
         times = (self.since_secs, self.renewed_secs)
@@ -71,7 +72,7 @@ class LeaseHolder:
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None if that cannot be told from here, or not yet."""
+        """Returns whether the process runs; None if that cannot be known here, or not yet."""
         if self.kernel is None or self.kernel != this_kernel():
             return None
         process = process_of(self.pid)
@@ -80,12 +81,12 @@ class LeaseHolder:
         if process.started != self.started:
             return False
         if process.has_ended:
-            # A killed process may still be inside a system call of another of its threads.
+            # Another thread of a killed process may still be inside a system call.
             return None if process.num_threads > 1 else False
         return True
 
     def describe(self, now: float) -> str:
-        """For messages."""
+        """The holder in words, for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_secs))
         return (
             f"host {self.host}, pid {self.pid}, since {since}, last sign of life "
@@ -101,10 +102,10 @@ class _Process:
 
 
 def process_of(pid: int) -> _Process | None:
-    """The process of this number, as the kernel tells; None if it tells of none."""
+    """The process of this number according to the kernel; None if the kernel shows none."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        # The second field is the program's name, in parentheses, and may hold anything.
+        # The second field is the program's name, in parentheses, which may hold any character.
         fields = stat.rpartition(")")[2].split()
         return _Process(fields[0] in "ZX", int(fields[17]), int(fields[19]))
     except (OSError, IndexError, ValueError):
@@ -112,7 +113,7 @@ def process_of(pid: int) -> _Process | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether a process that /proc does not show runs: another user's may be hidden."""
+    """Returns whether a process runs that /proc does not show, as of another user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -123,7 +124,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def this_kernel() -> str | None:
-    """Tells this kernel and set of process numbers from every other; None if unknown."""
+    """A unique name of this kernel and set of process numbers; None if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,32 +1,31 @@
-"""The directory of a run: which steps are there, and how they come, move and go.
+"""The directory of a run: it lists, commits, renames and deletes steps.
 
     DIRECTORY/120/             a committed step
-    DIRECTORY/incoming-120/    a committed step whose number an abandoned one still occupies, or on
-                               a bucket one that did not come to be; there also incoming-120-2, ...
+    DIRECTORY/incoming-120/    a committed step whose number is still taken by an abandoned step or,
+                               on a bucket, by an unfinished save; there also incoming-120-2, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
-    DIRECTORY/120/verified     whose bytes were read back whole and are what was saved
-    DIRECTORY/lease            who is writing, see ``lease.py``; not there when nobody is
-    DIRECTORY/events/          what happened, for people; nothing that is restored depends on it
-    DIRECTORY/run              which run this is, where it has a local tier; see ``run_identity.py``
+    DIRECTORY/120/verified     marks a step that a full read found intact
+    DIRECTORY/lease            the program that writes now, if any; see ``lease.py``
+    DIRECTORY/events/          the journal, for people; no restore depends on it
+    DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
-Which steps are abandoned, and so do not count, is in ``abandonment.py``. A run may have two
-directories, a durable one and a local one in front of it, and a step of either may abandon steps
-of both. What cannot be read for now is an error here, never an absent step: a run must not go
-back, or start anew, for a passing failure.
+``abandonment.py`` decides which steps are abandoned. A run may have two directories, a durable one
+and a local one in front of it. A step of either may abandon steps of both. If storage cannot be
+read for now, that is an error, never an absent step: a temporary failure must not send a run back.
 
-On a bucket, where nothing can be renamed, a step is written under its own name, and Orbax's commit
-mark, which comes last, makes it one. Moved object by object it would be none meanwhile, so an
-incoming step stays where it is. A request may be carried out there long after its answer was given
-up for lost, and a writer that was stalled and lost its lease goes on with the step it was in the
-middle of. So nothing is deleted but the very object that was looked at, and a name under which a
-save has begun, of this program or of one before it, is not used again. What remains is a step of
-which a stalled writer had written nothing yet, and its successor everything. Locally every
-writer's saves have names of their own until they are committed.
+A bucket has no renames, so a save writes a step under the name that the step keeps, and Orbax's
+commit mark, written last, completes it. An incoming step stays where it is: if it were moved object
+by object, it would be incomplete meanwhile. The server may carry out a request long after the
+client gave up on its answer, and a stalled writer that lost its lease may go on writing its step.
+Therefore a delete removes only the exact object that was examined, and a name under which any save
+began is never used again. One gap remains: a stalled writer that had written nothing yet may later
+write into the step that its successor wrote. On local storage each save has a unique name until its
+commit.
 
-Listing and reading change nothing. One process at a time may write: whoever holds the lease. Of the
-processes of one run that is the first, which claims, cleans up, commits and deletes for all.
+Listing and reading change nothing. Only the holder of the lease writes. In a run of several
+processes process 0 holds it, and claims, cleans up, commits and deletes for all of them.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
     rf"|({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-.*{re.escape(DRAFT_SUFFIX)}"
 )
-# What is no step, nor one set aside, as long as it has no commit mark.
+# Neither a step nor one that was set aside, as long as it has no commit mark.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 
 
@@ -65,16 +64,17 @@ class RunDirectory:
     """The directory of one run.
 
     Attributes:
-      verified: the steps that were read back whole.
-      abandonment: which steps do not count.
+      verified: the steps that a full read found intact.
+      abandonment: finds the abandoned steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
-      read_only: refuse to write; a bucket that this account may not write to is good enough.
-      durable: the durable directory of the run, if this is the local one in front of it.
+      read_only: refuse to write. The account then needs no permission to write to a bucket.
+      durable: for a local tier, the durable directory of the run.
 
     Raises:
-      DirectoryError: it is a file, or not a path; a bucket that is not there or may not be used.
+      DirectoryError: ``directory`` is a file or not a path, or a bucket that does not exist or that
+        this account may not use.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunDirectory:
             bucket.check(self.path, for_writing=not read_only)
         with self._translated("read"):
             if self.path.exists() and not self.path.is_dir():
-                text = "expected a directory, found a file. Give a path of its own to every run."
+                text = "expected a directory, found a file. Give each run a directory of its own."
                 raise DirectoryError(f"{self.path}: {text}", path=self.path)
         self._summaries = Summaries()
         self._commit_times = commit_record.CommitTimes()
@@ -97,32 +97,35 @@ class RunDirectory:
         )
         self._is_read_only = read_only
         self._num_writes = 0
-        self._runs: Sequence[str] = ()  # as this program has named it
-        self._given: set[str] = set()
+        self._runs: Sequence[str] = ()  # the names that this program gave the run
+        self._used_names: set[str] = set()
         self._lease = lease.Lease(self.path)
         self._durable = durable
 
     # --- reading ---
 
     def steps(self) -> list[CommittedStep]:
-        """The committed steps that count, oldest first; reads the directory anew."""
+        """Lists the directory and returns the committed steps that count, oldest first."""
         return list(self.branches().committed)
 
     def branches(self) -> Branches:
-        """The committed steps, those that count and the others; reads the directory anew."""
+        """Lists the directory and returns the committed steps that count and the abandoned ones."""
         return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
-        """The committed steps from this number on, also those that do not count."""
+        """Lists the committed steps with this number or a higher one, abandoned steps included.
+
+        A local tier of another run has none.
+        """
         with self._translated("read"):
             is_ours = self._durable is None or run_identity.is_before(self.path, self._durable.path)
             return self._visible(first) if is_ours else []
 
     def find(self, step: int) -> CommittedStep:
-        """The step of this number.
+        """Returns the step of this number.
 
         Raises:
-          StepNotFoundError: there is none; names those there are.
+          StepNotFoundError: there is none; the message lists the steps that exist.
         """
         steps = {committed.step: committed for committed in self.steps()}
         if step in steps:
@@ -132,12 +135,12 @@ class RunDirectory:
         raise StepNotFoundError(text, step=step, path=self.path)
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
-        """The metrics saved with a step; {} if there are none."""
+        """Returns the metrics saved with a step; {} if there are none."""
         with self._translated("read"):
             return self._summaries.metrics(committed)
 
     def info(self, committed: CommittedStep) -> CheckpointInfo:
-        """The step as policies see it."""
+        """Returns the step as policies see it."""
         return CheckpointInfo(
             committed.step,
             committed.path,
@@ -152,16 +155,18 @@ class RunDirectory:
     def _children(self) -> list[epath.Path]:
         try:
             return list(self.path.iterdir())
-        except (FileNotFoundError, NotADirectoryError):  # a bucket knows only what is in them
+        # A bucket has no folder without objects in it.
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     # --- writing ---
 
     def claim(self) -> None:
-        """Creates the directory, takes the lease, and proves that it can be written.
+        """Creates the directory, takes the lease, and checks that files can be written.
 
         Raises:
-          DirectoryError: it cannot be created or written, or is only to be read.
+          DirectoryError: the directory cannot be created or written, or was opened with
+            ``read_only``.
           LeaseError: another program writes to it.
         """
         self._require_writable()
@@ -171,17 +176,17 @@ class RunDirectory:
             permissions.prove_writable(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
-        """The name that the run of a durable directory has, if it has one; for the one writer."""
+        """Returns the name of the run of a durable directory, or []; for the writer only."""
         with self._translated("read"):
             self.fence()
             return run_identity.names(self.path)
 
     def join(self, present: Sequence[str], name: str) -> None:
-        """Makes it a directory of a run; what a local tier has of another is removed first.
+        """Makes this a directory of a run. Deletes first the steps of another run in a local tier.
 
         Args:
           present: the name that the run has now, if it has one.
-          name: which it is about to be given.
+          name: the name that the run is about to get.
         """
         with self._translated("write"):
             self.fence()
@@ -196,13 +201,16 @@ class RunDirectory:
             run_identity.write(self.path, self._runs, is_local=is_local)
 
     def leave_tiers(self) -> None:
-        """A program without a local tier goes on: those that there were miss its steps."""
+        """Removes the run's name, because a program without a local tier continues the run.
+
+        Existing local tiers lack the steps that it saves and must no longer count as the run's.
+        """
         with self._translated("write"):
             self.fence()
             run_identity.forget(self.path)
 
     def fence(self) -> None:
-        """Makes sure, right before something becomes visible, that this program may write.
+        """Checks, right before a change becomes visible, that this program still holds the lease.
 
         Raises:
           LeaseError: another program writes to the directory.
@@ -210,11 +218,11 @@ class RunDirectory:
         self._lease.hold()
 
     def release(self) -> None:
-        """Ends writing: others may."""
+        """Releases the lease, so that other programs may write."""
         self._lease.release()
 
     def recover(self) -> None:
-        """Finishes or removes what a killed process left behind. For the one writer only."""
+        """Finishes or removes what a killed process left behind; for the writer only."""
         with self._translated("clean up"):
             self.fence()
             visible = self._visible()
@@ -230,34 +238,36 @@ class RunDirectory:
                     commit_record.remove_leftover(child)
 
     def path_for(self, step: int) -> epath.Path:
-        """Where to write a step until it is committed."""
-        if self._runs and not (self.path / run_identity.NAME).exists():  # it was removed meanwhile
+        """Returns the path at which to write a step until it is committed."""
+        # Write the name again if its file was removed meanwhile.
+        if self._runs and not (self.path / run_identity.NAME).exists():
             self.fence()
             run_identity.write(self.path, self._runs, is_local=self._durable is not None)
         if not self._is_bucket:
-            # Every save under a name of its own: what a failed one still has in flight, or a writer
-            # that was stalled and lost its lease, must not write into the step of a later one.
+            # Each save gets a unique name. Late writes of a failed save, or of a stalled writer
+            # that lost its lease, then never end up in the step of a later save.
             self._num_writes += 1
             return self.path / f"writing-{step}-{self._lease.token}-{self._num_writes}"
         more = (f"incoming-{step}-{count}" for count in itertools.count(2))
         for name in itertools.chain((str(step), f"incoming-{step}"), more):
             path = self.path / name
-            # A request of a failed save may still be carried out, and overwrite what a later save
-            # writes under the same name.
-            if name not in self._given and not path.exists():
-                self._given.add(name)
+            # A late request of a failed save could overwrite what a later save writes under the
+            # same name.
+            if name not in self._used_names and not path.exists():
+                self._used_names.add(name)
                 return path
-        raise AssertionError("the numbers have ended")
+        raise AssertionError("unreachable: the count never ends")
 
     def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
         """Makes a written step visible, under its number or beside an abandoned step that has it.
 
         Args:
-          step, written: the step, and where it lies.
-          at: when it counts as committed, where several hosts have agreed on that.
+          step: the step's number.
+          written: the path of its files.
+          at: the commit time, if several hosts have agreed on one.
 
         Raises:
-          LeaseError: another program writes to the directory by now.
+          LeaseError: another program has taken over the lease.
         """
         path = written
         if at is not None:
@@ -272,15 +282,15 @@ class RunDirectory:
         commit_time = self._commit_times.read(path)
         if not commit_time:
             raise DirectoryError(
-                f"{path}: was written, but is not committed: something else removes or changes "
-                "files here",
+                f"{path}: was written, but its commit record cannot be read: another program "
+                "removes or changes files in this directory",
                 path=path,
                 step=step,
             )
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
-        """Moves an incoming step to its own name; what was there is set aside."""
+        """Moves an incoming step to its own name and sets the step aside that had it."""
         if self._is_bucket:
             return incoming
         final = self.path / str(incoming.step)
@@ -291,13 +301,13 @@ class RunDirectory:
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
     def know_summary(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
-        """Takes the summary that was just written, which then need not be read."""
+        """Stores a summary that was just written, so that it need not be read."""
         self._summaries.know(committed, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
-        """Renames steps of an abandoned branch, so that nothing resumes from them.
+        """Renames steps of an abandoned branch, so that no run resumes from them.
 
-        Those in a local tier are deleted: their room is needed.
+        In a local tier it deletes them, because their space is needed.
         """
         for committed in abandoned:
             if committed.path.exists():
@@ -318,8 +328,8 @@ class RunDirectory:
         if not self._is_bucket:
             path.rename(target)
             return
-        # Object by object: a process killed meanwhile leaves two halves without a mark, which are
-        # removed, and never one that looks like a step.
+        # A bucket renames object by object. If the process is killed meanwhile, two parts without a
+        # mark remain, which are removed later, and never a folder that looks like a step.
         mark = (path / commit_record.MARK).read_text()
         bucket.remove(path / commit_record.MARK)
         path.rename(target)
@@ -336,7 +346,7 @@ class RunDirectory:
             if self._is_bucket:
                 bucket.remove(committed.path / commit_record.MARK)
                 bucket.remove(committed.path)
-            elif committed.path.exists():  # else somebody else has removed it
+            elif committed.path.exists():  # otherwise another process has removed it
                 self._remove(committed.path, committed.step)
         self._summaries.forget(committed)
         self.verified.forget(committed)
@@ -352,11 +362,15 @@ class RunDirectory:
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
         """Deletes the steps that are not kept, but never the newest verified durable one.
 
+        Args:
+          keep: for each step, whether to keep it.
+          steps: the steps, oldest first.
+
         Returns:
           The numbers of the deleted steps.
         """
         doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
-        if self._durable is None:  # a local tier has room for no more
+        if self._durable is None:  # a local tier has no room for more
             spared = self.verified.newest_of(doomed, steps)
             doomed = [s for s in doomed if s is not spared]
         for committed in doomed:
@@ -366,7 +380,7 @@ class RunDirectory:
     def _require_writable(self) -> None:
         if self._is_read_only:
             raise DirectoryError(
-                f"{self.path}: is only to be read here: CheckpointOptions(read_only=True)",
+                f"{self.path}: cannot be written: CheckpointOptions(read_only=True) was given",
                 path=self.path,
             )
 

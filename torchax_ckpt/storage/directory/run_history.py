@@ -1,7 +1,7 @@
-"""What a run knows of its directory: the steps it goes on from, and those it abandons.
+"""The steps that a run continues from and those it abandons, kept in memory while it runs.
 
-The directory is listed once, by process 0 for all; after that the one writer knows itself what
-comes and goes. Which steps are abandoned is in ``abandonment.py``.
+Process 0 lists the directory once for all processes. After that only this run writes, so it tracks
+its steps without listing again. ``abandonment.py`` decides which steps are abandoned.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunHistory:
-    """The steps of one run.
+    """The steps of one run in one tier.
 
     Args:
-      directory: where they are.
-      processes: those of the run, as its training threads speak to them.
-      durable: the history of the durable tier, if this is that of the local tier before it.
+      directory: the directory of the tier.
+      processes: the processes of the run, for communication on the training threads.
+      durable: for a local tier, the history of the durable tier.
 
     Attributes:
-      path: of the directory.
-      branches: the steps this run builds on, and those of branches it left, which are set aside
-        once a new step is committed here. Replaced as a whole, never changed.
+      path: the directory's path.
+      branches: the steps that this run builds on, and the abandoned steps, which are set aside once
+        a new step is committed here. Replaced as a whole, never changed in place.
     """
 
     def __init__(
@@ -41,63 +41,65 @@ class RunHistory:
         self._directory = directory
         self._processes = processes
         self.path = directory.path
-        self._other = durable
+        self._other_tier = durable
         if durable is not None:
-            durable._other = self
+            durable._other_tier = self
         self.branches = Branches()
         self._in_flight: CheckpointInfo | None = None
         self._landed: CommittedStep | None = None
-        # Ascending. Replaced as a whole, never changed: it is asked for at every step of the
-        # training, while the save's thread adds to it.
+        # In ascending order. Replaced as a whole, never changed in place: training reads it at
+        # every step while the save's thread adds to it.
         self._checkpoints: tuple[CheckpointInfo, ...] = ()
         self._is_open = False
 
     def open(self) -> None:
-        """Lists the directory, if that has not been done yet."""
+        """Lists the directory, unless that was done before."""
         if not self._is_open:
             with self._processes.round("looking for steps"):
                 found = self._processes.first(lambda: self._directory.branches().described())
-            self._take(Branches.named(found, self.path))
+            self._replace(Branches.named(found, self.path))
             self._is_open = True
 
     def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
-        """What process 0 finds in the directory now, on all processes."""
+        """Returns on all processes the steps that ``find`` returns on process 0."""
         with self._processes.round("looking for steps"):
             found = self._processes.first(lambda: committed_step.described(find()))
         return committed_step.named(found, self.path)
 
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
-        """Steps that others have saved since the directory was listed; for process 0.
+        """Returns steps that other programs saved since the directory was listed; for process 0.
 
         Args:
-          step: only this one and newer ones; default: newer than what this run goes on from.
+          step: return only steps with this number or a higher one; default: only steps newer than
+            those that this run continues from.
         """
         if not self._is_open:
             return []
         known = {s.key for s in self.branches.in_place}
-        if step is not None:  # the first save waits for this: of old steps there may be thousands
+        # The first save waits for this, and there may be thousands of old steps.
+        if step is not None:
             found = self._directory.found(first=step)
         else:
-            own = {s.key for s in self.branches.committed}
-            there = self._directory.steps()
-            newest = max((s.step for s in there if s.key in own), default=-1)
-            found = [s for s in there if s.step > newest]
+            known_here = {s.key for s in self.branches.committed}
+            present = self._directory.steps()
+            newest = max((s.step for s in present if s.key in known_here), default=-1)
+            found = [s for s in present if s.step > newest]
         return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
-        """The run goes on from this step (None: from the start); newer ones are abandoned."""
+        """Continues the run from this step (None: from the start) and abandons newer ones."""
         self._is_open = False
         self.open()
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Leaves out steps that not all hosts have; they are removed after the next save."""
+        """Abandons all other steps, because some host lacks them; removed after the next save."""
         missing = (s for s in self.branches.committed if s.key not in keys)
-        self._take(self.branches.leaving(missing))
+        self._replace(self.branches.leaving(missing))
 
     def begin(self, step: int) -> None:
-        """A save of this step begins; whatever is newer, in either tier, is of another branch."""
-        for history in (self, self._other):
+        """Begins a save of this step; newer steps, in either tier, become abandoned."""
+        for history in (self, self._other_tier):
             if history is not None:
                 history.open()
                 history._go_back(step)
@@ -108,18 +110,21 @@ class RunHistory:
         self._checkpoints = (*self._checkpoints, self._in_flight)
 
     def abandons(self) -> list[list[int]]:
-        """What a step saved now abandons, in both tiers: steps and their commit times."""
-        tiers = (self,) if self._other is None else (self, self._other)
+        """Returns the abandoned steps of both tiers, as [number, commit time] lists."""
+        tiers = (self,) if self._other_tier is None else (self, self._other_tier)
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
-        """The step in flight can be read from now on, however its save ends."""
+        """Notes that the step in flight is readable from now on, even if its save fails."""
         self._landed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
-        """The save has ended: with a durable step, or without.
+        """Ends the save.
 
-        Without, what it may have left is as good as any until the next step is durable.
+        Args:
+          durable: the durable step; None if the save failed. A step that a failed save left counts
+            as abandoned.
+          summary: the summary of the durable step.
         """
         self._in_flight = None
         landed, self._landed = self._landed, None
@@ -129,55 +134,55 @@ class RunHistory:
         else:
             self._directory.know_summary(durable, summary or {})
             self.branches = self.branches.with_newest(durable)
-            self._checkpoints = (*self._checkpoints[:-1], _info(durable))
+            self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
 
     def settle(self, settled: CommittedStep) -> None:
-        """The newest step has moved to its own name."""
-        self._take(self.branches.moved((*self.branches.in_place, settled)))
+        """Records that the newest step has moved to its own name."""
+        self._replace(self.branches.moved((*self.branches.in_place, settled)))
 
     def clear_abandoned(self) -> None:
-        """The abandoned steps were set aside."""
+        """Forgets the abandoned steps after they were set aside."""
         self.branches = Branches(self.branches.committed)
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
-        """Takes where the steps lie now, after some were moved or deleted."""
-        self._take(self.branches.moved(steps))
+        """Records the present paths of the steps after some were moved or deleted."""
+        self._replace(self.branches.moved(steps))
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Strikes deleted steps."""
+        """Removes deleted steps, given by number."""
         if gone := set(steps):
             self.refresh(s for s in self.branches.in_place if s.step not in gone)
 
     def has(self, step: int) -> bool:
-        """Whether this run has the step, or is saving it."""
+        """Returns whether this run has the step or is saving it."""
         for checkpoint in reversed(self._checkpoints):
             if checkpoint.step <= step:
                 return checkpoint.step == step
         return False
 
     def checkpoints(self) -> Sequence[CheckpointInfo]:
-        """The steps as save decision policies see them, oldest first, the one in flight last."""
+        """Returns the steps as policies see them, oldest first, the one in flight last."""
         return self._checkpoints
 
-    def _take(self, branches: Branches) -> None:
-        """Replaces the steps, after others than the newest have come or gone."""
+    def _replace(self, branches: Branches) -> None:
+        """Replaces the branches; for changes that affect more than the newest step."""
         self.branches = branches
         in_flight = () if self._in_flight is None else (self._in_flight,)
-        self._checkpoints = (*map(_info, self.branches.committed), *in_flight)
+        self._checkpoints = (*map(_checkpoint_info, self.branches.committed), *in_flight)
 
     def _go_back(self, step: int | None) -> None:
         if not (newer := self.branches.newer_than(step)):
             return
         logger.warning(
-            "%s: steps %s belong to another branch than this run goes on from; they will be set "
-            "aside once a new step is durable",
+            "%s: steps %s are not on the branch that this run continues; they will be set aside "
+            "once a new step is durable",
             self._directory.path,
             [s.step for s in newer],
         )
-        self._take(self.branches.leaving(newer))
+        self._replace(self.branches.leaving(newer))
 
 
-def _info(committed: CommittedStep) -> CheckpointInfo:
+def _checkpoint_info(committed: CommittedStep) -> CheckpointInfo:
     return CheckpointInfo(
         committed.step,
         committed.path,

@@ -1,19 +1,19 @@
-"""Owns which run a directory is of, so that a local tier is never taken for another run's.
+"""The name of a directory's run, which prevents use of a local tier of another run.
 
-A ramdisk outlives the processes of a run, and may outlive the run: its directory may have been
-removed, or the next run be given the same path. What is left there must not be resumed from. So a
-run that has a local tier is given a name, in the file ``run`` of both of its directories. In the
-local one the word ``local`` stands before it: what other runs have left there is removed, and that
-must never be the steps of a directory that was given as a local tier by mistake.
+A ramdisk outlives the processes of a run and may outlive the run: the run's directory may have been
+removed, or the next run may get the same path. No run may resume from such leftovers. A run with a
+local tier therefore has a name, in the file ``run`` of both of its directories. In the local
+directory the word ``local`` precedes the name. A run deletes steps of other runs only from
+directories so marked, never from a directory that a user gave as a local tier by mistake.
 
-A host may also be absent while the run goes on without it, and come back with steps that the run
-has left behind. So every program that saves gives the run a new name, which an absent host does not
-hear of. The local directories learn it first, beside the present one, so that a program may be
-killed at any moment: whichever of the two the durable directory has then, those that took part know
-it. A program that saves without a local tier takes the name away.
+A host may also be absent while the run continues without it, and return with steps that the run has
+abandoned. Every program that saves therefore gives the run a new name, which an absent host does
+not learn. The local directories get the new name first, beside the present one. If the program is
+killed at any moment, the durable directory has one of the two names, and every host that took part
+knows both. A program that saves without a local tier removes the name.
 
-As for the lease, a name is only replaced by whoever knows the present one: on a bucket a request
-may be carried out long after its answer was lost.
+As with the lease, a program replaces the name by compare-and-swap, because a bucket may carry out a
+request long after its answer was lost.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ _RUN = re.compile(rf"(?P<local>{_LOCAL})?(?P<names>[0-9a-f]{{32}}( [0-9a-f]{{32}
 
 
 def new() -> str:
-    """A name that no run has."""
+    """A new, unique name."""
     return uuid.uuid4().hex
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """Which run a durable directory, or a local tier, is of, or may be; [] if it is none."""
+    """The names of the run that a durable directory, or a local tier, belongs to; [] if none.
+
+    A local tier may have two names: the present one and the next.
+    """
     try:
         if not containment.is_plain_file(directory / NAME):
             return []
@@ -51,21 +54,21 @@ def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
 
 
 def is_before(local: epath.Path, durable: epath.Path) -> bool:
-    """Whether a directory is a local tier of the run of a durable one."""
+    """Returns whether ``local`` is a local tier of the run of the directory ``durable``."""
     return any(run in names(local, is_local=True) for run in names(durable))
 
 
 def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None:
-    """Names the run of a directory; for whoever holds the lease.
+    """Writes the name of a directory's run; only for the holder of the lease.
 
     Args:
-      directory: a durable one, or a local tier.
-      runs: the name; of a local tier perhaps the present one and the next.
-      is_local: whether it is a local tier.
+      directory: a durable directory or a local tier.
+      runs: the name; for a local tier perhaps the present name and the next one.
+      is_local: whether the directory is a local tier.
 
     Raises:
-      DirectoryError: there is a file of that name that this package has not written, or another
-        program names the run right now.
+      DirectoryError: this package did not write the present file of that name, or another program
+        replaces the name at the same time.
     """
     content = (_LOCAL if is_local else "") + " ".join(runs)
     with _exchanged(directory) as (record, seen):
@@ -73,7 +76,7 @@ def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None
 
 
 def forget(durable: epath.Path) -> None:
-    """From now on no local tier is of the run of a durable directory."""
+    """Removes the name of a durable directory's run: no local tier belongs to it any more."""
     if names(durable):
         with _exchanged(durable) as (record, seen):
             if seen is not None:
@@ -81,28 +84,32 @@ def forget(durable: epath.Path) -> None:
 
 
 def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
-    """Refuses to take a directory for a local tier that has steps, and was none before.
+    """Checks that a directory with steps was a local tier before.
 
     Raises:
-      DirectoryError: that is so.
+      DirectoryError: it has steps and was never a local tier.
     """
     if steps and not names(directory, is_local=True):
         there = ", ".join(map(str, sorted(steps)))
         raise DirectoryError(
             f"{directory}: expected an empty directory or a local tier of some run, found steps "
-            f"{there} that no local tier has written. LocalTier(path) removes "
-            "what is not of its run: give it a directory of its own.",
+            f"{there} that no local tier has written. LocalTier(path) deletes the steps of other "
+            "runs: give it a directory of its own.",
             path=directory,
         )
 
 
 @contextlib.contextmanager
 def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-    """The record of the name, and what it is now; in the block it may be replaced."""
+    """Gives the record of the name, and its present content; the block may replace it.
+
+    Raises:
+      DirectoryError: this package did not write the present file, or another program replaces it.
+    """
     path = directory / NAME
     foreign = DirectoryError(
         f"{path}: expected the name of a run, found something else. A run with a local tier "
-        "keeps its name there: rename what is there, or give the run another directory.",
+        "keeps its name in this file: rename the present one, or give the run another directory.",
         path=directory,
     )
     if not containment.is_plain_file(path):
@@ -110,13 +117,13 @@ def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | Non
     record = record_at(path)
     try:
         seen = record.read()
-        # Empty is what a power cut may leave of it.
+        # A power cut may leave an empty file.
         if seen and seen.content and not _RUN.fullmatch(seen.content.decode(errors="replace")):
             raise foreign
         yield record, seen
     except Conflict:
         raise DirectoryError(
-            f"{path}: another program names the run at this moment", path=directory
+            f"{path}: another program is replacing the name of the run", path=directory
         ) from None
     finally:
         record.close()

@@ -1,4 +1,4 @@
-"""Owns the JSON of a committed step, manifest and summary, and the errors of reading one."""
+"""Reads the JSON of a committed step, and turns read failures into the package's errors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from torchax_ckpt.storage.medium import location, seals, storage_errors
 
 
 def read_manifest(committed: CommittedStep) -> Any:
-    """The manifest of a step, as JSON. Its summary is checked as well.
+    """Reads the manifest of a step, as JSON, and checks its summary too.
 
     Raises:
-      ForeignCheckpointError: the step has none: bare Orbax wrote it.
-      CorruptCheckpointError: one of them, or the record of the step's commit, cannot be read, or
-        is not what was written.
+      ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
+      CorruptCheckpointError: the manifest, the summary or the commit record cannot be read, or is
+        not what was written.
+      DirectoryError: one of them cannot be read now.
     """
     if committed.has_lost_record:
         with as_corrupt(committed, "commit record"):
@@ -49,12 +50,17 @@ def read_manifest(committed: CommittedStep) -> Any:
 
 @contextlib.contextmanager
 def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
-    """Damage, as CorruptCheckpointError; a medium that cannot be read now, as DirectoryError."""
+    """Raises CorruptCheckpointError for damage, DirectoryError if storage cannot be read now.
+
+    Args:
+      committed: the step that the block reads.
+      what: the part of the step that it reads, for the message.
+    """
     try:
         yield
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # Orbax wraps what went wrong in many ways, Exception among them
+    except Exception as error:  # Orbax wraps failures in many types, Exception among them
         cause = storage_errors.said(error)
         if storage_errors.is_unavailable(error):
             advice = storage_errors.advice(error, is_bucket=location.is_bucket(committed.path))

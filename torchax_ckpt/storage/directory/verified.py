@@ -1,6 +1,4 @@
-"""Owns which steps count as verified: read back whole, found as they were saved, and not since
-found otherwise.
-"""
+"""The steps that a full read found intact and that no later read found damaged."""
 
 from __future__ import annotations
 
@@ -17,30 +15,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An empty file in the step.
+# The mark of a verified step: an empty file in it.
 MARK = "verified"
 
 
 class Verified:
-    """The verified steps of a directory: noted in this process, or marked by an earlier one."""
+    """The verified steps of a directory: noted in this process or marked by an earlier one."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[int, int], bool] = {}  # step -> as what it was found
+        self._noted: dict[tuple[int, int], bool] = {}  # step's key -> whether it was intact
         self._written: set[tuple[int, int]] = set()
 
     def note(self, committed: CommittedStep, *, is_sound: bool) -> None:
-        """Takes it that the step was read whole and is sound, or that it is damaged."""
+        """Records whether a full read found the step intact."""
         self._noted[committed.key] = is_sound
         self._written.discard(committed.key)
 
     def forget(self, committed: CommittedStep) -> None:
-        """Lets go of what was noted of a step that was deleted."""
+        """Drops the note about a deleted step."""
         self._noted.pop(committed.key, None)
         self._written.discard(committed.key)
 
     @contextlib.contextmanager
     def noting_damage(self, committed: CommittedStep) -> Iterator[None]:
-        """Notes it of the step if what is read of it in the block turns out to be damaged."""
+        """Notes the step as damaged if the block raises CorruptCheckpointError."""
         try:
             yield
         except CorruptCheckpointError:
@@ -48,7 +46,11 @@ class Verified:
             raise
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
-        """Has those of the steps that were noted say so to later programs."""
+        """Writes the notes about these steps to storage, for later programs.
+
+        Creates the mark of an intact step and deletes that of a damaged one. Failures are only
+        logged.
+        """
         for committed in steps:
             key = committed.key
             if key not in self._noted or key in self._written:
@@ -57,11 +59,11 @@ class Verified:
             try:
                 permissions.make_file(path) if self._noted[key] else path.unlink(missing_ok=True)
                 self._written.add(key)
-            except Exception as error:  # each client of a bucket has errors of its own
-                logger.info("%s is not changed: %s", path, error)
+            except Exception as error:  # each client of a bucket has its own error types
+                logger.info("%s cannot be created or deleted: %s", path, error)
 
     def is_damaged(self, committed: CommittedStep) -> bool:
-        """Whether the step is known to be damaged, by what was noted or since it was listed."""
+        """Returns whether a read or the listing of the directory found the step damaged."""
         return committed.has_lost_record or not self._noted.get(committed.key, True)
 
     def __contains__(self, committed: CommittedStep) -> bool:
@@ -69,14 +71,19 @@ class Verified:
         return (committed.path / MARK).exists() if found is None else found
 
     def named(self, steps: Iterable[CommittedStep]) -> str:
-        """The newest of the steps, oldest first, that are not known to be damaged, in words."""
+        """The five newest steps not known to be damaged, in words, oldest first."""
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 
     def newest_of(
         self, doomed: list[CommittedStep], steps: Iterable[CommittedStep]
     ) -> CommittedStep | None:
-        """The newest verified of all steps, oldest first, if it is one of the doomed."""
+        """The newest verified step, if it is one of those to be deleted; otherwise None.
+
+        Args:
+          doomed: the steps to be deleted, oldest first.
+          steps: all steps.
+        """
         for candidate in reversed(doomed):
             if candidate in self:
                 newer = (s for s in steps if s.step > candidate.step)

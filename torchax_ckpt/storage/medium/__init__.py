@@ -1,1 +1,1 @@
-"""One path on one medium: a local file system or a bucket."""
+"""Access to one path on one medium: a local file system or a bucket."""

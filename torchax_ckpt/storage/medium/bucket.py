@@ -1,10 +1,10 @@
-"""Access to ``gs://``: the settings of its clients, the check of a bucket, and conditional removal.
+"""Access to ``gs://``: client settings, a check of the bucket, and conditional removal of objects.
 
-Three clients talk to a bucket: TensorStore for array data, gcsfs (through epath) for everything
-else, and google-cloud-storage, which Orbax asks for the bucket's kind. Each repeats what fails:
-gcsfs for about 35 seconds per request, google-cloud-storage for two minutes, TensorStore for 15
-minutes. On a connection that stays silent they would wait for many minutes each time, or without
-end, so that is bounded here.
+Three clients access a bucket: TensorStore for array data, gcsfs (through epath) for everything
+else, and google-cloud-storage, through which Orbax reads the bucket's kind. Each repeats failed
+requests: gcsfs for about 35 seconds per request, google-cloud-storage for two minutes, TensorStore
+for 15 minutes. On a silent connection they would wait for many minutes at each request, or forever,
+so this module limits their waiting.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _TENSORSTORE = {
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(_SILENCE_SECS),
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(_SILENCE_SECS),
 }
-# Orbax asks for the bucket itself, to learn whether it has a hierarchical namespace.
+# Orbax reads the bucket's own metadata, to learn whether it has a hierarchical namespace.
 _READING = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
 _WRITING = ("storage.objects.create", "storage.objects.delete")
 
 
 def check(path: epath.Path, *, for_writing: bool) -> None:
-    """Makes sure that a bucket is there and may be used, within seconds.
+    """Checks within seconds that a bucket exists and that this account may use it.
 
     Args:
       path: ``gs://bucket/prefix``.
-      for_writing: whether the account must be allowed to write, too.
+      for_writing: whether the account must also be allowed to write.
 
     Raises:
       DirectoryError: no credentials, no bucket, no permission, or no answer.
@@ -73,9 +73,11 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
     try:
         found = _call(filesystem, "b/{}/iam/testPermissions", name, permissions=list(wanted))
     except Exception as error:
-        # Not every server of this API can be asked; the first save will tell.
+        # Some servers of this API do not answer that; the first save then shows it.
         logger.info(
-            "%s: not known what this account may do there: %s", path, storage_errors.said(error)
+            "%s: cannot read this account's permissions: %s",
+            path,
+            storage_errors.said(error),
         )
         return
     missing = [p for p in wanted if p not in found.get("permissions", ())]
@@ -93,14 +95,14 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
 
 
 def remove(path: epath.Path) -> None:
-    """Removes an object, or everything under a prefix; does nothing if there is nothing.
+    """Removes an object, or everything under a prefix; does nothing if nothing is there.
 
-    Each object is removed only in the generation that was listed. A request whose answer was lost
-    is sent again, and the first one may be carried out long after the second: an unconditional
-    delete would then remove an object that was written under the same name meanwhile.
+    Removes each object only in the generation that was listed. A client sends a request again if
+    its answer was lost, and the server may carry out the first request long after the second. An
+    unconditional delete would then remove an object that was written under the same name meanwhile.
 
-    Where the bucket has a hierarchical namespace, the listed folders that are empty by then are
-    removed too. An object that appeared or changed since the listing stays, with its folders.
+    If the bucket has a hierarchical namespace, the listed folders that are then empty are removed
+    too. An object that appeared or changed since the listing stays, with its folders.
     """
     filesystem = _filesystem(path)
     found = filesystem.find(str(path), withdirs=True, detail=True)
@@ -113,7 +115,8 @@ def remove(path: epath.Path) -> None:
 async def _remove_objects(filesystem: Any, generations: Mapping[str, str]) -> None:
     async def remove_one(name: str, generation: str) -> None:
         bucket, _, key = name.partition("/")
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another by now
+        # Objects that were deleted or replaced meanwhile are left alone.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             await filesystem._call(
                 "DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=str(generation)
             )
@@ -125,12 +128,13 @@ async def _remove_objects(filesystem: Any, generations: Mapping[str, str]) -> No
 async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None:
     """Removes folder resources; the service itself refuses to remove one that is not empty.
 
-    In a flat bucket, folders are only parts of objects' names, and there is nothing to remove.
-    gcsfs's ``rmdir`` is not used: it deletes an object ``folder/`` first, in any generation.
+    In a flat bucket, folders are only parts of objects' names, and there is nothing to remove. This
+    function does not use gcsfs's ``rmdir``, which first deletes an object ``folder/`` in any
+    generation.
     """
-    for folder in sorted(folders, reverse=True):  # those inside a folder come before it
+    for folder in sorted(folders, reverse=True):  # inner folders come first
         bucket, _, key = folder.partition("/")
-        # gcsfs without its support of hierarchical namespaces neither lists nor removes folders.
+        # A gcsfs without support for hierarchical namespaces neither lists nor removes folders.
         if not hasattr(filesystem, "_is_bucket_hns_enabled"):
             return
         if not await filesystem._is_bucket_hns_enabled(bucket):
@@ -145,20 +149,21 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
 
 
 def _filesystem(path: epath.Path) -> Any:
-    """The gcsfs instance behind epath, without what it remembers."""
+    """The gcsfs instance behind epath, with its caches cleared."""
     filesystem = backend.fsspec_backend.fs(path)
     filesystem.invalidate_cache()
     return filesystem
 
 
 class _Settings:
-    """The settings of the gcsfs instance that epath, Orbax and this package share with the program.
+    """The settings of the gcsfs instance that epath, Orbax, this package and the program share.
 
-    They are this package's while there are users, else what they were before.
+    They have this package's values while it has users of the instance, and the earlier values after
+    that.
     """
 
     def __init__(self) -> None:
-        # Users may be collected, and counted, anywhere: also in here.
+        # Garbage collection may run _leave anywhere, also inside these methods.
         self._lock = threading.RLock()
         self._num_users = 0
         self._timeout = aiohttp.ClientTimeout(
@@ -166,11 +171,11 @@ class _Settings:
         )
 
     def use(self, filesystem: Any, user: object) -> None:
-        """Sets the instance until the user, and every other one, is collected."""
+        """Sets the instance until this user and all other users are garbage-collected."""
         with self._lock:
             if self._num_users == 0:
                 self._had_cache = filesystem.dircache.use_listings_cache
-            # It would never see what TensorStore, or another process, has written meanwhile.
+            # The cache would miss what TensorStore or other processes wrote meanwhile.
             filesystem.dircache.use_listings_cache = False
             if filesystem.requests_timeout is None:
                 filesystem.requests_timeout = self._timeout
@@ -190,17 +195,17 @@ _settings = _Settings()
 
 
 def use(path: epath.Path, user: object) -> None:
-    """Sets the clients of a bucket for as long as an object lives that reads or writes there."""
+    """Applies the settings of a bucket's clients for as long as ``user`` exists."""
     _start_tensorstore()
     _settings.use(_filesystem(path), user)
 
 
 @functools.cache
 def _start_tensorstore() -> None:
-    """Has TensorStore give up on silent connections.
+    """Makes TensorStore give up on silent connections.
 
-    Only environment variables say that, which TensorStore reads once, as it opens its first
-    bucket; opening one sends no request. They are set for that moment alone.
+    Only environment variables set this. TensorStore reads them once, when it opens its first
+    bucket, which sends no request. They are set for that moment only.
     """
     missing = [name for name in _TENSORSTORE if name not in os.environ]
     try:

@@ -1,7 +1,7 @@
-"""Checks of a step before anything in it is opened: plain files, of a size to be expected.
+"""Checks of a step before its files are opened: only regular files, none of an unexpected size.
 
-A directory from elsewhere is data. Orbax and TensorStore follow links, so files are looked at
-before they are read.
+A directory from an unknown source is untrusted data. Orbax and TensorStore follow links, so this
+package examines the files before it reads them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, OutOfMe
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.medium import location, seals, storage_errors
 
-# Folders of array data.
+# The name of the folders that hold array data.
 _DATA_FOLDER = "d"
 
 
 def require_contained(step_path: epath.Path, step: int) -> None:
-    """Refuses a local step that holds anything but folders and files of a size to be expected.
+    """Refuses a local step that holds anything but folders and regular files of expected sizes.
 
     Raises:
-      CorruptCheckpointError: a symbolic link, a device, a pipe, or a file that is too large.
-      OutOfMemoryError: array data in one file that is larger than this host's memory.
+      CorruptCheckpointError: it holds a symbolic link, a device, a pipe, or a file that is too
+        large.
+      OutOfMemoryError: a file of array data is larger than this host's memory.
     """
     if location.is_bucket(step_path):
-        return  # a bucket has neither links nor special files
+        return  # a bucket has no links and no special files
     try:
         found = list(_walk(os.fspath(step_path)))
-    except OSError as error:  # deleted meanwhile
+    except OSError as error:  # the step was deleted meanwhile
         if storage_errors.is_unavailable(error):
             raise
         raise corrupt(step, step_path, "a folder that can be read", str(error)) from error
@@ -43,7 +44,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
             raise corrupt(step, path, "folders and regular files", f"a {kind}")
         in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
         if in_data and status.st_size > memory:
-            on_storage = status.st_blocks * 512  # holes take no room
+            on_storage = status.st_blocks * 512  # holes in a file take no space
             raise _too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
         if not in_data and status.st_size > seals.MAX_JSON_BYTES:
             expected = f"at most {seals.MAX_JSON_BYTES} bytes"
@@ -51,7 +52,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
 
 
 def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything at and below a path that is no folder; links are not followed."""
+    """Yields everything at and below a path that is not a folder; does not follow links."""
     folders = [top]
     while folders:
         folder = folders.pop()
@@ -68,7 +69,7 @@ def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def stored_bytes(step_path: epath.Path) -> int:
-    """What the files of a step take on storage; what is removed meanwhile counts for nothing."""
+    """The size of a step's files on storage; files removed meanwhile count as 0."""
     if location.is_bucket(step_path):
         return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
     try:
@@ -78,7 +79,7 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:
-    """Whether a folder is no link, and the file in it a regular one (or not there)."""
+    """Returns whether the folder is no link, and the file in it is regular or missing."""
     if location.is_bucket(folder):
         return True
     try:
@@ -90,7 +91,10 @@ def is_plain(folder: epath.Path, file: str) -> bool:
 
 
 def is_plain_file(path: epath.Path) -> bool:
-    """Whether a file is a regular one (or not there); its folder may be a link of the user's."""
+    """Returns whether a file is regular and of an expected size, or missing.
+
+    Its folder may be a link that the user made.
+    """
     if location.is_bucket(path):
         return True
     try:
@@ -103,14 +107,17 @@ def is_plain_file(path: epath.Path) -> bool:
 def beyond_memory(
     step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
 ) -> CheckpointError:
-    """The error about leaves that this host cannot hold: that it is too small, or damage.
+    """The error for leaves that this host's memory cannot hold.
+
+    It says that the step is damaged if storage holds fewer bytes than such leaves need, and
+    otherwise that the host is too small.
 
     Args:
       step_path, step: the step.
-      needed: the bytes that would be taken of this host's memory at one time.
-      least: the fewest bytes in which this can lie on storage. Where there is less, what the step
-        says of itself is not so.
-      name: of the largest leaf.
+      needed: the bytes of this host's memory needed at one time.
+      least: the fewest bytes that the leaves can occupy on storage. If storage holds less, the
+        sizes in the step's metadata are false.
+      name: the name of the largest leaf.
     """
     return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
 
@@ -127,7 +134,7 @@ def _too_large(
     expected = f"{what} that this host can hold, {host_memory.host_memory_bytes()} bytes"
     found = f"{needed} bytes"
     if on_storage < least:
-        found += f", which cannot be: {on_storage} bytes lie on storage"
+        found += f", which is impossible: only {on_storage} bytes are on storage"
         return corrupt(step, path, expected, found, name)
     leaf = "" if name is None else f"{name}: "
     return OutOfMemoryError(
@@ -147,7 +154,7 @@ def corrupt(
     found: str,
     name: str | None = None,
 ) -> CorruptCheckpointError:
-    """The error about a file or an array of a step that is not as it must be."""
+    """The error for a file or an array of a step that is not as it must be."""
     leaf = "" if name is None else f"{name}: "
     return CorruptCheckpointError(
         f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}",

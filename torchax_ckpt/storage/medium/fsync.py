@@ -1,8 +1,8 @@
-"""Owns that what was written survives a loss of power: it is on the medium, and its name as well.
+"""Syncs files and folders, so that they survive a loss of power.
 
-TensorStore syncs each file that it writes, and the folder that it lies in, before it says that it
-is written (``file_io_sync``, which is on unless a context says otherwise). Orbax syncs none of the
-others, nor the folders above. A bucket answers a write once it is stored.
+TensorStore syncs each file that it writes, and the folder that holds the file, before it reports
+the write (``file_io_sync``, which is on unless a context turns it off). Orbax syncs none of its
+other files, nor the folders above. A bucket answers a write only after it has stored the object.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from etils import epath
 
 from torchax_ckpt.storage.medium import location
 
-# What file systems answer that cannot sync a folder; most of these need no such thing.
+# The errors of file systems that cannot sync a folder; most of these do not need it.
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-# A disk stores several small files as fast as one.
+# The number of parallel syncs: a disk stores several small files as fast as one.
 _AT_A_TIME = 16
 
 
 def sync_tree(top: epath.Path, *, but: str = "") -> None:
-    """Syncs a folder with everything in it; its own name is in the folder above.
+    """Syncs a folder and everything in it, but not its name, which is stored in the folder above.
 
     Args:
       top: the folder.
-      but: how folders are named whose files are synced already; there may be thousands, of other
-        hosts as well, and each would be opened once more.
+      but: the name of folders whose files are synced already. There may be thousands, of other
+        hosts too, and each would have to be opened again.
 
     Raises:
-      OSError: the medium has failed to store something.
+      OSError: the medium failed to store a file or a folder.
     """
     if location.is_bucket(top):
         return
@@ -41,10 +41,10 @@ def sync_tree(top: epath.Path, *, but: str = "") -> None:
 
 
 def sync(path: Any) -> None:
-    """Syncs a file, or a folder: the names in it.
+    """Syncs a file, or a folder, which holds the names of its entries.
 
     Raises:
-      OSError: the medium has failed to store it.
+      OSError: the medium failed to store it.
     """
     if location.is_bucket(path):
         return

@@ -1,4 +1,4 @@
-"""Owns what a user may give as a directory, local paths and buckets, and how each is reached."""
+"""The directories that a user may give, local paths and buckets, and how to open each."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
 
-# After 1, 2, 4, ... and at most 32 seconds: two minutes in all.
+# Retries after 1, 2, 4, ... and at most 32 seconds: two minutes in all.
 _RETRIES = 8
 _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 
 
 def resolve(directory: Any) -> epath.Path:
-    """The absolute path of a directory, or the URL of a prefix in a bucket.
+    """Returns the absolute path of a directory, or the URL of a prefix in a bucket.
 
     Raises:
-      DirectoryError: it is no path, or of a scheme that is not supported.
+      DirectoryError: ``directory`` is not a path, or its scheme is not supported.
     """
-    if directory == "":  # a variable that is not set: hardly the working directory
-        raise DirectoryError("directory: expected a path or a gs:// URL, found an empty text")
+    if directory == "":  # probably an unset shell variable, not the working directory
+        raise DirectoryError("directory: expected a path or a gs:// URL, found an empty string")
     try:
         path = epath.Path(directory)
     except KeyError:
@@ -34,7 +34,7 @@ def resolve(directory: Any) -> epath.Path:
         ) from error
     if isinstance(directory, os.PathLike) and (match := _COLLAPSED.fullmatch(str(directory))):
         raise DirectoryError(
-            f"{directory}: pathlib takes a bucket for a local path; give a string instead: "
+            f"{directory}: pathlib treats a bucket as a local path; give a string instead: "
             f"gs://{match[1]}",
             path=directory,
         )
@@ -47,12 +47,12 @@ def resolve(directory: Any) -> epath.Path:
 
 
 def is_bucket(path: Any) -> bool:
-    """Whether a path lies in a bucket."""
+    """Returns whether a path lies in a bucket."""
     return "://" in str(path)
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
-    """TensorStore's spec of a folder as keys and values."""
+    """TensorStore's spec of a folder as a key-value store."""
     if not is_bucket(folder):
         return {"driver": "file", "path": f"{folder}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
@@ -60,10 +60,10 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 
 
 def reading_context() -> ts.Context:
-    """TensorStore's settings for reading: files in parallel, and a database's index once.
+    """TensorStore's settings for reading: parallel file access, and a cache for a database's index.
 
-    Left alone, it repeats a request to a bucket for a quarter of an hour. Writing is left alone:
-    there the settings are Orbax's own constants, which no option reaches.
+    By default TensorStore repeats a request to a bucket for 15 minutes; these settings limit that
+    to two minutes. Writes keep Orbax's own settings, which are constants that no option changes.
     """
     return ts.Context(
         {
@@ -77,7 +77,7 @@ def reading_context() -> ts.Context:
 def _unsupported(directory: Any) -> DirectoryError:
     scheme = str(directory).partition("://")[0]
     return DirectoryError(
-        f"{directory}: {scheme}:// is not supported. Supported are local paths, network file "
-        "systems and mounted buckets among them, and Google Cloud Storage as gs://bucket/prefix.",
+        f"{directory}: {scheme}:// is not supported. Give a local path (also of a network file "
+        "system or a mounted bucket) or a Google Cloud Storage URL, gs://bucket/prefix.",
         path=str(directory),
     )

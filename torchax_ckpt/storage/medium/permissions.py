@@ -1,9 +1,10 @@
-"""Owns who may write what is created here: never everybody, whatever the umask of the process.
+"""Modes of new files and folders: never writable by everybody, whatever the umask of the process.
 
-Orbax and TensorStore create files and folders with whatever modes the umask leaves. The umask is
-the whole process's, so changing it around a save would change what other threads create meanwhile.
-Instead a step is written in a folder that only its owner enters, and opened to others when nothing
-in it can be written by everybody any more, before it gets its name.
+Orbax and TensorStore create files and folders with the modes that the umask allows. The umask
+belongs to the whole process, so a change around a save would affect files that other threads create
+at that time. Instead, a save writes its step in a folder that only the owner can enter. Before the
+folder gets its final name, the save removes everybody's write permission inside it and opens it to
+others.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ PROBE = "probe"
 
 
 def make_folder(path: epath.Path) -> None:
-    """Creates a folder and those above it, if they are not there, closed to everybody's writing."""
+    """Creates a folder and its parents, if missing, not writable by everybody."""
     if location.is_bucket(path):
         path.mkdir(parents=True, exist_ok=True)
         return
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o775, exist_ok=True)
-            with contextlib.suppress(PermissionError):  # one may add to it, but not list it
+            # This user may be allowed to add entries to the parent, but not to list it.
+            with contextlib.suppress(PermissionError):
                 fsync.sync(folder.parent)
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
-    """Creates a file, closed to everybody's writing from its first moment.
+    """Creates a file that is never writable by everybody, not even for a moment.
 
     Raises:
-      FileExistsError: there is one, or a link, which is not followed.
+      FileExistsError: the file exists, or there is a link, which is not followed.
     """
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
         file.write(content)
 
 
 def make_file(path: epath.Path) -> None:
-    """Creates an empty file if it is not there, closed to everybody's writing."""
+    """Creates an empty file, if missing, not writable by everybody."""
     if location.is_bucket(path):
         path.write_text("")
         return
@@ -54,17 +56,21 @@ def make_file(path: epath.Path) -> None:
 
 
 def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
-    """Creates a file in a folder and removes it; the suffix marks what a killed process leaves.
+    """Creates a file in a folder and removes it again.
+
+    Args:
+      folder: the folder.
+      draft_suffix: ends the file's name, so that a later cleanup finds it if the process is killed.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the folder cannot be written.
     """
     if location.is_bucket(folder):
         probe = folder / ".torchax_ckpt_write_test"
         probe.write_text("")
-        probe.unlink(missing_ok=True)  # a lost answer, and the request was sent again
+        probe.unlink(missing_ok=True)  # a retried request may find it deleted already
         return
-    # Of a name that nobody can have put a link under.
+    # With a random name, under which nobody can have placed a link.
     path = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}{draft_suffix}")
     write_file(path, b"")
     path.unlink()
@@ -72,10 +78,16 @@ def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
 
 @contextlib.contextmanager
 def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
-    """Gives the mode to create a step's folder with, None for the default, and opens it at the end.
+    """Keeps a step's folder closed to other users during a block, and opens it at the end.
 
-    Until then only its owner enters; a process that is killed leaves it so. Of several processes
-    that write it together, one opens it.
+    A process that is killed leaves the folder closed.
+
+    Args:
+      step: the folder, which the block creates.
+      opens: whether this process opens it; of several processes that write a step, one does.
+
+    Yields:
+      The mode to create the folder with; None for the default.
     """
     if location.is_bucket(step):
         yield None
@@ -89,7 +101,7 @@ def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[in
             mode = stat.S_IMODE(os.lstat(path).st_mode)
             if mode & stat.S_IWOTH:
                 os.chmod(path, mode & ~stat.S_IWOTH)
-    # What the umask, or an access control list, makes of a folder shows in those within.
+    # The inner folders have the mode that the umask or an access control list gives.
     with os.scandir(step) as entries:
         inner = next(entry for entry in entries if entry.is_dir())
         os.chmod(step, stat.S_IMODE(inner.stat().st_mode))

@@ -1,4 +1,4 @@
-"""Owns seals: a JSON object that carries the digest of its own text, by which damage is found.
+"""Seals: a JSON object that carries the digest of its own text, which reveals damage.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0.
 """
@@ -13,38 +13,40 @@ import xxhash
 from etils import epath
 
 _SEAL = "xxh3_64"
-# The largest file of JSON, or of an index, that is read. That of a million leaves is half of this.
+# The largest JSON or index file that this package reads. A million leaves need half of this.
 MAX_JSON_BYTES = 1 << 28
 
 
 def read_sealed(folder: epath.Path) -> dict[str, Any]:
-    """The content of a sealed JSON object, as Orbax's handler for JSON writes one.
+    """Reads the content of a sealed JSON object that Orbax's JSON handler wrote.
 
     Raises:
-      OSError: it cannot be read; ValueError: it is not what was sealed.
+      OSError: it cannot be read.
+      ValueError: it is not what was sealed.
     """
     return unseal(json.loads((folder / "data.json").read_text()))
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object together with the digest of its text.
+    """Returns a JSON object together with the digest of its text.
 
     Raises:
-      ValueError: it is larger than what is read.
+      ValueError: it is larger than the largest object that this package reads.
     """
     text = _text(dict(content))
-    # Written to a file it has a space after each of these.
+    # In the file a space follows each of these.
     nbytes = len(text) + text.count(b",") + text.count(b":")
     if nbytes > MAX_JSON_BYTES:
         raise ValueError(
-            f"the JSON of a step may have {MAX_JSON_BYTES >> 20} MiB, found {nbytes / 2**20:.0f}, "
-            f"the largest part being {max(content, key=lambda key: len(_text(content[key])))!r}"
+            f"the JSON of a step may have at most {MAX_JSON_BYTES >> 20} MiB, found "
+            f"{nbytes / 2**20:.0f} MiB, of which the largest part is "
+            f"{max(content, key=lambda key: len(_text(content[key])))!r}"
         )
     return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
 
 
 def unseal(raw: Any) -> dict[str, Any]:
-    """The content of a sealed JSON object.
+    """Returns the content of a sealed JSON object.
 
     Raises:
       ValueError: it is not what was sealed.
@@ -59,10 +61,10 @@ def unseal(raw: Any) -> dict[str, Any]:
 
 
 def _text(content: Any) -> bytes:
-    # Python writes every JSON value in one way only, so the text need not be kept.
+    # Python writes each JSON value in one way only, so the text need not be stored.
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def of_octets(content: bytes) -> str:
-    """The digest of a file, hexadecimal."""
+    """The digest of a file's content, hexadecimal."""
     return xxhash.xxh3_64_hexdigest(content)

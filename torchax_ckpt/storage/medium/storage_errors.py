@@ -1,8 +1,8 @@
-"""Owns what the errors of a medium mean: what failed, whether it may pass, and what to do.
+"""The meaning of storage errors: what failed, whether the failure may be temporary, and what to do.
 
-The libraries below report the same full disk as ``OSError``, as ``ValueError`` with a status and
-an ``os_error_code`` in its text (TensorStore), or as the cause of an error about something else
-(Orbax); buckets add HTTP codes.
+The libraries report the same full disk in different ways: as ``OSError``, as ``ValueError`` with a
+status and an ``os_error_code`` in its text (TensorStore), or as the cause of an error about
+something else (Orbax). Buckets add HTTP codes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchax_ckpt.storage.medium import location
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
 _HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-# What says that the bytes are not as they were written. Anything else that a medium reports
-# (no answer, no permission, an I/O error) says nothing about the bytes.
+# Statuses that mean that the bytes are not those that were written. Other reports of a medium (no
+# answer, no permission, an I/O error) say nothing about the bytes.
 _DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
 _UNAVAILABLE = {
     *(
@@ -36,7 +36,7 @@ _UNAVAILABLE = {
     ),
     *("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"),
 }
-# An absent or misnamed file of a committed step is damage.
+# A missing file of a committed step is damage, and so is one of another kind.
 _DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _CLIENTS = {"aiohttp", "gcsfs", "google", "requests", "urllib3"}
 
@@ -47,7 +47,8 @@ _ADVICE_BY_ERRNO = {
     errno.EROFS: "The medium is read-only: mount it for writing. Disks with errors turn read-only "
     "by themselves; the kernel's log (dmesg) says so.",
     errno.EACCES: "This process lacks the permission: check owner and mode of the directory.",
-    errno.ENOENT: "Something was removed from the directory; the next save creates what it needs.",
+    errno.ENOENT: "A file or folder was removed from the directory; the next save creates what it "
+    "needs.",
     errno.ESTALE: "The network file system has lost the directory: mount it again.",
     errno.EIO: "The medium reports an I/O error: look into the kernel's log (dmesg) and replace "
     "the disk, or mend the network file system.",
@@ -64,20 +65,20 @@ _BUCKET_PERMISSION = (
     "(roles/storage.objectViewer is enough to read)."
 )
 _LOST_ANSWER = (
-    "The answer to a request got lost, and repeating it met what it had written. There is nothing "
-    "to do, unless it happens often: then check the network."
+    "The answer to a request was lost, and the repeated request found the object already written. "
+    "There is nothing to do unless this happens often; then check the network."
 )
 _NETWORK = (
-    "The storage service did not answer, or refused, and repeating the requests did not help: "
+    "The storage service did not answer or refused the requests, even when they were repeated: "
     "check the network, the service's status and its request limits."
 )
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Whether an error of reading says that the medium cannot be read now.
+    """Returns whether an error during a read means that storage cannot be read now.
 
-    If not, what was read is damaged, or is not what was asked for. A missing file counts as
-    damage; a permission that is missing, an I/O error or a network failure may pass.
+    If not, the data is damaged or is not what was asked for. A missing file counts as damage. A
+    missing permission, an I/O error or a network failure may be temporary.
     """
     for link in _chain(error):
         number = _errno(link)
@@ -94,12 +95,13 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error in the chain that the medium itself reported; else the error."""
+    """The error in the chain that storage itself reported; otherwise ``error``."""
     for link in _chain(error):
         if isinstance(link, CheckpointError):
             if link.__cause__ is None:
-                return link  # it says what it found; what was being handled then is no reason
-            continue  # it speaks of its cause
+                # Its text is complete; the error that was being handled is not its reason.
+                return link
+            continue  # its cause is what storage reported
         is_client = type(link).__module__.partition(".")[0] in _CLIENTS
         if isinstance(link, OSError) or is_client or _status(link) is not None:
             return link
@@ -107,13 +109,13 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def said(error: BaseException) -> str:
-    """What the medium itself said, on one line, without a full stop."""
+    """The text of the error that storage itself reported, on one line, without a full stop."""
     link = root_cause(error)
     return " ".join(f"{type(link).__name__}: {link}".split()).rstrip(".: ")
 
 
 def advice(error: BaseException, *, is_bucket: bool = False) -> str:
-    """What to do about an error of a medium; "" where nothing special is known."""
+    """What to do about a storage error; "" if there is no specific advice."""
     link = root_cause(error)
     number, code, status = _errno(link), _http_code(link), _status(link)
     if is_bucket:
@@ -135,16 +137,17 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
 
 
 def explained(error: BaseException, path: Any) -> str:
-    """What the medium at a path said, and what to do about it, in sentences."""
+    """The error that storage at a path reported, and what to do about it, in sentences."""
     return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
 
 
 def without_locals(error: BaseException) -> BaseException:
-    """The error as it may be kept: its frames would keep alive whatever they worked on.
+    """Returns the error with its frames cleared, so that it may be kept.
 
-    That can be a copy of a whole state on the devices.
+    Otherwise the frames would keep their local variables alive, perhaps a copy of a whole state on
+    the devices.
     """
-    if error.__traceback__ is not None:  # the frame that caught it, which still runs
+    if error.__traceback__ is not None:  # the frame that caught it still runs and cannot be cleared
         error.__traceback__ = error.__traceback__.tb_next
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
@@ -152,15 +155,15 @@ def without_locals(error: BaseException) -> BaseException:
 
 
 def kind(error: BaseException) -> str:
-    """What failures have in common that are the same to whoever must mend them."""
+    """A text that is the same for all failures that need the same repair."""
     link = root_cause(error)
     what = _errno(link) or _http_code(link) or _status(link)
-    # Names and numbers of files differ from save to save, and the type with who met the failure.
+    # Names and numbers of files differ between saves, and types with the library that failed.
     return str(what) if what else f"{type(link).__name__} {re.sub(r'[0-9a-f]+', '#', str(link))}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and the members of groups."""
+    """The error, its causes and contexts, and the members of exception groups."""
     seen: set[int] = set()
     todo = [error]
     while todo:
@@ -195,7 +198,12 @@ def _http_code(error: BaseException) -> int | None:
 
 @contextlib.contextmanager
 def translated(action: str, directory: epath.Path) -> Iterator[None]:
-    """Turns what the medium of a directory refuses into a DirectoryError that says what to do."""
+    """Raises DirectoryError, with advice, for storage errors in the block.
+
+    Args:
+      action: what the block does to the directory, for the message ("read", "write").
+      directory: the directory.
+    """
     try:
         yield
     except CheckpointError:
