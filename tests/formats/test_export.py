@@ -255,7 +255,7 @@ def test_a_torch_file_is_read_without_trust(
     directory, expected = trained
     out = tmp_path / "weights.pt"
     said = run("export", directory, 3, out, "--format", "safetensors", code=exit_codes.USAGE)
-    assert "expected a name that ends otherwise" in said
+    assert "expected a directory, or a name that ends in .safetensors" in said
     run("export", directory, 3, out)  # the name says the format
     with before_enabling():
         loaded = torch.load(out, weights_only=True)
@@ -364,7 +364,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     directory, _ = trained
     for args, message in (
-        ((3, tmp_path / "x.safetensors", "--max-shard-size", "1GB"), "in a directory"),
+        ((3, tmp_path / "x.safetensors", "--max-shard-size", "1GB"), "a directory as OUT"),
         ((3, tmp_path, "--max-shard-size", "many"), "expected a size"),
         ((3, tmp_path, "--format", "pt"), "the name of a file"),
         ((9, tmp_path / "x"), "no checkpoint at step 9"),
