@@ -272,7 +272,7 @@ def _option_secs(option: str, text: str | None, known: float | None) -> float:
     """Returns the seconds of an option if it was given, else the measured ones.
 
     Raises:
-      UsageError: the option is no time, or was neither given nor measured.
+      UsageError: the option is not a time, or was neither given nor measured.
     """
     if text is not None:
         return _secs(option, text)

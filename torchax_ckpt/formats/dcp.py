@@ -109,8 +109,8 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
                 raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
             tensors[name] = tensor
     if not tensors:
-        there = ", ".join(sorted({keys[0] for keys in every})[:10]) or "nowhere"
-        raise MismatchError(f"{path}: expected tensors at {at!r}, found them at {there}", path=path)
+        found = ", ".join(sorted({keys[0] for keys in every})[:10]) or "nowhere"
+        raise MismatchError(f"{path}: expected tensors at {at!r}, found them at {found}", path=path)
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 

@@ -92,12 +92,12 @@ class FileTensor:
             high = [min(b, e) for (_, b), e in zip(bounds, ends, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            there, here = (
+            in_part, in_result = (
                 tuple(slice(a - s, b - s) for a, b, s in zip(low, high, origin, strict=True))
                 for origin in (part.start, [a for a, _ in bounds])
             )
-            result[here] = self._mapped(part)[there]
-            missing -= result[here].size
+            result[in_result] = self._mapped(part)[in_part]
+            missing -= result[in_result].size
         if missing:
             path = self.parts[0].path
             raise CorruptCheckpointError(f"{path}: its parts overlap, or leave gaps", path=path)
