@@ -146,7 +146,12 @@ def test_wrong_use_is_told(trained: Any, directory: Path, tmp_path: Path) -> Non
         (directory, 1, ("x.pt", "--format", "pt", "--optimizer"), "found none"),
         (path, 2, ("x.safetensors", "--optimizer"), "--at optimizer"),
         (path, 2, ("x.pt", "--format", "dcp"), "the name of a directory"),
-        (path, 2, ("x", "--format", "dcp", "--max-shard-size", "1GB"), "for safetensors"),
+        (
+            path,
+            2,
+            ("x", "--format", "dcp", "--max-shard-size", "1GB"),
+            "needs the format safetensors",
+        ),
     ):
         out, *rest = args
         said = run("export", source, step, tmp_path / out, *rest, code=exit_codes.USAGE)
