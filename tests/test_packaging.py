@@ -119,7 +119,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
     commands = {
         "ls run": "loss=2",
         "show run 2 --filter state/*": "state/w",
-        "verify run --all": ", as it was saved",
+        "verify run --all": ", intact",
         "diff run/1 run/2": "identical to the bit",
         "report run page.html": "page.html",
         "plan --params 70B --chips 4096 --blocking 1s --durable 2min": "goodput",

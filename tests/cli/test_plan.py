@@ -72,7 +72,7 @@ def test_a_table_for_people() -> None:
     assert said["each host writes"] == "6.84 MB/s"
     assert said["restart, then restore"] == "5 min + 2 min"
     assert said["best interval"] == "11 min"
-    assert said["it costs, slower steps counted"] == "6.67 s"
+    assert said["a save costs, with slower steps"] == "6.67 s"
     assert any(line.startswith("continuous ") for line in lines)
 
 
@@ -122,8 +122,8 @@ def test_a_plan_from_a_real_run(directory: Path) -> None:
         ((), "--params 70B"),
         (("--params", "70B", "--size", "1GB"), "not both"),
         (("--params", "many"), "expected a number such as 70B"),
-        (("--params", "1B"), "say --durable"),
-        (("--params", "1B", "--durable", "2min"), "say --blocking"),
+        (("--params", "1B"), "give --durable"),
+        (("--params", "1B", "--durable", "2min"), "give --blocking"),
         (("--params", "1B", "--durable", "soon", "--blocking", "1"), "expected a time such as"),
         (("--params", "1B", "--durable", "1", "--blocking", "2"), "durable_secs"),
         (("--params", "1B", "--durable", "0", "--blocking", "0"), "expected a time above 0"),

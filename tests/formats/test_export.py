@@ -219,7 +219,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(
     out.write_text("mine")
     for target in (out, tmp_path):
         said = run("export", directory, 3, target, code=exit_codes.UNAVAILABLE)
-        assert "is there already; nothing was written" in said
+        assert "exists already; nothing was written" in said
     assert out.read_text() == "mine"
     out.unlink()
 
@@ -255,7 +255,7 @@ def test_a_torch_file_is_read_without_trust(
     directory, expected = trained
     out = tmp_path / "weights.pt"
     said = run("export", directory, 3, out, "--format", "safetensors", code=exit_codes.USAGE)
-    assert "expected a name that ends otherwise" in said
+    assert "expected a directory, or a name that ends in .safetensors" in said
     run("export", directory, 3, out)  # the name says the format
     with before_enabling():
         loaded = torch.load(out, weights_only=True)
@@ -266,7 +266,7 @@ def test_a_torch_file_is_read_without_trust(
         fresh.load_state_dict(loaded, strict=False)
         assert values(fresh.state_dict()) == expected
     again = run("export", directory, 3, out, "--format", "pt", code=exit_codes.UNAVAILABLE)
-    assert "is there already" in again
+    assert "exists already" in again
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -344,7 +344,7 @@ def test_a_name_that_safetensors_reserves_is_refused(directory: Path, tmp_path: 
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"__metadata__": np.zeros(1)}, force=True)
     said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=exit_codes.USAGE)
-    assert "no tensor of the name __metadata__" in said
+    assert "no tensor can have the name __metadata__" in said
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     directory, _ = trained
     for args, message in (
-        ((3, tmp_path / "x.safetensors", "--max-shard-size", "1GB"), "in a directory"),
+        ((3, tmp_path / "x.safetensors", "--max-shard-size", "1GB"), "a directory as OUT"),
         ((3, tmp_path, "--max-shard-size", "many"), "expected a size"),
         ((3, tmp_path, "--format", "pt"), "the name of a file"),
         ((9, tmp_path / "x"), "no checkpoint at step 9"),

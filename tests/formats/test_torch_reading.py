@@ -123,7 +123,7 @@ def test_the_form_is_told_by_the_name_or_the_content(directory: Path, tmp_path: 
     assert run_json("import", unnamed, directory)["num_tensors"] == 1
     old = save(tensors, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     said = run("import", old, tmp_path / "b", code=exit_codes.USAGE)
-    assert "old.pth: is no archive, as torch.save has written since torch 1.6" in said
+    assert "old.pth: expected a zip archive, as torch.save has written since torch 1.6" in said
     assert not (tmp_path / "b").exists()
 
 
@@ -139,11 +139,11 @@ def test_what_is_no_weight_is_left_out_and_no_tensor_is(tmp_path: Path) -> None:
         special = save({"w": torch.ones(2).as_subclass(Special)}, tmp_path / "special.pt")
     assert open_torch_file(path).tensors.keys() == {"w", "b"}
     with pytest.raises(
-        UnsupportedLeafError, match="w: a tensor of the kind .*Special, not a plain"
+        UnsupportedLeafError, match="w: expected a plain tensor, found .* of the kind .*Special"
     ):
         open_torch_file(special)
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(CorruptCheckpointError, match="an archive without an end"):
+    with pytest.raises(CorruptCheckpointError, match="the zip archive is cut off"):
         open_torch_file(path)
 
 
@@ -156,11 +156,11 @@ def test_wrong_use_is_told(directory: Path, tmp_path: Path) -> None:
     said = run("import", path, directory, "--at", "ema", code=exit_codes.USAGE)
     assert "expected tensors at 'ema', found 'model', 'epoch'" in said
     run("import", path, directory, "--at", "epoch", code=exit_codes.USAGE)
-    with pytest.raises(MismatchError, match="expected tensors in a dict of torch.save's"):
+    with pytest.raises(MismatchError, match="expected tensors in a dict that torch.save wrote"):
         open_torch_file(numbers)
     with pytest.raises(UnsupportedLeafError, match=r"two tensors would be called 'a\.b'"):
         open_torch_file(nested)
-    with pytest.raises(UnsupportedLeafError, match="w: a tensor of the kind sparse_tensor"):
+    with pytest.raises(UnsupportedLeafError, match="w: .* of the kind sparse_tensor"):
         open_torch_file(sparse)
     assert not directory.exists()
 
@@ -193,7 +193,9 @@ def test_nothing_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_dicts_that_never_end_are_damage(nested: bytes, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + nested + b".")
-    with pytest.raises(CorruptCheckpointError, match="a dict in two places, or too deep"):
+    with pytest.raises(
+        CorruptCheckpointError, match="a dict that is in two places, or more than 64"
+    ):
         open_torch_file(tmp_path / "w.pt")
 
 
@@ -201,7 +203,9 @@ def test_no_more_is_read_than_a_file_describes_itself_in(tmp_path: Path) -> None
     path = tmp_path / "w.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", bytes(torch_reading._MAX_DESCRIPTION_BYTES + 1))
-    with pytest.raises(CorruptCheckpointError, match="larger than any"):
+    with pytest.raises(
+        CorruptCheckpointError, match="expected at most 33554432 bytes, uncompressed"
+    ):
         open_torch_file(path)
 
 

@@ -1,1 +1,1 @@
-"""The command line ``torchax-ckpt``: looks at the steps of a run, compares and converts them."""
+"""The command line ``torchax-ckpt``: inspects, verifies, compares and converts checkpoints."""

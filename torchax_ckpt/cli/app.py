@@ -1,11 +1,14 @@
-"""Owns the commands and their arguments. What they do is imported when they run."""
+"""The commands of ``torchax-ckpt`` and their arguments.
+
+Each command imports its implementation when it runs, so that it loads only what it needs.
+"""
 
 from __future__ import annotations
 
 import enum
 import importlib.metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +17,7 @@ from torchax_ckpt.cli.exit_codes import EPILOG, ends_well
 app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # which joins the lines of a paragraph
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -35,7 +38,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Looks at the checkpoints of torchax_ckpt, checks, compares and converts them."""
+    """Inspects, verifies, compares and converts checkpoints of torchax_ckpt."""
 
 
 Directory = Annotated[
@@ -48,10 +51,11 @@ RunOrStep = Annotated[
     ),
 ]
 Step = Annotated[
-    int | None, typer.Argument(metavar="STEP", min=0, help="Completed steps; default: newest.")
+    int | None, typer.Argument(metavar="STEP", min=0, help="Number of the step; default: newest.")
 ]
 MaxBytes = Annotated[
-    int | None, typer.Option(min=1, help="Bound on array data in memory; default 256 MiB.")
+    int | None,
+    typer.Option(min=1, help="Upper bound for array data in memory, in bytes; default 256 MiB."),
 ]
 Filter = Annotated[
     str | None,
@@ -61,17 +65,17 @@ At = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Where the weights are, if not in the one attached model: model/NAME, state/params; "
-        "or optimizer.",
+        help="Place of the weights in the step: model/NAME, state/params or optimizer. Default: "
+        "the one attached model.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("ls", epilog=EPILOG)
 @ends_well
 def list_steps(directory: Directory, json: Json = False) -> int:
-    """Lists the steps: age, size on storage, metrics, and whether they were read back whole."""
+    """Lists the steps: age, size on storage, verification, rules that keep them, metrics."""
     from torchax_ckpt.cli import show
 
     return show.list_steps(directory, as_json=json)
@@ -85,7 +89,7 @@ def show(
     filter: Filter = None,
     json: Json = False,
 ) -> int:
-    """Shows what a step holds: every leaf with shape, dtype, sharding, stack and size."""
+    """Lists the leaves of a step: dtype, shape, size, sharding at the save, and stack."""
     from torchax_ckpt.cli import show
 
     return show.show(directory, step, filter, as_json=json)
@@ -96,16 +100,16 @@ def show(
 def verify(
     directory: RunOrStep,
     step: Step = None,
-    all: Annotated[bool, typer.Option("--all", help="Every step of the directory.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Verify every step.")] = False,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Do not mark steps as verified.")
+        bool, typer.Option("--read-only", help="Do not mark intact steps as verified.")
     ] = False,
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Reads steps whole and compares every byte with what was saved.
+    """Reads a whole step and compares every byte with the digests of the save.
 
-    A step that is as it was saved is marked as verified: no keep rule deletes the newest of them.
+    Marks an intact step as verified. No preservation rule deletes the newest verified step.
     """
     from torchax_ckpt.cli import show
 
@@ -118,16 +122,17 @@ def verify(
 @ends_well
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A step, DIRECTORY/STEP; or a directory.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The step or directory to compare with A.")],
     filter: Filter = None,
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Compares two steps to the bit; a directory stands for its newest step.
 
-    Says which leaves and values are on one side only, which differ in kind, dtype or shape, and of
-    the others how many elements differ and by how much. Two NaNs are equal; where they, or 0.0 and
-    -0.0, have other bits, that is said too.
+    Lists leaves and values that only one side has, leaves that differ in kind, dtype or shape, and
+    for other leaves the number of elements that differ and the largest difference. Two NaNs are
+    equal. Leaves that differ only in the bits of equal values (NaN payloads, signs of zero) are
+    listed too.
     """
     from torchax_ckpt.cli import diff
 
@@ -139,14 +144,14 @@ def diff(
 def report(
     directory: Directory,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The page; an older report is replaced.")
+        Path, typer.Argument(metavar="OUT", help="The page to write; replaces an older report.")
     ] = Path("report.html"),
     json: Json = False,
 ) -> int:
-    """Writes one HTML page about a run: what happened when, intervals, storage, steps.
+    """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
 
-    From the events that programs record in the directory, after the run or while it trains. The
-    page holds no script and needs nothing from elsewhere.
+    Reads the events that programs record in the directory, after the run or during it. The page
+    contains no script and fetches nothing.
     """
     from torchax_ckpt.cli.report import command
 
@@ -156,83 +161,73 @@ def report(
 _SIZE, _CLUSTER, _TIMES, _LOCAL = "The state", "The cluster", "The bucket", "Ramdisks (two tiers)"
 
 
+def _plan_option(panel: str, text: str | None = None, metavar: str | None = None) -> Any:
+    """An option of ``plan``, in a panel of its help."""
+    return typer.Option(metavar=metavar, rich_help_panel=panel, help=text)
+
+
 @app.command("plan", epilog=EPILOG)
 @ends_well
 def plan(
     params: Annotated[
-        str | None,
-        typer.Option(metavar="N", rich_help_panel=_SIZE, help="Parameters: 70B, 124e6."),
+        str | None, _plan_option(_SIZE, "Number of parameters: 70B, 124e6.", "N")
     ] = None,
     size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", rich_help_panel=_SIZE, help="Of one checkpoint: 840GB."),
+        str | None, _plan_option(_SIZE, "Size of a checkpoint, instead of --params: 840GB.", "SIZE")
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option(rich_help_panel=_SIZE, help="adamw, sgd, muon, ...")
-    ] = "adamw",
+    optimizer: Annotated[str, _plan_option(_SIZE, "adamw, sgd, muon, ...")] = "adamw",
     param_bytes: Annotated[
-        float, typer.Option(rich_help_panel=_SIZE, help="Of a weight, master copy included.")
+        float, _plan_option(_SIZE, "Bytes of one weight, master copy included.")
     ] = 4,
     moment_bytes: Annotated[
         float | None,
-        typer.Option(rich_help_panel=_SIZE, help="Of an optimizer's value; default: a weight's."),
+        _plan_option(_SIZE, "Bytes of one optimizer value; default: those of a weight."),
     ] = None,
     measured: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIRECTORY", help="Take what is not said from what a run has recorded."
-        ),
+        typer.Option(metavar="DIRECTORY", help="Take omitted values from a run's record."),
     ] = None,
-    chips: Annotated[int, typer.Option(rich_help_panel=_CLUSTER, help="Of all slices.")] = 4,
-    chips_per_host: Annotated[int, typer.Option(rich_help_panel=_CLUSTER)] = 4,
-    slices: Annotated[int, typer.Option(rich_help_panel=_CLUSTER)] = 1,
+    chips: Annotated[int, _plan_option(_CLUSTER, "Chips of all slices together.")] = 4,
+    chips_per_host: Annotated[int, _plan_option(_CLUSTER)] = 4,
+    slices: Annotated[int, _plan_option(_CLUSTER)] = 1,
     mtbf: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", rich_help_panel=_CLUSTER, help="Between failures of the run."),
+        str | None, _plan_option(_CLUSTER, "Mean time between failures of the run.", "TIME")
     ] = None,
     host_mtbf: Annotated[
-        str,
-        typer.Option(metavar="TIME", rich_help_panel=_CLUSTER, help="If not: of one host."),
+        str, _plan_option(_CLUSTER, "Mean time between failures of one host, if no --mtbf.", "TIME")
     ] = "365d",
     process_fraction: Annotated[
-        float, typer.Option(rich_help_panel=_CLUSTER, help="Failures that spare ramdisks.")
+        float, _plan_option(_CLUSTER, "Share of the failures after which all ramdisks are intact.")
     ] = 0.0,
     cluster_fraction: Annotated[
-        float, typer.Option(rich_help_panel=_CLUSTER, help="Failures of several slices.")
+        float, _plan_option(_CLUSTER, "Share of the failures that stop hosts of several slices.")
     ] = 0.0,
     restart: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME", rich_help_panel=_CLUSTER, help="Until the program runs again."
-        ),
+        str, _plan_option(_CLUSTER, "From a failure to the start of the restore.", "TIME")
     ] = "5min",
     blocking: Annotated[
-        str | None, typer.Option(metavar="TIME", rich_help_panel=_TIMES, help="By one save.")
+        str | None, _plan_option(_TIMES, "A save blocks the training for this time.", "TIME")
     ] = None,
     durable: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", rich_help_panel=_TIMES, help="From snapshot to commit."),
+        str | None, _plan_option(_TIMES, "From the snapshot to the commit.", "TIME")
     ] = None,
     restore: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", rich_help_panel=_TIMES, help="Default: as durable."),
+        str | None, _plan_option(_TIMES, "Duration of a restore; default: --durable.", "TIME")
     ] = None,
     slowdown: Annotated[
-        float,
-        typer.Option(rich_help_panel=_TIMES, help="0.05: steps are 5 % slower during a save."),
+        float, _plan_option(_TIMES, "0.05: steps are 5 % slower during a save.")
     ] = 0.0,
     local_durable: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", rich_help_panel=_LOCAL, help="Until it is complete there."),
+        str | None, _plan_option(_LOCAL, "From snapshot to commit; adds a two-tier policy.", "TIME")
     ] = None,
-    local_blocking: Annotated[str, typer.Option(metavar="TIME", rich_help_panel=_LOCAL)] = "1s",
-    local_restore: Annotated[str, typer.Option(metavar="TIME", rich_help_panel=_LOCAL)] = "20s",
+    local_blocking: Annotated[str, _plan_option(_LOCAL, metavar="TIME")] = "1s",
+    local_restore: Annotated[str, _plan_option(_LOCAL, metavar="TIME")] = "20s",
     json: Json = False,
 ) -> int:
-    """Says what a run's checkpoints weigh, how often to save, and what goodput to expect.
+    """Computes checkpoint size, the best save interval and the expected goodput.
 
-    Nothing is read or run: it is arithmetic, and a simulation of some 10,000 failures for each
-    policy. Times are 90, 90s, 5min, 12h or 365d.
+    Reads no checkpoint and runs no training: it uses formulas, and simulates some 10,000 failures
+    for each policy. Times are 90, 90s, 5min, 12h or 365d.
     """
     from torchax_ckpt.cli import plan
 
@@ -263,7 +258,7 @@ def plan(
 
 
 class Format(enum.StrEnum):
-    """What ``export`` writes."""
+    """The formats that ``export`` writes."""
 
     SAFETENSORS = "safetensors"
     PT = "pt"
@@ -274,25 +269,27 @@ class Format(enum.StrEnum):
 @ends_well
 def export(
     directory: Directory,
-    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Completed steps.")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Number of the step.")],
     out: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="A file; a directory of dcp, also of safetensors."),
+        typer.Argument(
+            metavar="OUT", help="A file for pt; a directory for dcp; either for safetensors."
+        ),
     ],
     format: Annotated[
         Format | None,
         typer.Option(
-            help="pt: what torch.load(weights_only=True) reads; dcp: torch.distributed.checkpoint. "
-            "Default: pt where OUT ends in .pt, .pth or .bin, else safetensors."
+            help="pt: for torch.load(weights_only=True); dcp: for torch.distributed.checkpoint. "
+            "Default: pt if OUT ends in .pt, .pth or .bin, else safetensors."
         ),
     ] = None,
     max_shard_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="safetensors: several files of at most this: 5GB."),
+        typer.Option(metavar="SIZE", help="safetensors: files of at most this size: 5GB."),
     ] = None,
     optimizer: Annotated[
         bool,
-        typer.Option("--optimizer", help="pt, dcp: the optimizer too, beside the model."),
+        typer.Option("--optimizer", help="pt, dcp: write the attached optimizer too."),
     ] = False,
     at: At = None,
     max_bytes: MaxBytes = None,
@@ -300,9 +297,9 @@ def export(
 ) -> int:
     """Writes a step's weights for other programs, under torch's names, tied weights once.
 
-    With a directory or several files, OUT looks as Hugging Face writes it. Memory is bounded,
-    whatever the model's size: of pt and dcp, what exceeds it takes the room of the export on the
-    disk once more meanwhile. Dtypes stay.
+    A directory of safetensors has Hugging Face's form. Memory is bounded for models of any size: if
+    pt or dcp exceeds the bound, the disk needs room for the export twice during the command. Dtypes
+    do not change.
     """
     from torchax_ckpt.cli import convert
 
@@ -326,24 +323,25 @@ def import_(
         Path,
         typer.Argument(
             metavar="FROM",
-            help="A .safetensors file; a directory of them, or its index; a file of torch.save's; "
-            "or a directory of torch's DCP.",
+            help="A .safetensors file; a directory of such files, or its index; a file of "
+            "torch.save; or a directory of torch's DCP.",
         ),
     ],
-    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="Of the new run.")],
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The new run's directory.")],
     tie: Annotated[
         list[str] | None,
         typer.Option(metavar="ALIAS=NAME", help="A tied weight's other name; may be repeated."),
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(metavar="PLACE", help="torch.save, DCP: where the weights are, if not model."),
+        typer.Option(metavar="PLACE", help="torch.save, DCP: keys of the weights, if not model."),
     ] = None,
     json: Json = False,
 ) -> int:
-    """Makes step 0 of a new run from other programs' weights; attach then goes on from it.
+    """Makes step 0 of a new run from weights of other programs; attach continues from it.
 
-    Optimizers and whatever else is attached start anew. Takes the directory's lease meanwhile.
+    The optimizer and all other attached objects start anew. The command holds the directory's lease
+    while it writes.
     """
     from torchax_ckpt.cli import convert
 
@@ -358,19 +356,20 @@ def prune(
         list[str] | None,
         typer.Option(
             metavar="RULE",
-            help="Keep what this keeps: 'LatestN(3)', 'EveryNSteps(1000)', 'BestN(loss, min)'. "
-            "May be given several times.",
+            help="Keep the steps of this rule: 'LatestN(3)', 'EveryNSteps(1000)', "
+            "'BestN(loss, min)'. May be repeated.",
         ),
     ] = None,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete; without it, only say what would go.")
+        bool, typer.Option("--delete", help="Delete the steps; without it, only list them.")
     ] = False,
     json: Json = False,
 ) -> int:
-    """Deletes the steps that no rule keeps; without --delete it only says which.
+    """Lists the steps that no rule keeps; with --delete, deletes them.
 
-    The newest step and the newest verified one are always kept. Takes the directory's lease: a
-    training that runs prunes by itself, and is not disturbed.
+    The newest step and the newest verified step are always kept. To delete, the command takes the
+    directory's lease, so it refuses a directory that a training writes to: a training prunes its
+    own steps.
     """
     from torchax_ckpt.cli import prune
 
@@ -381,15 +380,15 @@ def prune(
 @ends_well
 def copy(
     source: Annotated[
-        str, typer.Argument(metavar="FROM", help="A step, DIRECTORY/STEP; or a directory: all.")
+        str, typer.Argument(metavar="FROM", help="A step, DIRECTORY/STEP; or all steps, DIRECTORY.")
     ],
-    target: Annotated[str, typer.Argument(metavar="TO", help="A directory; made if need be.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="A directory; created if necessary.")],
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Copies steps to another directory; a copy appears once it was read back and compared.
+    """Copies steps to another directory; a copy appears after it was read back and compared.
 
-    Takes the lease of the directory it copies to.
+    Holds the lease of the target directory during the copy.
     """
     from torchax_ckpt.cli import prune
 

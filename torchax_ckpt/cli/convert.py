@@ -1,4 +1,4 @@
-"""Owns the commands ``export`` and ``import``."""
+"""The commands ``export`` and ``import``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
-_PICKLED = (".pt", ".pth", ".bin")  # what torch.save writes
+_PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -34,7 +34,7 @@ def export(
     max_bytes: int | None,
     as_json: bool,
 ) -> int:
-    """``torchax-ckpt export``."""
+    """Runs ``torchax-ckpt export``; returns the exit code."""
     _require_local(out)
     if format is None:
         format = "pt" if out.suffix in _PICKLED else "safetensors"
@@ -66,7 +66,7 @@ def export(
         )
         return OK
     if weights.left_out:
-        output.note(f"left out, being no weights: {', '.join(weights.left_out)}")
+        output.note(f"left out, because they are not weights: {', '.join(weights.left_out)}")
     tied = f", {len(weights.ties)} tied names" if weights.ties else ""
     output.print_line(
         f"step {step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
@@ -78,24 +78,29 @@ def export(
 def _require_consistent(out: Path, format: str, *, is_cut: bool, optimizer: bool) -> None:
     is_file = out.suffix in (".safetensors", *_PICKLED)
     if format == "safetensors" and out.suffix in _PICKLED:
-        raise UsageError(f"export: {out}: expected a name that ends otherwise for safetensors")
+        raise UsageError(
+            f"export: {out}: expected a directory, or a name that ends in .safetensors, for "
+            "--format safetensors"
+        )
     if is_cut and (format != "safetensors" or is_file):
-        raise UsageError("export: --max-shard-size is for safetensors, in a directory")
+        raise UsageError(
+            "export: --max-shard-size needs the format safetensors, and a directory as OUT"
+        )
     if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):
         raise UsageError(f"export: {out}: expected the name of a file for --format pt")
     if format == "dcp" and is_file:
         raise UsageError(f"export: {out}: expected the name of a directory for --format dcp")
     if optimizer and format == "safetensors":
         raise UsageError(
-            "export: --optimizer is for --format pt or dcp; of safetensors, --at optimizer gives "
-            "the moments in a file of their own"
+            "export: --optimizer needs --format pt or dcp; with safetensors, --at optimizer writes "
+            "the moments to a separate file"
         )
 
 
 def import_(
     source: Path, directory: str, ties: Sequence[str], at: str | None, *, as_json: bool
 ) -> int:
-    """``torchax-ckpt import``."""
+    """Runs ``torchax-ckpt import``; returns the exit code."""
     from torchax_ckpt.formats.importing import import_weights, parsed_ties
     from torchax_ckpt.formats.opening import open_files
 
@@ -155,12 +160,16 @@ def _write_for_torch(
     with_optimizer: bool,
     options: CheckpointOptions,
 ) -> Sequence[StoredLeaf]:
-    """Writes what torch reads as a whole; the leaves of the optimizer, if that is wanted too."""
+    """Writes a file of ``torch.save`` or a checkpoint of DCP, which torch writes in one call.
+
+    Returns:
+      The leaves of the optimizer; none without ``with_optimizer``.
+    """
     from torchax_ckpt.formats.dcp import save_dcp
     from torchax_ckpt.formats.state_dict import named_weights, read_tensors, save_torch_file
 
-    if out.exists():  # before anything is read
-        raise DirectoryError(f"{out}: is there already; nothing was written", path=out)
+    if out.exists():  # before the command reads the step, which can take long
+        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     optimizers = None
     if with_optimizer:
         from torchax_ckpt.formats.optimizer_state import optimizers_of
@@ -186,15 +195,18 @@ def _write_for_torch(
 
 
 def _require_local(path: Path) -> None:
-    if path.parts and path.parts[0].endswith(":"):  # what pathlib makes of gs://
-        raise UsageError(f"{path}: files of other programs are read and written locally only")
+    if path.parts and path.parts[0].endswith(":"):  # pathlib parses gs:// into the part gs:
+        raise UsageError(
+            f"{path}: expected a local path: files of other programs are read and written locally "
+            "only"
+        )
 
 
 def parsed_size(text: str) -> int:
-    """Bytes, of ``5GB``, ``500 MiB`` or a number.
+    """Parses ``5GB``, ``500 MiB`` or a number into bytes.
 
     Raises:
-      UsageError: it is no size, or none that anything fits into.
+      UsageError: the text is not a size, or the size is below one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

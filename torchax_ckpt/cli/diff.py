@@ -1,4 +1,4 @@
-"""Owns the command ``diff``."""
+"""The command ``diff``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torchax_ckpt.stored.stored_step import StoredStep
 _IN_WORDS = {
     "only_in_a": "only in A",
     "only_in_b": "only in B",
-    "form": "other form",
+    "form": "kind, dtype or shape",
     "bits": "equal values, other bits",
-    "content": "other content",
+    "content": "content",
 }
 
 
 def diff(a: str, b: str, pattern: str | None, *, max_bytes: int | None, as_json: bool) -> int:
-    """``torchax-ckpt diff``."""
+    """Runs ``torchax-ckpt diff``; returns the exit code."""
     steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
     left, right = steps
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
@@ -57,7 +57,7 @@ def _as_json(difference: Difference) -> dict[str, Any]:
     is_infinite = difference.max_abs is not None and math.isinf(difference.max_abs)
     return {
         **vars(difference),
-        "max_abs": "inf" if is_infinite else difference.max_abs,  # JSON has no such number
+        "max_abs": "inf" if is_infinite else difference.max_abs,  # JSON has no infinity
     }
 
 
@@ -78,9 +78,9 @@ def _detail(difference: Difference) -> str:
         return ""
     if difference.num_elements is None:
         return " -> ".join(text for text in (difference.a, difference.b) if text is not None)
-    said = [f"{difference.num_elements} elements"]
+    parts = [f"{difference.num_elements} elements"]
     if difference.max_abs is not None:
-        said.append(f"by at most {difference.max_abs:.6g}")
+        parts.append(f"by at most {difference.max_abs:.6g}")
     if difference.num_nan:
-        said.append(f"{difference.num_nan} NaN on one side")
-    return ", ".join(said)
+        parts.append(f"{difference.num_nan} NaN on one side")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Owns the exit codes, and which error ends in which."""
+"""The exit codes of the commands, and the exit code of each error."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from torchax_ckpt.errors import (
 
 OK = 0
 FOUND = 1
-"""The command has found what it looks for: damage, a difference."""
+"""The command found damage or a difference."""
 USAGE = 2
 UNAVAILABLE = 3
 FAILED = 4
-"""Nothing that was foreseen: Python's own 1 would say that something was found."""
+"""An unexpected error. Python's own exit code for one is 1, which means FOUND here."""
 INTERRUPTED = 130
-"""By Ctrl-C: as shells have it, 128 and the signal's number."""
+"""Ctrl-C. As in shells, the code is 128 plus the signal's number."""
 
 EPILOG = (
-    "Exit codes: 0 all is well; 1 damage or a difference was found; 2 the command was used wrongly "
-    "(a directory, step or option that does not exist); 3 something cannot be read or written now "
-    "(permission, network, a full disk, too little memory, another program holds the lease, or "
-    "what would be overwritten is there already); 4 an error in the command itself, with a "
-    "traceback; 130 it was interrupted (Ctrl-C)."
+    "Exit codes: 0 success; 1 the command found damage or a difference; 2 wrong usage (a "
+    "directory, step or option that does not exist); 3 a read or write is impossible at the moment "
+    "(permission, network, a full disk, too little memory, the lease of another program, or an "
+    "output that exists already); 4 a defect in the command itself, with a traceback; 130 "
+    "interrupted by Ctrl-C."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UsageError(Exception):
-    """The command cannot do what was asked for; says why."""
+    """The arguments of a command are wrong; the message says why."""
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of a command that ends with this error."""
+    """Returns the exit code of a command that ends with this error."""
     if isinstance(error, (CorruptCheckpointError, MismatchError)):
         return FOUND
     if isinstance(error, (DirectoryError, LeaseError, OutOfMemoryError)):
@@ -55,7 +55,10 @@ def code_of(error: BaseException) -> int:
 
 
 def ends_well(command: F) -> F:
-    """Has a command end with one line on stderr and an exit code, where an error was foreseen."""
+    """Wraps a command so that it exits with its exit code, or with that of its error.
+
+    Expected errors print one line on stderr; other errors print a traceback.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -69,8 +72,8 @@ def ends_well(command: F) -> F:
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except (CheckpointError, UsageError, OSError, MemoryError) as error:
-            said = str(error) or type(error).__name__
-            print("torchax-ckpt: " + " ".join(said.split()), file=sys.stderr)
+            message = str(error) or type(error).__name__
+            print("torchax-ckpt: " + " ".join(message.split()), file=sys.stderr)
             raise typer.Exit(code_of(error)) from None
         except Exception:
             traceback.print_exc()

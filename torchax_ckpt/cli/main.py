@@ -1,4 +1,4 @@
-"""Owns how the command starts: without an accelerator, and with what it needs installed."""
+"""The entry point of ``torchax-ckpt``: checks the installation and disables accelerators."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(USAGE)
-    # The accelerators belong to the training that may run on this host, and two programs cannot
-    # have one TPU. Nothing here computes on a device.
+    # A training on this host may use the accelerators, and two programs cannot share one TPU. No
+    # command computes on a device.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         from torchax_ckpt.cli.app import app
 
         app(prog_name="torchax-ckpt")
-    except KeyboardInterrupt:  # before a command runs: the imports take a moment
+    except KeyboardInterrupt:  # during the imports, which take a moment; commands handle their own
         sys.exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Owns what is printed: tables and trees for people, JSON for machines."""
+"""Output of the commands: tables and trees for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,42 +16,52 @@ from rich.tree import Tree
 
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
-# Where nobody watches, nothing is cut to the width of a terminal.
+# Width of a table that goes to a pipe or a file: nothing is cut to the width of a terminal.
 _UNBOUNDED = 1_000_000
 
 
 def is_watched() -> bool:
-    """Whether a person reads what is printed: standard output is a terminal."""
+    """True if standard output is a terminal, so that a person reads the output."""
     return sys.stdout.isatty()
 
 
 def console() -> Console:
-    """What tables are printed to."""
-    # Not rich's guess, which environment variables change: pipes get whole lines.
+    """Returns the console on which tables are printed."""
+    # rich would take the width of a pipe from environment variables, and break lines there.
     return Console(width=None if is_watched() else _UNBOUNDED, highlight=False)
 
 
 def print_json(content: Any) -> None:
-    """One JSON object on stdout."""
+    """Prints one JSON object on stdout."""
     print(json.dumps(content, indent=2))
 
 
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
 ) -> None:
-    """A table; text is printed as it is, whatever it holds."""
+    """Prints a table.
+
+    Args:
+      columns: the headings.
+      rows: the cells of each row. rich does not interpret them as markup.
+      right: headings of the columns that are aligned right and never wrapped.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         is_right = column in right
         table.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
     for row in rows:
-        # Names come from elsewhere: no markup, no control characters.
+        # Names in a checkpoint are untrusted: without markup and without control characters.
         table.add_row(*(Text(plain(cell)) for cell in row))
     console().print(table)
 
 
 def print_tree(said: Mapping[str, str]) -> None:
-    """A tree of names whose parts ``/`` separates; at its ends stands what is said of each."""
+    """Prints names with parts separated by ``/`` as a tree, and each name's text beside its end.
+
+    Args:
+      said: name -> text.
+    """
     root = Tree("", hide_root=True)
     nodes: dict[str, tuple[Tree, Text]] = {}
     for name, text in said.items():
@@ -67,23 +77,23 @@ def print_tree(said: Mapping[str, str]) -> None:
 
 
 def print_line(text: str) -> None:
-    """A line for people."""
+    """Prints a line on stdout."""
     console().print(Text(plain(text)))
 
 
 def note(text: str) -> None:
-    """A line on stderr."""
+    """Prints a line on stderr."""
     print("torchax-ckpt: " + plain(text), file=sys.stderr)
 
 
 def plain(value: Any) -> str:
-    """Text that cannot move a terminal's cursor."""
+    """Returns the value as text, with unprintable characters escaped: a terminal obeys none."""
     text = "" if value is None else str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def size(nbytes: int) -> str:
-    """``1.5 GB``, in powers of ten."""
+    """Formats a number of bytes with a unit in powers of ten: ``1.5 GB``."""
     amount = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if amount < 999.5 or unit == "TB":
@@ -93,7 +103,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(secs: float) -> str:
-    """``12 ms``, ``1.5 s``, ``3 min``, ``2.5 h``."""
+    """Formats a duration: ``12 ms``, ``1.5 s``, ``3 min``, ``2.5 h``, ``4 d``."""
     for limit, unit, unit_secs in (
         (0.9995, "ms", 1e-3),
         (119.5, "s", 1),
@@ -110,7 +120,11 @@ def _short(amount: float) -> str:
 
 
 def age(moment: str | None) -> str:
-    """``5 min``, since a moment."""
+    """Formats the time since a moment: ``5 min``.
+
+    Args:
+      moment: as ``moment`` formats it; None if it is not known, for which the result is ``?``.
+    """
     if moment is None:
         return "?"
     then = calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ"))
@@ -122,15 +136,15 @@ def age(moment: str | None) -> str:
 
 
 def moment(nsecs: int) -> str:
-    """ISO 8601, UTC, in seconds; of nanoseconds since 1970."""
+    """Formats nanoseconds since 1970 as UTC in ISO 8601, in whole seconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(nsecs // 10**9))
 
 
 def committed_at(committed: CommittedStep) -> str | None:
-    """The moment of a step's commit; None where its record is damaged."""
+    """Returns the moment of a step's commit; None if the record of the commit is damaged."""
     return None if committed.has_lost_record else moment(committed.commit_timestamp_nsecs)
 
 
 def number(value: Any) -> str:
-    """A metric, short."""
+    """Formats a metric in few characters."""
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Owns the command ``plan``: what a run's checkpoints weigh, how often to save, what to expect."""
+"""The command ``plan``: checkpoint size, the best save interval and the expected goodput."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ _SEEDS = (0, 1, 2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What was asked for: numbers, and texts that are sizes and times; None where it was not said.
+    """The arguments of the command. Sizes and times are texts; None if an option was not given.
 
     Attributes:
-      params: how many parameters: ``70B``.
-      size: of one checkpoint, in place of params.
+      params: number of parameters: ``70B``.
+      size: size of one checkpoint, instead of ``params``.
       optimizer, param_bytes, moment_bytes: as in ``planning.state_bytes``.
-      measured: the directory of a run to take sizes and times from.
+      measured: directory of a run whose recorded sizes and times replace omitted options.
       chips, chips_per_host, slices, process_fraction, cluster_fraction: as in ``planning.Cluster``.
-      mtbf: of the run; else host_mtbf, of one host.
+      mtbf: mean time between failures of the run.
+      host_mtbf: mean time between failures of one host; used if ``mtbf`` is None.
       restart, restore, blocking, durable, slowdown: times of the durable tier.
-      local_blocking, local_durable, local_restore: of the ramdisks; the slowdown is the same.
+      local_blocking, local_durable, local_restore: times of the ramdisks. ``slowdown`` applies to
+        them too.
     """
 
     params: str | None
@@ -63,7 +65,7 @@ class Asked:
 
 
 def plan(asked: Asked, *, as_json: bool) -> int:
-    """``torchax-ckpt plan``."""
+    """Runs ``torchax-ckpt plan``; returns the exit code."""
     known = {} if asked.measured is None else _measured(asked.measured)
     num_bytes = _num_bytes(asked, known)
     run = _run(asked, known)
@@ -82,17 +84,17 @@ def plan(asked: Asked, *, as_json: bool) -> int:
         mtbf_secs=mtbf_secs,
         restart_secs=run.cluster.restart_secs + tier.restore_secs,
     )
-    said = {
+    result = {
         "checkpoint_bytes": num_bytes,
         "hosts": run.cluster.num_hosts,
         "hosts_per_slice": run.cluster.hosts_per_slice,
-        # Those that stay, and the one being written.
+        # The ramdisk contains the preserved steps and the step that is being written.
         "ramdisk_bytes_per_host": planning.ramdisk_bytes_per_host(
             num_bytes,
             hosts_per_slice=run.cluster.hosts_per_slice,
             num_copies=LocalTier.keep + 1,
         ),
-        # All slices share the writing.
+        # Every slice has the whole state, and the hosts of all slices share the writing.
         "write_bytes_per_sec_and_host": num_bytes / run.cluster.num_hosts / tier.durable_secs,
         "mtbf_secs": mtbf_secs,
         "restart_secs": run.cluster.restart_secs,
@@ -104,11 +106,12 @@ def plan(asked: Asked, *, as_json: bool) -> int:
         "measured": sorted(known),
         "simulated": _simulated(run, best.interval_secs),
     }
-    output.print_json(said) if as_json else _print(said)
+    output.print_json(result) if as_json else _print(result)
     return OK
 
 
 def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
+    """Returns the size of one checkpoint; ``known`` contains the measured values."""
     if asked.params is not None and asked.size is not None:
         raise UsageError("plan: give --params or --size, not both")
     if asked.size is not None:
@@ -122,11 +125,12 @@ def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
         ).total_bytes
     if "num_bytes" in known:
         return math.ceil(known["num_bytes"])
-    raise UsageError("plan: say how large the state is: --params 70B, --size 840GB or --measured")
+    raise UsageError("plan: give the size of the state: --params 70B, --size 840GB or --measured")
 
 
 def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
-    # Whole hosts are checked by the cluster, which needs a time to be made at all.
+    """Returns the cluster and its tiers; ``known`` contains the measured values."""
+    # The cluster checks that hosts are whole. It requires --host-mtbf, which --mtbf then replaces.
     cluster = planning.Cluster(
         num_chips=asked.chips,
         chips_per_host=asked.chips_per_host,
@@ -137,9 +141,9 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
         cluster_fraction=asked.cluster_fraction,
     )
     if asked.mtbf is not None:
-        of_host = _secs("--mtbf", asked.mtbf) * cluster.num_hosts
-        cluster = dataclasses.replace(cluster, host_mtbf_secs=of_host)
-    durable_secs = _given("--durable", asked.durable, known.get("durable_secs"))
+        host_mtbf_secs = _secs("--mtbf", asked.mtbf) * cluster.num_hosts
+        cluster = dataclasses.replace(cluster, host_mtbf_secs=host_mtbf_secs)
+    durable_secs = _option_secs("--durable", asked.durable, known.get("durable_secs"))
     if not durable_secs:
         raise UsageError("plan: --durable: expected a time above 0, found 0")
     local = None
@@ -153,9 +157,9 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
     return planning.Run(
         cluster=cluster,
         durable=planning.Tier(
-            blocking_secs=_given("--blocking", asked.blocking, known.get("blocking_secs")),
+            blocking_secs=_option_secs("--blocking", asked.blocking, known.get("blocking_secs")),
             durable_secs=durable_secs,
-            restore_secs=_given(
+            restore_secs=_option_secs(
                 "--restore", asked.restore, known.get("restore_secs", durable_secs)
             ),
             slowdown=asked.slowdown,
@@ -165,10 +169,10 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
 
 
 def _measured(directory: str) -> dict[str, float]:
-    """The medians of what a run has recorded of its saves and restores.
+    """Returns the medians of the sizes and times of a run's recorded saves and restores.
 
     Raises:
-      UsageError: it has recorded no save.
+      UsageError: the run has recorded no durable save.
     """
     events = [e for of_run in read_events(existing(directory).path).values() for e in of_run]
     found = {}
@@ -187,6 +191,7 @@ def _measured(directory: str) -> dict[str, float]:
 
 
 def _simulated(run: planning.Run, best_secs: float) -> list[dict[str, Any]]:
+    """Simulates the run under several policies; returns one row for each, as JSON."""
     policies: dict[str, planning.Policy | planning.TwoTier] = {
         "continuous": planning.Continuous(),
         "best interval": planning.FixedInterval(secs=best_secs),
@@ -218,32 +223,33 @@ def _simulated(run: planning.Run, best_secs: float) -> list[dict[str, Any]]:
     ]
 
 
-def _print(said: Mapping[str, Any]) -> None:
+def _print(result: Mapping[str, Any]) -> None:
     secs = output.duration
-    measured = set(said["measured"])
+    measured = set(result["measured"])
 
     def source(key: str) -> str:
         return " (measured)" if key in measured else ""
 
-    continuous = ", which is to save continuously" if said["best_is_continuous"] else ""
+    continuous = ", which is to save continuously" if result["best_is_continuous"] else ""
     output.print_table(
         ("plan", ""),
         [
-            ("one checkpoint", output.size(said["checkpoint_bytes"]) + source("num_bytes")),
-            ("hosts", f"{said['hosts']:,}, {said['hosts_per_slice']:,} in each slice"),
+            ("one checkpoint", output.size(result["checkpoint_bytes"]) + source("num_bytes")),
+            ("hosts", f"{result['hosts']:,}, {result['hosts_per_slice']:,} in each slice"),
             (
                 f"ramdisk of each host, keep={LocalTier.keep}",
-                output.size(said["ramdisk_bytes_per_host"]),
+                output.size(result["ramdisk_bytes_per_host"]),
             ),
-            ("each host writes", f"{output.size(said['write_bytes_per_sec_and_host'])}/s"),
-            ("time between failures", secs(said["mtbf_secs"])),
-            ("restart, then restore", f"{secs(said['restart_secs'])} + {secs(said['restore_secs'])}"
+            ("each host writes", f"{output.size(result['write_bytes_per_sec_and_host'])}/s"),
+            ("time between failures", secs(result["mtbf_secs"])),
+            ("restart, then restore",
+             f"{secs(result['restart_secs'])} + {secs(result['restore_secs'])}"
              + source("restore_secs")),
-            ("a save blocks", secs(said["blocking_secs"]) + source("blocking_secs")),
-            ("it is durable after", secs(said["durable_secs"]) + source("durable_secs")),
-            ("it costs, slower steps counted", secs(said["save_cost_secs"])),
-            ("best interval", secs(said["best_interval_secs"]) + continuous),
-            ("expected goodput", f"{said['expected_goodput']:.2%}"),
+            ("a save blocks", secs(result["blocking_secs"]) + source("blocking_secs")),
+            ("a save is durable after", secs(result["durable_secs"]) + source("durable_secs")),
+            ("a save costs, with slower steps", secs(result["save_cost_secs"])),
+            ("best interval", secs(result["best_interval_secs"]) + continuous),
+            ("expected goodput", f"{result['expected_goodput']:.2%}"),
         ],
     )  # fmt: skip
     rows = [
@@ -255,23 +261,28 @@ def _print(said: Mapping[str, Any]) -> None:
             f"{row['goodput_least']:.2%} - {row['goodput_greatest']:.2%}",
             *(f"{row[f'{part}_fraction']:.2%}" for part in ("saving", "lost", "down")),
         )
-        for row in said["simulated"]
+        for row in result["simulated"]
     ]
-    columns = ("simulated", "interval", "goodput", "of 3 runs", "saving", "lost", "down")
+    columns = ("simulated", "interval", "goodput", "range of 3 runs", "saving", "lost", "down")
     output.print_line("")
     output.print_table(columns, rows, right=columns[2:])
 
 
-def _given(option: str, text: str | None, known: float | None) -> float:
-    """Seconds of an option, or those that were measured."""
+def _option_secs(option: str, text: str | None, known: float | None) -> float:
+    """Returns the seconds of an option if it was given, else the measured ones.
+
+    Raises:
+      UsageError: the option is not a time, or was neither given nor measured.
+    """
     if text is not None:
         return _secs(option, text)
     if known is None:
-        raise UsageError(f"plan: say {option}, or take it from a run: --measured DIRECTORY")
+        raise UsageError(f"plan: give {option}, or take it from a run: --measured DIRECTORY")
     return known
 
 
 def _secs(option: str, text: str) -> float:
+    """Parses a time such as ``5min`` into seconds; ``option`` is named in the error."""
     match = _SECS.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"plan: {option}: expected a time such as 90, 90s, 5min, 12h or 365d, "
@@ -280,6 +291,7 @@ def _secs(option: str, text: str) -> float:
 
 
 def _number(text: str) -> int:
+    """Parses a number of parameters such as ``70B``."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"plan: --params: expected a number such as 70B or 124e6, found {text!r}")

@@ -1,4 +1,4 @@
-"""Owns the commands that write to runs: ``prune`` and ``copy``."""
+"""The commands that write to a run's directory: ``prune`` and ``copy``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchax_ckpt.stored.copy import copy_steps
 
 
 def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) -> int:
-    """``torchax-ckpt prune``."""
+    """Runs ``torchax-ckpt prune``; ``words`` are the rules as texts. Returns the exit code."""
     if not words:
-        raise UsageError("prune: say what to keep: --policy 'LatestN(3)'")
+        raise UsageError("prune: give a rule for the steps to keep: --policy 'LatestN(3)'")
     try:
         policy = policies.AnyPreservationPolicy([described.parsed(rule) for rule in words])
     except PolicyError as error:
@@ -31,61 +31,68 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
     if delete:
         try:
             run.claim()
-            steps = run.steps()  # as they are now that nobody else writes
-            doomed, sizes = _doomed(run, steps, policy)
-            keep = [committed not in doomed for committed in steps]
+            steps = run.steps()  # listed under the lease, so that no other program changes them
+            to_delete, sizes = _steps_to_delete(run, steps, policy)
+            keep = [committed not in to_delete for committed in steps]
             run.prune(keep, steps)
         finally:
             run.release()
     else:
         steps = run.steps()
-        doomed, sizes = _doomed(run, steps, policy)
-    kept = [committed.step for committed in steps if committed not in doomed]
-    gone = [committed.step for committed in doomed]
+        to_delete, sizes = _steps_to_delete(run, steps, policy)
+    kept = [committed.step for committed in steps if committed not in to_delete]
+    deleted = [committed.step for committed in to_delete]
     if as_json:
         output.print_json(
             {
                 "directory": str(run.path),
                 "dry_run": not delete,
                 "kept": kept,
-                "deleted": gone,
+                "deleted": deleted,
                 "freed_bytes": sum(sizes),
             }
         )
         return OK
     verb = "deleted" if delete else "would delete"
-    for step, nbytes in zip(gone, sizes, strict=True):
+    for step, nbytes in zip(deleted, sizes, strict=True):
         output.print_line(f"{verb} step {step}, {output.size(nbytes)}")
     output.print_line(
-        f"{verb} {len(gone)} of {len(steps)} steps, {output.size(sum(sizes))}; kept: "
+        f"{verb} {len(deleted)} of {len(steps)} steps, {output.size(sum(sizes))}; kept: "
         f"{', '.join(map(str, kept)) or 'none'}"
     )
-    if gone and not delete:
-        output.note("nothing was deleted; do it with --delete")
+    if deleted and not delete:
+        output.note("nothing was deleted; --delete deletes these steps")
     return OK
 
 
-def _doomed(
+def _steps_to_delete(
     run: RunDirectory, steps: Sequence[CommittedStep], policy: Any
 ) -> tuple[list[CommittedStep], list[int]]:
-    """What no rule keeps, but the newest verified step, and what each takes."""
+    """Returns the steps that no rule keeps, and the size of each on storage, in bytes.
+
+    The newest verified step is not among them.
+
+    Raises:
+      UsageError: a rule ranks a metric that no step has.
+    """
     infos = [run.info(committed) for committed in steps]
     for rule in preservation.best_rules(policy):
         if steps and not rule.ranked(infos):
             known = ", ".join(sorted({name for info in infos for name in info.metrics or {}}))
             raise UsageError(
-                f"prune: no step has the metric {rule.metric!r}; they have: {known or 'none'}"
+                f"prune: expected steps with the metric {rule.metric!r}, found only the metrics: "
+                f"{known or 'none'}"
             )
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     keep = preservation.preserved(policy, infos, damaged)
-    doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
-    spared = run.verified.newest_of(doomed, steps)
-    doomed = [committed for committed in doomed if committed is not spared]
-    return doomed, [containment.stored_bytes(committed.path) for committed in doomed]
+    to_delete = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
+    spared = run.verified.newest_of(to_delete, steps)
+    to_delete = [committed for committed in to_delete if committed is not spared]
+    return to_delete, [containment.stored_bytes(committed.path) for committed in to_delete]
 
 
 def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> int:
-    """``torchax-ckpt copy``."""
+    """Runs ``torchax-ckpt copy``; returns the exit code."""
     steps = named_or_all(source)
     run = RunDirectory(target)
     sizes = {committed.step: containment.stored_bytes(committed.path) for committed in steps}
@@ -94,7 +101,7 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
         options = CheckpointOptions(max_host_bytes=max_bytes)
         copied = copy_steps(steps, run, options, on_bytes, left_out.append)
     for error in left_out:
-        output.note(f"{error}: it was not copied")
+        output.note(f"not copied: {error}")
     total = sum(sizes[committed.step] for committed in copied)
     if as_json:
         output.print_json(

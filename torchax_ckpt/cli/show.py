@@ -1,4 +1,4 @@
-"""Owns the commands that look at steps: ``ls``, ``show`` and ``verify``."""
+"""The commands that inspect steps: ``ls``, ``show`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchax_ckpt.telemetry.journal import latest_start
 
 
 def list_steps(directory: str, *, as_json: bool) -> int:
-    """``torchax-ckpt ls``."""
+    """Runs ``torchax-ckpt ls``; returns the exit code."""
     run = existing(directory)
     steps = steps_of(run)
     if as_json:
@@ -48,7 +48,11 @@ def list_steps(directory: str, *, as_json: bool) -> int:
 
 
 def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """What there is to say of each step, oldest first, as JSON; null for a time that is lost."""
+    """Describes each step of a run, oldest first, as JSON.
+
+    ``committed`` is None if the record of the commit is damaged; ``kept_by`` is None if no program
+    has recorded its rules.
+    """
     found = run.steps()
     kept_by = _kept_by(run, found)
     return [
@@ -65,9 +69,10 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Why each step is there, by the rules that the last program noted; None where none has.
+    """Returns the rules that keep each step, from the rules that the last program recorded.
 
-    A step that has no reason goes with the next save.
+    The next save deletes a step without a rule. The result is None if no program has recorded its
+    rules, or if there are no steps.
     """
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
@@ -75,14 +80,14 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     infos = [run.info(committed) for committed in steps]
     found: list[list[str]] = [[] for _ in steps]
     damaged = [run.verified.is_damaged(committed) for committed in steps]
-    for said, kept in described.kept_by(started.values["keeps"], infos, damaged):
+    for rule, kept in described.kept_by(started.values["keeps"], infos, damaged):
         for reasons, is_kept in zip(found, kept or [], strict=False):
             if is_kept:
-                reasons.append(said)
-        if kept is None:  # a rule of the program's own: nobody else can ask it
+                reasons.append(rule)
+        if kept is None:  # a custom policy, which only its own program can evaluate
             for reasons in found:
-                reasons.append(f"{said}?")
-    newest_sound = max((i for i, is_so in enumerate(damaged) if not is_so), default=-1)
+                reasons.append(f"{rule}?")
+    newest_sound = max((i for i, is_damaged in enumerate(damaged) if not is_damaged), default=-1)
     for index in {newest_sound % len(steps), len(steps) - 1}:
         found[index].append(described.NEWEST)
     for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
@@ -93,7 +98,7 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
 
 
 def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool) -> int:
-    """``torchax-ckpt show``."""
+    """Runs ``torchax-ckpt show``; returns the exit code."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
     leaves = [
@@ -140,9 +145,8 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
         for leaf in leaves
     ]
     if output.is_watched():
-        said = {row[0]: _said(*row[1:]) for row in rows}
-        output.print_tree(said)
-    else:  # a line of its own for each, with its whole name
+        output.print_tree({row[0]: _in_tree(*row[1:]) for row in rows})
+    else:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.print_table(columns, rows, right=("size",))
     shown = "" if pattern is None else f" of {len(stored.leaves)}"
@@ -150,7 +154,8 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
     return OK
 
 
-def _said(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
+def _in_tree(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
+    """Returns the description of a leaf beside its name in the tree."""
     parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
     return "  ".join(part for part in parts if part)
 
@@ -167,7 +172,7 @@ def verify(
     max_bytes: int | None,
     as_json: bool,
 ) -> int:
-    """``torchax-ckpt verify``."""
+    """Runs ``torchax-ckpt verify``; returns the exit code."""
     if verify_all and step is not None:
         raise UsageError("verify: give a step or --all, not both")
     if verify_all:
@@ -181,21 +186,22 @@ def verify(
     for committed in steps:
         try:
             result = _verify_one(run, committed, options, read_only=read_only)
-        except StepNotFoundError as error:  # whoever writes there has deleted it meanwhile
+        except StepNotFoundError as error:  # the training deleted the step after it was listed
             if not verify_all:
                 raise
             output.note(str(error))
             continue
         results.append(result)
         if not as_json and result["ok"]:
-            said = f"step {committed.step}: {output.size(result['num_bytes'])}, as it was saved"
-            output.print_line(said)
+            size = output.size(result["num_bytes"])
+            output.print_line(f"step {committed.step}: {size}, intact")
         elif not as_json:
             output.note(result["error"])
     if as_json:
         steps_json = [{k: v for k, v in r.items() if k != "code"} for r in results]
         output.print_json({"directory": str(run.path), "steps": steps_json})
-    # Damage is what was looked for; what could not be read may be well.
+    # Damage decides the exit code before a read error: the command looks for damage, and a step
+    # that could not be read may be intact.
     codes = {result["code"] for result in results}
     return next((code for code in (FOUND, UNAVAILABLE) if code in codes), max(codes, default=OK))
 
@@ -203,9 +209,18 @@ def verify(
 def _verify_one(
     run: RunDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
 ) -> dict[str, Any]:
+    """Reads a step and compares it with its digests.
+
+    Returns:
+      The result as JSON, and the exit code under ``code``.
+
+    Raises:
+      StepNotFoundError: another program deleted the step meanwhile.
+    """
     result: dict[str, Any] = {"step": committed.step}
     try:
-        stored = StoredStep(committed, allow_part=True)  # whose bytes can be compared all the same
+        # One host's part of a step has digests too, so it can be verified.
+        stored = StoredStep(committed, allow_part=True)
         with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(options, on_bytes=on_bytes)
     except StepNotFoundError:
@@ -214,11 +229,10 @@ def _verify_one(
         if isinstance(error, CorruptCheckpointError) and not read_only:
             run.verified.note(committed, is_sound=False)
             run.verified.mark([committed])
-        said = " ".join(str(error).split())
         return {
             **result,
             "ok": False,
-            "error": said,
+            "error": " ".join(str(error).split()),
             "leaf": error.key_path,
             "code": code_of(error),
         }
@@ -227,7 +241,7 @@ def _verify_one(
         run.verified.mark([committed])
     is_marked = (committed.path / MARK).exists()
     if not (is_marked or read_only):
-        output.note(f"step {committed.step} is well, but cannot be marked so")
+        output.note(f"step {committed.step} is intact, but cannot be marked as verified")
     return {
         **result,
         "ok": True,

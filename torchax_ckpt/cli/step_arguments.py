@@ -1,4 +1,4 @@
-"""Owns how a command finds the directory and the step it was given."""
+"""Interpretation of the arguments that name a run's directory or a step."""
 
 from __future__ import annotations
 
@@ -13,89 +13,97 @@ from torchax_ckpt.storage.medium import location
 
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
-    """The directory of a run that is there.
+    """Returns the directory of a run, which must exist.
 
     Raises:
-      UsageError: it is not there, no directory, a step's, or of a scheme that is not supported.
-      DirectoryError: it cannot be read now.
+      UsageError: the path does not exist, is not a directory, is a step of a run, or has a scheme
+        that is not supported.
+      DirectoryError: the directory cannot be read at the moment.
     """
-    if (one := _one(directory)) is not None:
-        run, committed = one
+    if (found := _step_at(directory)) is not None:
+        run, committed = found
         raise UsageError(
             f"{directory}: expected the directory of a run, found its step {committed.step}; "
             f"the run is {run.path}"
         )
-    return _opened(directory, read_only=read_only)
+    return _run_at(directory, read_only=read_only)
 
 
 def chosen(
     directory: str, step: int | None = None, *, read_only: bool = True
 ) -> tuple[RunDirectory, CommittedStep]:
-    """The run and the step that arguments name.
+    """Returns the run and the step that the arguments name.
 
-    ``runs/a 20`` and ``runs/a/20`` name step 20 of ``runs/a``, and ``runs/a`` its newest one.
+    ``runs/a 20`` and ``runs/a/20`` name step 20 of ``runs/a``; ``runs/a`` names its newest step.
 
     Raises:
       StepNotFoundError: there is no such step.
-      UsageError: there is none at all, or no such directory.
+      UsageError: the directory does not exist, or contains no step.
     """
     if step is not None:
         run = existing(directory, read_only=read_only)
         return run, run.find(step)
-    if (one := _one(directory, read_only=read_only)) is not None:
-        return one
-    run = _opened(directory, read_only=read_only)
+    if (found := _step_at(directory, read_only=read_only)) is not None:
+        return found
+    run = _run_at(directory, read_only=read_only)
     return run, all_of(run)[-1]
 
 
 def named_or_all(text: str) -> list[CommittedStep]:
-    """The step that a path names, ``runs/a/20``; of a directory all of its steps.
+    """Returns the step that a path such as ``runs/a/20`` names, or all steps of a directory.
 
     Raises:
-      StepNotFoundError, UsageError: it names none.
+      StepNotFoundError, UsageError: the path names no step and no directory with steps.
     """
-    one = _one(text)
-    return all_of(_opened(text)) if one is None else [one[1]]
+    found = _step_at(text)
+    return all_of(_run_at(text)) if found is None else [found[1]]
 
 
 def all_of(run: RunDirectory) -> list[CommittedStep]:
-    """The steps of a run that must have some, oldest first.
+    """Returns the steps of a run, oldest first.
 
     Raises:
-      UsageError: it has none.
+      UsageError: the run has no steps.
     """
     if not (steps := run.steps()):
         raise UsageError(f"{run.path}: there are no checkpoints")
     return steps
 
 
-def _one(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
-    """The step that a path names, and its run; None where the path may name a run.
+def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
+    """Returns the step that a path names, and its run; None if the path may name a run.
 
     Raises:
-      StepNotFoundError: nothing is there, but steps of other numbers are beside it.
+      StepNotFoundError: the path does not exist, but its parent is a run with other steps.
+      DirectoryError: the path does not exist, and its parent cannot be read at the moment.
     """
     above, _, last = text.rstrip("/").rpartition("/")
     if not last.isdecimal():
         return None
     try:
-        run = _opened(above or ("/" if text.startswith("/") else "."), read_only=read_only)
+        run = _run_at(above or ("/" if text.startswith("/") else "."), read_only=read_only)
     except UsageError:
         return None
     try:
         return run, run.find(int(last))
     except (StepNotFoundError, DirectoryError) as error:
-        # A run may be called 2026: what is there, and no step of what is above it, is a run. What
-        # is above it may be nobody's to read.
+        # A run may have a number as its name, such as 2026: a directory that is not a step of its
+        # parent is a run. Its parent may be unreadable, for example a directory of all jobs.
         with contextlib.suppress(UsageError):
-            _opened(text)
+            _run_at(text)
             return None
         if isinstance(error, DirectoryError) or run.steps():
             raise
         return None
 
 
-def _opened(directory: str, *, read_only: bool = True) -> RunDirectory:
+def _run_at(directory: str, *, read_only: bool = True) -> RunDirectory:
+    """Returns the run at a path, without checking whether the path is a step.
+
+    Raises:
+      UsageError: the path does not exist, is not a directory, or has a scheme that is not
+        supported.
+    """
     try:
         path = location.resolve(directory)
     except DirectoryError as error:

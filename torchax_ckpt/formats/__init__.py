@@ -1,4 +1,4 @@
-"""Steps in the forms that other programs read and write: safetensors, torch's files, state dicts.
+"""Steps in the formats of other programs: safetensors, torch's files, state dicts.
 
-Knows neither torchax nor devices.
+Its modules know neither torchax nor devices, so they need no accelerator.
 """

@@ -1,6 +1,7 @@
-"""Owns what is in an archive that ``torch.save`` has written. Nothing in it is unpickled.
+"""A reader of the zip archives that ``torch.save`` writes; it unpickles nothing.
 
-Its description of the tensors is a pickle, which is read as records; their bytes are mapped.
+An archive describes its tensors in a pickle, which the reader parses into records. It maps the
+tensors' bytes into memory.
 
 Source: torch 2.12, ``torch.save``'s notes on serialization, ``torch/_utils.py``.
 """
@@ -32,11 +33,11 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 _REBUILDS = "torch._utils._rebuild_"
 _TENSORS = frozenset(f"{_REBUILDS}tensor{version}" for version in ("", "_v2", "_v3"))
 _PARAMETERS = frozenset(f"{_REBUILDS}parameter{more}" for more in ("", "_with_state"))
-# A tensor with attributes of its own, or of a class of its own.
-_OF_CLASS = "torch._tensor._rebuild_from_type_v2"
-_USUAL = ("Tensor", "Parameter", "Buffer")
-# What torch calls the storage of a dtype.
-_STORAGES = {
+# torch pickles a tensor with extra attributes, or of a subclass, as a call of this function.
+_FROM_CLASS = "torch._tensor._rebuild_from_type_v2"
+_TORCH_CLASSES = ("Tensor", "Parameter", "Buffer")
+# torch's class of a storage -> the dtype of its elements.
+_STORAGE_DTYPES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
     "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
@@ -49,10 +50,10 @@ class Described:
     """A tensor as an archive describes it.
 
     Attributes:
-      dtype: numpy's or ml_dtypes' name of its dtype, or torch's where they have none.
+      dtype: name of its dtype in numpy or ml_dtypes; torch's name if neither has that dtype.
       shape: its dims.
-      storage: which of the archive's storages holds it.
-      begin: where in the storage, in elements.
+      storage: key of the archive's storage that contains its elements.
+      begin: offset of its first element in the storage, in elements.
       strides: elements from one index to the next, along each dim.
     """
 
@@ -64,27 +65,30 @@ class Described:
 
 
 def tensor_in(record: Any) -> Record | None:
-    """The tensor, of whatever kind, that a record stands for or has as a parameter."""
+    """Returns the record of the tensor that a record describes; None if it describes no tensor.
+
+    The record may describe a tensor of any kind, or a parameter that wraps one.
+    """
     if isinstance(record, Record) and record.name in _PARAMETERS:
         record = record.args[0]
-    if isinstance(record, Record) and record.name == _OF_CLASS:
-        made, kind, args, _ = record.args
-        is_usual = kind.name.rpartition(".")[2] in _USUAL
-        record = Record(made.name if is_usual else f"{_REBUILDS}{kind.name}", args)
-    is_one = isinstance(record, Record) and record.name.startswith(_REBUILDS)
-    return record if is_one else None
+    if isinstance(record, Record) and record.name == _FROM_CLASS:
+        rebuild, kind, args, _ = record.args
+        is_torch_class = kind.name.rpartition(".")[2] in _TORCH_CLASSES
+        record = Record(rebuild.name if is_torch_class else f"{_REBUILDS}{kind.name}", args)
+    is_tensor = isinstance(record, Record) and record.name.startswith(_REBUILDS)
+    return record if is_tensor else None
 
 
 def is_plain(tensor: Record) -> bool:
-    """Whether it is strided elements of a storage: not sparse, quantized or on ``meta``."""
+    """True for strided elements of a storage; False for sparse, quantized and meta tensors."""
     return tensor.name in _TENSORS
 
 
 def described(tensor: Any) -> Described:
-    """A plain tensor, as its record says.
+    """Returns dtype, shape, storage and strides of a plain tensor, from its record.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the record does not describe a plain tensor.
     """
     if not isinstance(tensor, Record) or not is_plain(tensor):
         raise ValueError("expected a tensor")
@@ -95,18 +99,18 @@ def described(tensor: Any) -> Described:
     if tensor.name.endswith("_v3"):
         dtype = dtype_of(tensor.args[6])
     else:
-        dtype = _STORAGES.get(kind.name.rpartition(".")[2], kind.name)
+        dtype = _STORAGE_DTYPES.get(kind.name.rpartition(".")[2], kind.name)
     shape, steps = ints_of(size), ints_of(strides)
     if len(steps) != len(shape) or type(begin) is not int or begin < 0:
-        raise ValueError("strides of another shape")
+        raise ValueError("expected an offset of at least 0, and one stride for each dim")
     return Described(dtype, shape, text_of(key), begin, steps)
 
 
 class Archive:
-    """An archive: a file, or a part of one. Made by ``open_archive``.
+    """An open archive: a whole file, or a section of one. ``open_archive`` makes it.
 
     Attributes:
-      root: what was saved, as records.
+      root: the saved object, as records.
     """
 
     def __init__(self, path: Path, section: _Section) -> None:
@@ -114,20 +118,20 @@ class Archive:
         self._zip = zipfile.ZipFile(section)
         (name,) = (n for n in self._zip.namelist() if n.endswith("/data.pkl"))
         self._folder = name.removesuffix("data.pkl")
-        order = f"{self._folder}byteorder"  # which older archives lack
+        order = f"{self._folder}byteorder"  # older archives have no such file
         if order in self._zip.NameToInfo and self._member(order) != b"little":
             raise ValueError("expected little-endian tensors")
         self.root = read_records(self._member(name), str(path))
 
     def part(self, tensor: Described, start: tuple[int, ...]) -> FilePart:
-        """Where a tensor lies.
+        """Returns the place of a tensor's bytes in the file.
 
         Args:
-          tensor: one that ``root`` describes.
-          start: where it begins in the tensor that it is a part of.
+          tensor: a tensor that ``root`` describes.
+          start: index of its first element in the whole tensor, if it is a part of one.
 
         Raises:
-          ValueError, KeyError: the archive does not hold it.
+          ValueError, KeyError: the archive does not contain the tensor's bytes.
         """
         info = self._zip.getinfo(f"{self._folder}data/{tensor.storage}")
         itemsize = np.dtype(tensor.dtype).itemsize
@@ -138,17 +142,23 @@ class Archive:
             info.compress_type != zipfile.ZIP_STORED
             or (tensor.begin + reach) * itemsize > info.file_size
         ):
-            raise ValueError(f"{info.file_size} bytes that do not hold {list(tensor.shape)}")
+            raise ValueError(
+                f"expected an uncompressed storage that holds {list(tensor.shape)}, "
+                f"found {info.file_size} bytes"
+            )
         header = _LOCAL_HEADER.unpack(self._section.read_at(info.header_offset, _LOCAL_HEADER.size))
         data = self._section.offset + info.header_offset + _LOCAL_HEADER.size + sum(header)
         begin = data + tensor.begin * itemsize
         return FilePart(self._path, begin, start, tensor.shape, tensor.strides)
 
     def _member(self, name: str) -> bytes:
-        """A small file of the archive."""
+        """Returns the content of a small file in the archive."""
         info = self._zip.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self._section.max_bytes:
-            raise ValueError(f"{name}: {info.file_size} bytes, or compressed: larger than any")
+            raise ValueError(
+                f"{name}: expected at most {self._section.max_bytes} bytes, uncompressed, "
+                f"found {info.file_size}"
+            )
         return self._zip.read(info)
 
 
@@ -159,46 +169,55 @@ def open_archive(
     """Opens an archive.
 
     Args:
-      path: of its file.
-      offset: where in the file it begins.
-      length: its bytes.
-      max_description_bytes: the most that its list of files, or its pickle, may have.
+      path: of the file that contains it.
+      offset: first byte of the archive in the file.
+      length: size of the archive in bytes.
+      max_description_bytes: upper bound for its list of files, and for its pickle.
 
     Raises:
-      ValueError, KeyError, zipfile.BadZipFile, ...: it is none; callers name the file.
+      ValueError, KeyError, zipfile.BadZipFile, ...: the bytes are not an archive of ``torch.save``.
+        The message does not name the file; the caller adds its name.
     """
     with open(path, "rb") as file:
         yield Archive(path, _Section(file, offset, length, max_description_bytes))
 
 
 class _Section(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A section of a file, readable as a file."""
 
     def __init__(self, file: Any, offset: int, length: int, max_bytes: int) -> None:
         self._file, self._length, self._position = file, length, 0
         self.offset, self.max_bytes = offset, max_bytes
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
+        """Moves the position within the section, and returns it."""
         self._position = max(0, offset + (0, self._position, self._length)[whence])
         return self._position
 
     def tell(self) -> int:
-        """As of any file."""
+        """Returns the position within the section."""
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """As of any file."""
+        """Fills the buffer from the position, and returns the number of bytes read.
+
+        Raises:
+          ValueError: the buffer is larger than ``max_bytes``. ``zipfile`` reads the list of files
+            with one call, and takes its size from the file.
+        """
         if len(buffer) > self.max_bytes:
-            raise ValueError(f"an archive that describes itself in {len(buffer)} bytes")
+            raise ValueError(
+                f"expected an archive that lists its files in at most {self.max_bytes} bytes, "
+                f"found {len(buffer)}"
+            )
         count = max(0, min(len(buffer), self._length - self._position))
         data = self.read_at(self._position, count)
         buffer[: len(data)] = data
@@ -206,7 +225,7 @@ class _Section(io.RawIOBase):
         return len(data)
 
     def read_at(self, position: int, count: int) -> bytes:
-        """Bytes, as many as there are, from a position of this part."""
+        """Returns up to ``count`` bytes from a position within the section."""
         self._file.seek(self.offset + position)
         data: bytes = self._file.read(count)
         return data

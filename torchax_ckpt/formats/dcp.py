@@ -1,7 +1,7 @@
-"""Owns what is in a directory that ``torch.distributed.checkpoint`` (DCP) has written.
+"""A reader and a writer of checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-Its metadata is a pickle, and each chunk of a tensor is one of ``torch.save``'s archives. Neither is
-unpickled: the metadata is read as records, and the bytes of a chunk are mapped.
+DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``. The
+reader unpickles neither: it parses the metadata into records, and maps a chunk's bytes into memory.
 
 Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``; the archives as
 ``torch.save`` documents them.
@@ -38,18 +38,18 @@ from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 
 METADATA = ".metadata"
 _MODEL = "model"
-_EXPECTED = "what torch.distributed.checkpoint writes"
+_EXPECTED = "a file of torch.distributed.checkpoint"
 _MAX_DESCRIPTION_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk(FilePart):
-    """A chunk of a tensor; ``offset`` is where its archive begins, of ``length`` bytes."""
+    """A chunk of a tensor. Its archive has ``length`` bytes and begins at ``offset``."""
 
     length: int = 0
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """The chunk, mapped, as its archive says that it lies."""
+        """Maps the chunk into memory, at the place and with the strides that its archive states."""
         with (
             reading_file(self.path, _EXPECTED),
             open_archive(self.path, self.offset, self.length, _MAX_DESCRIPTION_BYTES) as archive,
@@ -65,23 +65,25 @@ class _Chunk(FilePart):
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether there is a directory that ``open_dcp`` takes."""
+    """True if the path is a directory with DCP's metadata, so that ``open_dcp`` can read it."""
     return (path / METADATA).is_file()
 
 
 def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens a checkpoint of torch's DCP; reads no tensor yet.
+    """Opens a checkpoint of torch's DCP, without reading a tensor.
 
     Args:
       path: its directory.
-      at: keys of the place where the weights are, joined with ``/``. None for ``model`` if there
-        is such a key, or else everything.
+      at: keys that lead to the weights, joined with ``/``. None selects the tensors under the key
+        ``model``, or all tensors if there is no such key.
 
     Raises:
-      CorruptCheckpointError: its metadata is not as torch writes it, or leads out of the directory.
-      DirectoryError: it cannot be read now.
+      CorruptCheckpointError: the metadata differs from torch's form, or names a file outside the
+        directory.
+      DirectoryError: the directory cannot be read at the moment.
       MismatchError: there are no tensors at this place.
-      UnsupportedLeafError: a tensor has a dtype that cannot be stored, or is compressed.
+      UnsupportedLeafError: a tensor is compressed or has a dtype that cannot be stored, or two
+        tensors have one name.
     """
     with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = read_records((path / METADATA).read_bytes(), str(path / METADATA))
@@ -107,13 +109,13 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
                 raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
             tensors[name] = tensor
     if not tensors:
-        there = ", ".join(sorted({keys[0] for keys in every})[:10]) or "nowhere"
-        raise MismatchError(f"{path}: expected tensors at {at!r}, found them at {there}", path=path)
+        found = ", ".join(sorted({keys[0] for keys in every})[:10]) or "nowhere"
+        raise MismatchError(f"{path}: expected tensors at {at!r}, found them at {found}", path=path)
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
-    """The fields of a dataclass of DCP's."""
+    """Returns the fields of a record of the DCP dataclass ``kind``, by name."""
     if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
         raise ValueError(f"expected {kind}, found {type(record).__name__}")
     if not isinstance(record.state, Pairs):
@@ -122,6 +124,7 @@ def _state(record: Any, kind: str) -> dict[str, Any]:
 
 
 def _place(keys: Any) -> tuple[str, ...]:
+    """Returns the keys that lead to a tensor in the nested state dict, as strings."""
     if not isinstance(keys, tuple) or not keys:
         raise ValueError("expected the keys of a tensor")
     return tuple(str(key) if type(key) is int else text_of(key) for key in keys)
@@ -130,17 +133,21 @@ def _place(keys: Any) -> tuple[str, ...]:
 def _chunks(
     storage: Any, folder: Path
 ) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[Path, int, int]]]:
-    """Key and start of every chunk of a tensor -> file, offset and length of its archive."""
+    """Yields, for each chunk of a tensor, its key and start, and its archive's place.
+
+    Yields:
+      ``((key of the tensor, start of the chunk), (file, offset in bytes, length in bytes))``.
+    """
     for index, stored in storage:
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
         if key.get("offset") is None:
-            continue  # no tensor, but some pickled object
+            continue  # DCP gives offsets to tensors only: this is a pickled object
         fqn, offset, length = text_of(key["fqn"]), where["offset"], where["length"]
         file = in_folder(folder, where["relative_path"])
         if where.get("transform_descriptors"):
             raise UnsupportedLeafError(f"{folder}: {fqn}: is compressed or transformed")
         if not (type(offset) is type(length) is int and offset >= 0 < length):
-            raise ValueError(f"{fqn}: expected a place in {file}")
+            raise ValueError(f"{fqn}: expected an offset and a length of bytes in {file}")
         yield (fqn, ints_of(key["offset"])), (file, offset, length)
 
 
@@ -155,22 +162,22 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
         start, lengths = ints_of(fields["offsets"]), ints_of(fields["sizes"])
         ends = (s + n for s, n in zip(start, lengths, strict=True))
         if any(end > n for end, n in zip(ends, shape, strict=True)):
-            raise ValueError(f"{key}: a chunk beyond {list(shape)}")
+            raise ValueError(f"{key}: a chunk that reaches beyond the shape {list(shape)}")
         if math.prod(lengths):
             file, offset, length = chunks[key, start]
             parts.append(_Chunk(file, offset, start, lengths, length=length))
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
-        raise ValueError(f"{key}: chunks that do not make up {list(shape)}")
-    if not _are_apart(parts):
-        raise ValueError(f"{key}: chunks that overlap, or cannot be cut apart along the dims")
+        raise ValueError(f"{key}: chunks that do not fill the shape {list(shape)}")
+    if not _are_separable(parts):
+        raise ValueError(f"{key}: chunks that overlap, or that no cuts along the dims separate")
     return FileTensor(dtype, shape, tuple(parts))
 
 
-def _are_apart(parts: Sequence[FilePart]) -> bool:
-    """Whether straight cuts, along one dim after the other, separate all parts.
+def _are_separable(parts: Sequence[FilePart]) -> bool:
+    """True if straight cuts, along one dim after the other, separate all parts.
 
-    They do for whatever is sharded over a mesh; and it is told at once, where to compare each part
-    with each takes long.
+    Parts that a mesh produced are always separable. Searching for cuts is fast; comparing each part
+    with every other part takes long if there are many.
     """
     if len(parts) < 2:
         return True
@@ -183,28 +190,29 @@ def _are_apart(parts: Sequence[FilePart]) -> bool:
             groups[-1].append(part)
             end = max(end, part.start[dim] + part.shape[dim])
         if len(groups) > 1:
-            return all(_are_apart(group) for group in groups)
+            return all(_are_separable(group) for group in groups)
     return False
 
 
 def save_dcp(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a nested state dict of plain CPU tensors, from one process.
+    """Writes a nested state dict of plain CPU tensors as a DCP checkpoint, from one process.
 
     Args:
-      state: ``model`` and ``optimizer``, as torch's ``get_state_dict`` gives them.
-      out: the directory; it has its name once it is complete.
+      state: the keys ``model`` and ``optimizer``, with the values that torch's ``get_state_dict``
+        returns.
+      out: the new directory. It gets this name when it is complete.
 
     Raises:
-      DirectoryError: it is there already, or cannot be written.
+      DirectoryError: the directory exists already, or cannot be written.
     """
     import torch.distributed.checkpoint as dcp
 
     if out.exists():
-        raise DirectoryError(f"{out}: is there already; nothing was written", path=out)
+        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
-        # Nothing is copied ahead: that is for accelerators, and holds more than a tensor.
+        # Copying ahead speeds up reads from accelerators, but keeps several tensors in memory.
         writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
         with warnings.catch_warnings(), native_torch():
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
-"""Owns making the first step of a run from files of other programs: weights to start from.
+"""The import of weights from files of other programs, as the first step of a new run.
 
-The tensors are mapped, not read, so that a model of any size is imported.
+The tensors are mapped into memory, not read, so the host needs no memory for the whole model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
-# What .to("jax") makes of 64-bit integers, unless JAX is told to keep them.
+# .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 _NARROW = {"int64": "int32", "uint64": "uint32"}
 
 
@@ -35,29 +35,34 @@ def import_weights(
     ties: Mapping[str, str] | None = None,
     options: CheckpointOptions | None = None,
 ) -> CommittedStep:
-    """Writes the weights as a step from which ``attach`` goes on, in a directory that has none.
+    """Writes weights as the only step of a directory, so that ``attach`` continues from it.
 
-    64-bit integers are stored as 32-bit ones where their values fit, as they are on devices.
+    64-bit integers are stored as 32-bit integers, as on devices; every value must fit.
 
     Args:
       source: the weights.
-      directory: of the new run.
+      directory: directory of the new run; it must contain no step.
       step: the number of the step.
-      ties: another name of a tied weight -> its name in the files; joins what the files say.
+      ties: another name of a tied weight -> its name in the files. They are added to the ties that
+        the files state.
       options: memory bounds, compression, layout.
 
+    Returns:
+      The committed step.
+
     Raises:
-      DirectoryError: the directory has steps already, or cannot be written.
-      LeaseError: another program writes to it.
-      UnsupportedLeafError: a tie to what is not there, or a dtype that devices narrow.
+      DirectoryError: the directory contains a step already, or cannot be written.
+      LeaseError: another program writes to the directory.
+      UnsupportedLeafError: a tie's name is not in the files or its alias is, a tensor is float64,
+        or an integer does not fit into 32 bits.
     """
     options = options or CheckpointOptions()
     tied = {**source.ties, **(ties or {})}
     for alias, name in tied.items():
         if name not in source.tensors or alias in source.tensors:
             raise UnsupportedLeafError(
-                f"{alias}: cannot be tied to {name}: expected files that hold {name} and not "
-                f"{alias}"
+                f"{alias}: cannot be tied to {name}: expected files that contain {name} and do not "
+                f"contain {alias}"
             )
     arrays = {
         names.join((MODEL, name)): _as_on_devices(name, tensor.mapped())
@@ -87,7 +92,7 @@ def _write(
     _require_empty(run)
     try:
         run.claim()
-        _require_empty(run)  # now that nobody else writes to it
+        _require_empty(run)  # again: before the claim, another program could still write a step
         run.recover()
         path = run.path_for(step)
         write_step.write_step(
@@ -106,15 +111,16 @@ def _write(
 
 
 def _require_empty(run: RunDirectory) -> None:
-    if there := run.steps():
+    if steps := run.steps():
         raise DirectoryError(
-            f"{run.path}: expected a directory without checkpoints, found step {there[-1].step}. "
-            "Import into a directory of its own.",
+            f"{run.path}: expected a directory without checkpoints, found step {steps[-1].step}. "
+            "Import into another directory.",
             path=run.path,
         )
 
 
 def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the manifest's node of a torchax tensor, for the array of this name."""
     array = arrays[name]
     return {
         "array": name,
@@ -125,27 +131,31 @@ def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
-    """The array as ``.to("jax")`` would have it; raises where that would change a value."""
+    """Returns the array in the dtype that ``.to("jax")`` gives it.
+
+    Raises:
+      UnsupportedLeafError: the conversion would change a value, or could: the array is float64.
+    """
     if array.dtype.name == "float64":
         raise UnsupportedLeafError(
-            f"{name}: is float64, which devices narrow: convert it to float32 first"
+            f"{name}: is float64, which JAX converts to float32: convert it to float32 first"
         )
     if array.dtype.name not in _NARROW:
         return array
     narrow = array.astype(_NARROW[array.dtype.name])
     if not np.array_equal(narrow, array):
         raise UnsupportedLeafError(
-            f"{name}: is {array.dtype.name} with values beyond {narrow.dtype.name}, which devices "
-            "have in its place"
+            f"{name}: is {array.dtype.name} with values outside the range of {narrow.dtype.name}, "
+            "to which JAX converts it"
         )
     return narrow
 
 
 def parsed_ties(texts: Iterable[str]) -> dict[str, str]:
-    """``ALIAS=NAME`` as a mapping.
+    """Parses texts of the form ``ALIAS=NAME`` into a mapping from alias to name.
 
     Raises:
-      ValueError: one is of another form.
+      ValueError: a text has another form.
     """
     ties = {}
     for text in texts:

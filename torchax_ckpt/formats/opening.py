@@ -1,4 +1,4 @@
-"""Owns telling which of the known forms files of weights have."""
+"""Opening of weights that other programs wrote, in any of the supported formats."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torchax_ckpt.formats.torch_reading import is_torch_file, open_torch_file
 
 
 def is_known(path: Path) -> bool:
-    """Whether there is something that ``open_files`` takes."""
+    """True if ``open_files`` can open the path: the path has one of the supported formats."""
     return is_dcp(path) or is_torch_file(path) or is_safetensors(path)
 
 
 def open_files(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens weights that another program has written; reads no tensor yet.
+    """Opens weights that another program wrote, without reading a tensor.
 
     Args:
-      path: a directory of ``torch.distributed.checkpoint``, a file of ``torch.save``'s, or
-        safetensors: a file, or a directory or index as Hugging Face writes them.
-      at: keys of the place where the weights are, joined with ``/``.
+      path: a directory of ``torch.distributed.checkpoint``; a file of ``torch.save``; or
+        safetensors, as a file or as a directory or index in Hugging Face's form.
+      at: keys that lead to the weights, joined with ``/``; None for the default of the format.
 
     Raises:
-      SelectionError: ``at`` was given for safetensors, which have no places.
-      CorruptCheckpointError, DirectoryError, MismatchError, UnsupportedLeafError, ImportError: as
-        of ``open_dcp``, ``open_torch_file`` and ``open_safetensors``.
+      SelectionError: ``at`` was given for safetensors, whose names are not nested.
+      CorruptCheckpointError, DirectoryError, MismatchError, UnsupportedLeafError, ImportError: see
+        ``open_dcp``, ``open_torch_file`` and ``open_safetensors``.
     """
     if is_dcp(path):
         return open_dcp(path, at)
@@ -35,7 +35,7 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
         return open_torch_file(path, at)
     if at is not None:
         raise SelectionError(
-            f"{path}: was written neither by torch.save nor by torch's DCP, and only those have "
-            f"places: safetensors have no places such as {at!r}"
+            f"{path}: was written neither by torch.save nor by torch's DCP. Only their files have "
+            f"nested places; safetensors have no places such as {at!r}"
         )
     return open_safetensors(path)

@@ -1,4 +1,4 @@
-"""Owns optimizers in the form of torch's own state dicts, without the parameters they step."""
+"""Optimizers of a step as torch's state dicts, built without the parameters."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ OPTIMIZER = "optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class Optimizers:
-    """The optimizers of a step.
+    """The attached optimizers of a step.
 
     Attributes:
-      nodes: name -> its node; the one that was attached has the name "".
-      leaves: what has to be read for them.
+      nodes: name of an optimizer -> its node in the manifest. A single attached optimizer has the
+        name "".
+      leaves: the leaves that contain their state.
     """
 
     nodes: Mapping[str, Node]
     leaves: tuple[StoredLeaf, ...]
 
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """torch's state dict of the optimizer; of several, theirs by name.
+        """Returns torch's state dict of the optimizer; of several, a dict from name to state dict.
 
         Args:
-          tensor: gives a leaf by its name.
-          by_name: whether parameters go by their names, as torch's DCP has them, or by their
-            positions, as ``optimizer.load_state_dict`` does.
+          tensor: returns the tensor of a leaf, given the leaf's name.
+          by_name: True to key parameters by name, as torch's DCP does; False to key them by
+            position, as ``optimizer.load_state_dict`` expects.
 
         Raises:
-          CorruptCheckpointError: a node is not as one is written.
+          CorruptCheckpointError: a node does not have the form that this package writes.
         """
-        made = {
+        state_dicts = {
             name: _state_dict(node, OPTIMIZER, tensor, by_name=by_name)
             for name, node in self.nodes.items()
         }
-        return made.get("", made)
+        return state_dicts.get("", state_dicts)
 
 
 def optimizers_of(stored: StoredStep) -> Optimizers:
-    """The attached optimizers of a step.
+    """Returns the attached optimizers of a step.
 
     Raises:
-      MismatchError: none was attached.
-      CorruptCheckpointError: the manifest does not describe them as this package does.
+      MismatchError: no optimizer was attached when the step was saved.
+      CorruptCheckpointError: the manifest's node does not have the form that this package writes.
     """
     node = stored.manifest.document.get(OPTIMIZER)
     if not isinstance(node, dict):
@@ -70,23 +71,24 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
 def _state_dict(
     node: Node, where: str, tensor: Callable[[str], Any], *, by_name: bool
 ) -> dict[str, Any]:
+    """Returns torch's state dict of the optimizer at the node; ``where`` is its key path."""
     optimizer = StoredOptimizer.of_node(node, where)
     key_of = {name: name if by_name else i for i, name in enumerate(optimizer.group_of)}
 
-    def made(child: Node) -> Any:
+    def value_of(child: Node) -> Any:
         return decode(child, lambda leaf: tensor(leaf["array"]))
 
     return {
         "state": {
             key_of[name]: {
-                k: made(v) for k, v in node_checks.keyed(state, f"{where}/{name}").items()
+                k: value_of(v) for k, v in node_checks.keyed(state, f"{where}/{name}").items()
             }
             for name, state in optimizer.state.items()
             if name in key_of
         },
         "param_groups": [
             {
-                **{key: made(value) for key, value in group.hyperparameters.items()},
+                **{key: value_of(value) for key, value in group.hyperparameters.items()},
                 "params": [key_of[n] for n, g in optimizer.group_of.items() if g is group],
             }
             for group in optimizer.groups

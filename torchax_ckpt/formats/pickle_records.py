@@ -1,8 +1,9 @@
-"""Owns reading what torch pickles as metadata, without unpickling it.
+"""A parser of the pickles that contain torch's metadata; it runs none of their code.
 
-A pickle is a program; run by Python, it can do anything. Here its instructions only build plain
-records: what would be a class or a function is its name, and what would be an object is the name
-with its arguments. Instructions that torch's metadata does not need are refused.
+A pickle is a program that can do anything when Python unpickles it. This parser only builds plain
+records from its instructions. A class or a function becomes its name; an object becomes the name of
+its constructor with the arguments. The parser refuses instructions that torch's metadata does not
+need.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from torchax_ckpt.errors import CorruptCheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A global, ``torch.bfloat16``; nothing is imported."""
+    """The name of a global, such as ``torch.bfloat16``. The parser does not import it."""
 
     name: str
 
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """What would be an object: what would make it, of what, and the state it would be given."""
+    """The description of an object that unpickling would build.
+
+    Attributes:
+      name: name of its constructor.
+      args: arguments of the constructor.
+      state: the state that unpickling would set after construction.
+    """
 
     name: str
     args: Any
@@ -31,21 +38,21 @@ class Record:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """What would be a dict, ordered or not; its keys need not be hashable."""
+    """The items of a dict, ordered or not, as (key, value). Keys may be unhashable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Persistent:
-    """A reference to what is kept outside of the pickle."""
+    """A reference to an object that is stored outside the pickle, such as a tensor's storage."""
 
     reference: Any
 
 
 _MARK = object()
 _MAX_DIMS = 64  # numpy's
-# With how many arguments they are made empty: a defaultdict of what makes its values.
+# Class of dicts -> number of arguments that construct an empty one: a defaultdict has a factory.
 _DICTS = {"collections.OrderedDict": 0, "collections.defaultdict": 1}
-_MAX_NAME_CHARS = 1000  # Python's own are far shorter; what is longer is no global
+_MAX_NAME_CHARS = 1000  # real names of globals are far shorter
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(
     {
@@ -58,14 +65,15 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_records(pickled: bytes, path: str) -> Any:
-    """What a pickle describes, as records, names, pairs, tuples, lists and plain values.
+    """Parses a pickle into records, names, pairs, tuples, lists and plain values.
 
     Args:
-      pickled: its bytes.
-      path: of its file, for messages.
+      pickled: the bytes of the pickle.
+      path: path of its file, for error messages.
 
     Raises:
-      CorruptCheckpointError: it is none, or needs more than metadata does.
+      CorruptCheckpointError: the bytes are not a pickle, or use an instruction that metadata does
+        not need.
     """
     machine = _Machine()
     try:
@@ -82,22 +90,23 @@ def read_records(pickled: bytes, path: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """A text.
+    """Returns the value if it is a string.
 
     Raises:
-      ValueError: it is something else. Whatever else a pickle holds may have parts in common, so
-        many that to show, compare or hash it never ends.
+      ValueError: it is not a string. The message names its type only: objects in a pickle can share
+        parts, so many that printing, comparing or hashing one would never end.
     """
     if type(value) is not str:
-        raise ValueError(f"expected a text, found a {type(value).__name__}")
+        raise ValueError(f"expected a string, found a {type(value).__name__}")
     return value
 
 
 def ints_of(size: Any) -> tuple[int, ...]:
-    """``torch.Size``, or a tuple of as many numbers as arrays have dims.
+    """Returns the integers of a ``torch.Size`` or of a tuple.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is neither, has more members than an array can have dims, or a member is
+        not an integer from 0 to 2**63 - 1.
     """
     values = size.args[0] if isinstance(size, Record) else size
     if (
@@ -110,10 +119,10 @@ def ints_of(size: Any) -> tuple[int, ...]:
 
 
 def dtype_of(name: Any) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``.
+    """Returns the name of a dtype without its module: ``torch.bfloat16`` -> ``bfloat16``.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is not the name of a global.
     """
     if not isinstance(name, Name):
         raise ValueError("expected a dtype")
@@ -121,14 +130,18 @@ def dtype_of(name: Any) -> str:
 
 
 class _Machine:
-    """The stack and the memo that the instructions work on."""
+    """The stack and the memo on which a pickle's instructions work."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Carries out one instruction."""
+        """Executes one instruction.
+
+        Raises:
+          ValueError: the instruction is not allowed, or does not fit the stack.
+        """
         stack = self.stack
         if name in ("PROTO", "FRAME"):
             return
@@ -144,7 +157,7 @@ class _Machine:
             members = [stack.pop() for _ in range(_TUPLES[name])]
             stack.append(tuple(reversed(members)))
         elif name == "TUPLE":
-            stack.append(tuple(self._since_mark()))
+            stack.append(tuple(self._pop_to_mark()))
         elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
             self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
@@ -153,38 +166,41 @@ class _Machine:
             self._build(name, argument)
 
     def _build(self, name: str, argument: Any) -> None:
+        """Executes one instruction that fills a container, or builds a name or a record."""
         stack = self.stack
         match name:
             case "APPEND" | "APPENDS":
-                members = self._since_mark() if name == "APPENDS" else [stack.pop()]
-                if not isinstance(stack[-1], Record):  # a deque, say: what is in it is of no use
+                members = self._pop_to_mark() if name == "APPENDS" else [stack.pop()]
+                # No caller needs the members of a record, for example of a deque.
+                if not isinstance(stack[-1], Record):
                     stack[-1].extend(members)
             case "SETITEM" | "SETITEMS":
-                flat = self._since_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                flat = self._pop_to_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
                 if isinstance(stack[-1], Pairs):
                     stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
-                elif not isinstance(stack[-1], Record):  # some class of dict
-                    raise ValueError("items of what is no dict")
+                elif not isinstance(stack[-1], Record):  # a record: an object of a dict's subclass
+                    raise ValueError("expected a dict to set items of, found another value")
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
                 last = stack.pop()
                 stack.append(_name(stack.pop(), last))
             case "REDUCE" | "NEWOBJ":
-                args, made = stack.pop(), stack.pop().name
-                stack.append(Pairs() if _DICTS.get(made) == len(args) else Record(made, args))
+                args, callee = stack.pop(), stack.pop().name
+                stack.append(Pairs() if _DICTS.get(callee) == len(args) else Record(callee, args))
             case "BUILD":
                 state = stack.pop()
                 if isinstance(stack[-1], Record):
                     stack[-1].state = state
-                elif not isinstance(stack[-1], Pairs):  # state_dict's _metadata, of no use here
-                    raise ValueError("a state for what is no object")
+                elif not isinstance(stack[-1], Pairs):  # no caller needs a state dict's _metadata
+                    raise ValueError("expected an object to set the state of, found another value")
             case "BINPERSID":
                 stack.append(Persistent(stack.pop()))
             case _:
-                raise ValueError(f"instruction {name} is not expected there")
+                raise ValueError(f"the pickle instruction {name} is not allowed in metadata")
 
-    def _since_mark(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
+        """Removes the newest mark and all values above it; returns the values in their order."""
         members: list[Any] = []
         while (last := self.stack.pop()) is not _MARK:
             members.append(last)
@@ -192,7 +208,9 @@ class _Machine:
 
 
 def _name(module: Any, last: Any) -> Name:
-    # Whatever else is on the stack may be as large as two to the length of the pickle, when shown.
+    # Values on the stack can share parts: printed, one can be exponentially larger than the pickle.
     if not (type(module) is type(last) is str) or len(module) + len(last) > _MAX_NAME_CHARS:
-        raise ValueError("a global whose name is none")
+        raise ValueError(
+            f"expected the name of a global, as strings of at most {_MAX_NAME_CHARS} characters"
+        )
     return Name(f"{module}.{last}")

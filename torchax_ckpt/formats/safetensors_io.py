@@ -1,12 +1,13 @@
-"""Owns safetensors files: reading them, and writing them piece by piece.
+"""A reader and a writer of safetensors files.
 
-Written is the header first, then tensors, in any order: the safetensors library writes a file from
-tensors that are all in memory; this writes one of any size in the memory of a piece. Read are one
-file, or several as Hugging Face writes them, with an index; the safetensors library checks every
-file first: its header, offsets and sizes.
+The writer writes the header first, then the tensors piece by piece, in any order. So it needs
+memory for one piece only, while the safetensors library needs all tensors in memory.
 
-Source: https://huggingface.co/docs/safetensors, its format; and its ``save_model`` for how tied
-weights are named in the metadata.
+The reader accepts one file, or several with an index in Hugging Face's form. The safetensors
+library first checks each file's header, offsets and sizes.
+
+Source: the format in https://huggingface.co/docs/safetensors, and the library's ``save_model`` for
+the names of tied weights in the metadata.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _File:
     Attributes:
       path: its final path.
       leaves: torch's name -> leaf.
-      offsets: torch's name -> where its bytes begin in the file.
+      offsets: torch's name -> offset of the tensor's first byte in the file. ``header`` sets it.
     """
 
     path: Path
@@ -65,20 +66,21 @@ class _File:
 
     @property
     def partial(self) -> Path:
-        """Its name until it is complete; another program's is another."""
+        """Path of the file until it is complete; contains the process id, so programs differ."""
         return self.path.with_name(f"{self.path.name}.{os.getpid()}{_PARTIAL}")
 
     def header(self, ties: Mapping[str, str]) -> bytes:
-        """The bytes before the tensors; also decides where those are."""
+        """Returns the bytes before the tensors, and sets ``offsets``."""
         described: dict[str, object] = {
-            # Read by Hugging Face's loaders; the rest as safetensors.torch.save_model has it.
+            # Hugging Face's loaders require "format". safetensors.torch.save_model writes the ties
+            # in this form.
             METADATA: {
                 **{alias: name for alias, name in ties.items() if name in self.leaves},
                 "format": "pt",
             }
         }
         end, begins = 0, {}
-        # The widest first, so that all are aligned.
+        # Tensors with the widest elements come first, so that every tensor is aligned.
         order = sorted(self.leaves, key=lambda n: (-np.dtype(self.leaves[n].dtype).itemsize, n))
         for name in order:
             leaf = self.leaves[name]
@@ -103,25 +105,26 @@ def export_safetensors(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
-    """Writes weights as Hugging Face does; tied ones once, under their first name.
+    """Writes weights in Hugging Face's form, and a tied weight once, under its first name.
 
-    A file appears under its name when it is complete, and the index last.
+    A file gets its name when it is complete. The index is written last.
 
     Args:
       stored: the step.
-      weights: which leaves, and what they are called.
-      out: a file, if it ends in ``.safetensors``; else a directory, made if it is not there, for
-        ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+      weights: the leaves to write, and their names.
+      out: a file if the name ends in ``.safetensors``. Otherwise a directory, created if necessary,
+        for ``model.safetensors``, or for several files and ``model.safetensors.index.json``.
       options: memory bounds.
-      max_shard_bytes: where a file ends and the next begins; None for one file.
-      on_bytes: told of the bytes written so far.
+      max_shard_bytes: largest size of the tensors in one file, unless one tensor is larger; None
+        for one file.
+      on_bytes: called with the number of bytes of each piece that was written.
 
     Returns:
-      The files written.
+      The paths of the written files.
 
     Raises:
-      UnsupportedLeafError: a dtype that safetensors lacks.
-      DirectoryError: one of the files is there already, or cannot be written.
+      UnsupportedLeafError: safetensors lacks the dtype of a leaf, or reserves its name.
+      DirectoryError: one of the files exists already, or cannot be written.
       CorruptCheckpointError: the step is damaged.
     """
     files = _divide(weights, out, max_shard_bytes)
@@ -150,8 +153,9 @@ def _dtype(leaf: StoredLeaf) -> str:
 
 
 def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
+    """Divides the weights, in their order, into files."""
     if METADATA in weights.leaves:
-        raise UnsupportedLeafError(f"safetensors has no tensor of the name {METADATA}")
+        raise UnsupportedLeafError(f"no tensor can have the name {METADATA} in safetensors")
     shards: list[dict[str, StoredLeaf]] = [{}]
     size = 0
     for name, leaf in weights.leaves.items():
@@ -179,7 +183,11 @@ def _index(files: Sequence[_File]) -> dict[str, object]:
 
 
 def _allocate(file: _File, header: bytes) -> None:
-    """Takes the room of the whole file: writing to a mapped file that lacks it kills a program."""
+    """Writes the header, and reserves disk space for the whole file.
+
+    A full disk then raises an error here. Later, a write to the mapped file would kill the process
+    with SIGBUS.
+    """
     file.path.parent.mkdir(parents=True, exist_ok=True)
     with open(file.partial, "xb") as opened:
         opened.write(header)
@@ -195,17 +203,18 @@ def _fill(
     options: CheckpointOptions,
     on_bytes: Callable[[int], None],
 ) -> None:
-    homes = {
+    """Reads the leaves piece by piece, and writes each piece to its place in its file."""
+    places = {
         leaf.name: (file.partial, file.offsets[name])
         for file in files
         for name, leaf in file.leaves.items()
     }
-    for name, index, content in stored.stream(homes, options):
-        path, offset = homes[name]
+    for name, index, content in stored.stream(places, options):
+        path, offset = places[name]
         shape = stored.leaves[name].shape
         mapped = np.memmap(path, content.dtype, "r+", offset, shape)
         mapped[index] = content
-        del mapped  # what is written does not count as this program's memory any longer
+        del mapped  # so that the written pages no longer count as memory of this process
         on_bytes(math.prod(content.shape) * content.itemsize)
 
 
@@ -216,10 +225,14 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(made: Iterable[Path], wanted: Iterable[Path]) -> Iterator[None]:
-    """Refuses to overwrite; leaves nothing behind of what fails."""
+    """Refuses to overwrite a path in ``wanted``; if the body raises, deletes the paths in ``made``.
+
+    Raises:
+      DirectoryError: a wanted path exists already, or the body raised an OSError.
+    """
     for path in wanted:
         if path.exists():
-            raise DirectoryError(f"{path}: is there already; nothing was written", path=path)
+            raise DirectoryError(f"{path}: exists already; nothing was written", path=path)
     try:
         yield
     except BaseException as error:
@@ -235,15 +248,18 @@ _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether there is a file, or a directory with them, that ``open_safetensors`` takes."""
+    """True if the path is a file, or a directory with safetensors under Hugging Face's names."""
     return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
 
 
 def open_safetensors(path: Path) -> TensorFiles:
-    """Opens a file, or a directory or index as Hugging Face writes them; reads no tensor yet.
+    """Opens safetensors without reading a tensor.
+
+    Args:
+      path: a file, or a directory or index in Hugging Face's form.
 
     Raises:
-      DirectoryError: there is none, or it cannot be read now.
+      DirectoryError: there is no such file, or it cannot be read at the moment.
       CorruptCheckpointError: a file is damaged, or the index does not fit the files.
       UnsupportedLeafError: a tensor has a dtype that cannot be stored.
       ImportError: the safetensors library is not installed.
@@ -261,13 +277,13 @@ def open_safetensors(path: Path) -> TensorFiles:
             )
         tensors |= found
         ties |= metadata
-    # As safetensors.torch.save_model notes them; other metadata is for people.
+    # safetensors.torch.save_model records ties in this form. Other metadata is for people.
     known = {a: n for a, n in ties.items() if n in tensors and a not in tensors}
     return TensorFiles(tensors, known, tuple(files))
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
-    """The files of a model and, where there is an index, which names each of them has."""
+    """Returns a model's files, and each file's tensor names (None if there is no index)."""
     index = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index.exists():
         path = path / SINGLE
@@ -280,7 +296,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
         except OSError as error:
             raise DirectoryError(f"{index} cannot be read: {error}", path=index) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{index}: no index: {error!r:.200}", path=index) from None
+            raise CorruptCheckpointError(
+                f"{index}: expected an index of safetensors: {error!r:.200}", path=index
+            ) from None
         return [index.parent / file for file in sorted(expected)], expected
     if not path.is_file():
         raise DirectoryError(f"{path}: no such file", path=path)
@@ -288,28 +306,29 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
 
 
 def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """The tensors of one file, and its metadata."""
+    """Returns the tensors of one file by name, and its metadata."""
     try:
         import safetensors
     except ImportError as error:
         raise ImportError(
-            "reading safetensors needs the library of that name: pip install safetensors"
+            "reading safetensors needs the safetensors library: pip install safetensors"
         ) from error
     try:
-        require_regular(path, may_be_link=True)  # as in Hugging Face's cache
-        with safetensors.safe_open(path, "np") as checked:  # offsets, sizes, the header's form
+        require_regular(path, may_be_link=True)  # Hugging Face's cache contains links
+        with safetensors.safe_open(path, "np") as checked:  # checks header, offsets and sizes
             metadata = checked.metadata() or {}
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except FileNotFoundError:
-        raise CorruptCheckpointError(f"{path}: is in the index, and not there", path=path) from None
+        raise CorruptCheckpointError(
+            f"{path}: the index names this file, but it does not exist", path=path
+        ) from None
     except OSError as error:
         raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
     except (safetensors.SafetensorError, ValueError) as error:
         raise CorruptCheckpointError(
-            f"{path}: expected safetensors, found what cannot be read as such: {error!s:.200}",
-            path=path,
+            f"{path}: expected a file of safetensors: {error!s:.200}", path=path
         ) from error
     tensors = {
         name: _tensor(path, name, entry, 8 + length)

@@ -1,4 +1,4 @@
-"""Owns memory that lies in a file: for what is written as a whole, and larger than may be held."""
+"""Arrays in a temporary file, for exports that need more memory at once than the bound permits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 def room_for(
     leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
 ) -> Iterator[Allocate | None]:
-    """Where to read leaves to, all at once: memory if they may be held, a file if they may not.
+    """Provides room for all leaves at once: in memory if the bound permits, else in a file.
+
+    Args:
+      leaves: the leaves that will be read.
+      folder: directory for the file, which has no name; created if necessary.
+      options: ``max_host_bytes`` is the bound.
 
     Yields:
-      What makes arrays in a file without a name, which the system keeps in memory as it sees fit;
-      None for this host's memory.
+      A function that allocates an array in the file, whose pages the operating system keeps in
+      memory or evicts; None if the leaves fit into this host's memory within the bound.
 
     Raises:
-      DirectoryError: there is no room for them.
+      DirectoryError: the disk has no room for the leaves.
     """
     nbytes = sum(leaf.nbytes for leaf in leaves)
     if nbytes <= (options.max_host_bytes or STREAMED_BYTES):
@@ -43,12 +48,12 @@ def room_for(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Writing to a mapped file that lacks the room kills a program.
+            # Without space on the disk, a write to the mapped file would kill the process.
             os.posix_fallocate(file.fileno(), 0, total)
             memory = np.memmap(file, np.uint8, "r+", shape=(total,)).view(np.ndarray)
     except OSError as error:
         raise DirectoryError(
-            f"{folder}: has no room for {total} bytes meanwhile: {error}", path=folder
+            f"{folder}: has no room for a temporary file of {total} bytes: {error}", path=folder
         ) from error
     end = 0
 

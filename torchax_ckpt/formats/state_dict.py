@@ -1,7 +1,7 @@
-"""Owns plain CPU tensors: state dicts for programs that know nothing of torchax, and torch's files.
+"""State dicts of plain CPU tensors, in memory and in torch's files, for programs without torchax.
 
-A file is written by ``torch.save``, whose format is a pickle. Only a dict of plain tensors goes
-into it, which ``torch.load(weights_only=True)`` reads; nothing is ever unpickled here.
+``torch.save`` writes the files; its format is a pickle. The module writes only dicts of plain
+tensors and numbers, which ``torch.load(weights_only=True)`` reads. It never unpickles anything.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ def load_torch_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Reads the weights of a step as plain CPU tensors, for ``model.load_state_dict``.
 
-    Neither torchax nor an accelerator is needed or used; a program that trains on this host is not
-    disturbed. Dtypes are as they were stored; tied weights share one tensor. A module's extra state
-    is left out.
+    The function needs and uses neither torchax nor an accelerator, so it does not disturb a program
+    that trains on this host. Tensors have their stored dtypes, and tied weights share one tensor. A
+    module's extra state is left out.
 
     Args:
-      directory: of the run, or ``gs://bucket/prefix``.
+      directory: the run's directory, or ``gs://bucket/prefix``.
       step: completed steps of the checkpoint; None for the newest.
-      at: where the weights are, if not those of the one attached model: ``model/generator``, or
-        ``state/params`` of functional state, whose keys are joined with ``.``.
+      at: key path of the weights, if they are not those of the one attached model:
+        ``model/generator``, or ``state/params`` of functional state, whose keys are joined with
+        ``.``.
       options: memory bounds (``max_host_bytes``).
 
     Returns:
-      Name -> tensor.
+      A dict from torch's name to the tensor.
 
     Raises:
-      StepNotFoundError: there is no such step, or none at all.
-      MismatchError: there are no weights there.
+      StepNotFoundError: the directory has no such step, or no step at all.
+      MismatchError: there are no weights at this place.
       CorruptCheckpointError: the step is damaged.
-      DirectoryError: it cannot be read now.
-      UnsupportedLeafError: torch lacks the dtype of one of them.
+      DirectoryError: the step cannot be read at the moment.
+      UnsupportedLeafError: torch lacks the dtype of a weight.
     """
     run = RunDirectory(directory, read_only=True)
     if step is not None:
@@ -67,12 +68,17 @@ def load_torch_state_dict(
 def read_state_dict(
     stored: StoredStep, weights: Weights, options: CheckpointOptions
 ) -> dict[str, torch.Tensor]:
-    """The weights as plain CPU tensors; tied ones are one tensor."""
+    """Reads the weights as plain CPU tensors, by torch's names; tied weights share one tensor."""
     return named_weights(weights, read_tensors(stored, weights.leaves.values(), options))
 
 
 def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by leaf, under torch's names; tied ones are one tensor."""
+    """Returns the tensors under torch's names; tied weights share one tensor.
+
+    Args:
+      weights: the names, leaves and ties.
+      tensors: name of a leaf -> its tensor.
+    """
     found = {name: tensors[leaf.name] for name, leaf in weights.leaves.items()}
     return {**found, **{alias: found[name] for alias, name in weights.ties.items()}}
 
@@ -83,10 +89,10 @@ def read_tensors(
     options: CheckpointOptions,
     allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Leaves as plain CPU tensors, by their own names; arguments as of ``StoredStep.read``.
+    """Reads leaves as plain CPU tensors, by leaf name; for arguments see ``StoredStep.read``.
 
     Raises:
-      UnsupportedLeafError: torch lacks the dtype of one of them.
+      UnsupportedLeafError: torch lacks the dtype of a leaf.
     """
     dtypes = {leaf.name: _dtype(leaf.dtype, leaf.name) for leaf in leaves}
     arrays = stored.read(dtypes, options, allocate)
@@ -95,13 +101,13 @@ def read_tensors(
 
 
 def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a state dict, or a dict of several, that ``torch.load(weights_only=True)`` reads.
+    """Writes a state dict, or a dict of state dicts, for ``torch.load(weights_only=True)``.
 
     Raises:
-      DirectoryError: the file is there already, or cannot be written.
+      DirectoryError: the file exists already, or cannot be written.
     """
     if out.exists():
-        raise DirectoryError(f"{out}: is there already; nothing was written", path=out)
+        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -127,13 +133,16 @@ def _dtype(name: str, leaf: str) -> torch.dtype:
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the array's memory, by its bytes: numpy knows bfloat16 by another name."""
+    """Returns a tensor that shares the array's memory.
+
+    The conversion views the array as bytes, because torch does not know the dtypes of ml_dtypes.
+    """
     octets = array.reshape(-1).view(np.uint8)
     return torch.from_numpy(octets).view(dtype).reshape(array.shape)
 
 
 @contextlib.contextmanager
 def native_torch() -> Iterator[None]:
-    """In a program that has enabled torchax too, these are plain CPU tensors."""
+    """Makes torch create plain CPU tensors within the block, even if torchax is enabled."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield

@@ -1,7 +1,7 @@
-"""Owns tensors as they lie in files of other programs: described at once, read part by part.
+"""Tensors in files of other programs: where their bytes are, and reading regions of them.
 
-Nothing is read until it is asked for, and then no more than that: a model of any size goes to its
-devices in the memory of their parts.
+A tensor's bytes are read only on request, and only the requested region. So a restore to devices
+needs host memory for the devices' parts, not for the whole model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchax_ckpt.storage.arrays.placement import Index, empty
 
 @dataclasses.dataclass(frozen=True)
 class FilePart:
-    """A part of a tensor, in one place of one file.
+    """A rectangular part of a tensor, stored at one place of one file.
 
     Attributes:
       path: the file.
-      offset: where its bytes begin.
-      start: where in the tensor it begins, along each dim.
+      offset: offset of its first byte in the file.
+      start: index of its first element in the tensor, for each dim.
       shape: its dims.
       strides: elements from one index to the next, along each dim; None for C order.
     """
@@ -38,11 +38,11 @@ class FilePart:
     strides: tuple[int, ...] | None = None
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """The part, mapped into memory."""
+        """Maps the part into memory, read-only."""
         if self.strides is None:
             return np.memmap(self.path, dtype, "r", self.offset, self.shape).view(np.ndarray)
         reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        # As bytes, since numpy's as_strided does not know float8_e5m2.
+        # The view is made of bytes, because numpy's as_strided does not know float8_e5m2.
         octets = np.dtype((np.void, dtype.itemsize))
         flat = np.memmap(self.path, octets, "r", self.offset, (reach,)).view(np.ndarray)
         steps = tuple(stride * dtype.itemsize for stride in self.strides)
@@ -54,9 +54,9 @@ class FileTensor:
     """A tensor in files.
 
     Attributes:
-      dtype: numpy's or ml_dtypes' name of its dtype.
+      dtype: name of its dtype in numpy or ml_dtypes.
       shape: its dims.
-      parts: what it is made of; they do not overlap, and leave nothing out.
+      parts: its parts. They do not overlap, and together they cover the tensor.
     """
 
     dtype: str
@@ -65,15 +65,21 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def read(self, index: Index) -> np.ndarray:
-        """A region of it, in new memory.
+        """Reads a region of the tensor into new memory.
+
+        Args:
+          index: one slice for each dim, with step 1.
+
+        Returns:
+          An array of the region's shape and the tensor's dtype.
 
         Raises:
-          CorruptCheckpointError: a file is shorter than it was.
-          DirectoryError: it cannot be read now.
+          CorruptCheckpointError: a file is too short, or the parts overlap or leave gaps.
+          DirectoryError: a file cannot be read at the moment.
         """
         bounds = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         result = empty(tuple(b - a for a, b in bounds), np.dtype(self.dtype))
@@ -86,19 +92,19 @@ class FileTensor:
             high = [min(b, e) for (_, b), e in zip(bounds, ends, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            there, here = (
+            in_part, in_result = (
                 tuple(slice(a - s, b - s) for a, b, s in zip(low, high, origin, strict=True))
                 for origin in (part.start, [a for a, _ in bounds])
             )
-            result[here] = self._mapped(part)[there]
-            missing -= result[here].size
+            result[in_result] = self._mapped(part)[in_part]
+            missing -= result[in_result].size
         if missing:
             path = self.parts[0].path
             raise CorruptCheckpointError(f"{path}: its parts overlap, or leave gaps", path=path)
         return result
 
     def mapped(self) -> np.ndarray:
-        """All of it; mapped where it is one part, and in new memory where it is several."""
+        """Returns the whole tensor: mapped if it has one part, else read into new memory."""
         if [part.shape for part in self.parts] == [self.shape] and self.nbytes:
             return self._mapped(self.parts[0])
         return self.read(tuple(slice(0, n) for n in self.shape))
@@ -108,7 +114,7 @@ class FileTensor:
             return part.mapped(np.dtype(self.dtype))
         except CorruptCheckpointError:
             raise
-        except ValueError as error:  # numpy's, where a file is too short
+        except ValueError as error:  # numpy raises it if a file is too short
             raise CorruptCheckpointError(f"{part.path}: {error}", path=part.path) from error
         except OSError as error:
             raise DirectoryError(f"{part.path} cannot be read: {error}", path=part.path) from error
@@ -116,11 +122,11 @@ class FileTensor:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFiles:
-    """Weights in files.
+    """Weights in files of another program.
 
     Attributes:
-      tensors: torch's name -> where it lies.
-      ties: another name of a tied weight -> its name, where the files say so.
+      tensors: torch's name -> the tensor's place.
+      ties: another name of a tied weight -> its name in ``tensors``, if the files state ties.
       paths: the files.
     """
 

@@ -1,6 +1,6 @@
-"""Owns what is in a file that ``torch.save`` has written: a state dict, or dicts of several.
+"""A reader of files that ``torch.save`` wrote: a state dict, or nested dicts of them.
 
-Nothing is unpickled, as in everything that other programs wrote.
+It unpickles nothing, because another program wrote the file.
 """
 
 from __future__ import annotations
@@ -27,51 +27,52 @@ from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ZIP = b"PK\x03\x04"
-# Where training programs put the weights of what else they save: torch's tutorials, and Lightning.
+# Keys under which training programs save the weights: those of torch's tutorials and of Lightning.
 _MODELS = ("model", "state_dict")
-# Of some 200,000 tensors.
+# Enough for some 200,000 tensors.
 _MAX_DESCRIPTION_BYTES = 32 << 20
 _MAX_DEPTH = 64
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether there is a file that ``open_torch_file`` takes, by its name or how it begins."""
+    """True if the path is a file that its suffix or its first bytes identify as torch's."""
     if not path.is_file() or path.suffix in _SUFFIXES:
         return path.is_file()
     try:
         with open(path, "rb") as file:
             return file.read(len(_ZIP)) == _ZIP
-    except OSError:  # whoever opens it as something else says why
+    except OSError:  # opening it in another format raises the error with its cause
         return False
 
 
 def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens a file of ``torch.save``'s; reads no tensor yet.
+    """Opens a file of ``torch.save`` without reading a tensor.
 
-    Tensors of one storage, shape and place in it are one, and their names tied. What is neither a
-    tensor nor a dict of them is left out: numbers, an optimizer's lists, objects.
+    Tensors with the same storage, offset, shape and strides become one tensor, and their names are
+    tied. Values that are neither tensors nor dicts of tensors are left out: numbers, an optimizer's
+    lists, objects.
 
     Args:
       path: the file.
-      at: keys of the dict that holds the weights, joined with ``/``. None for ``model`` or
-        ``state_dict``, if there is a dict under one of these keys, or else everything.
+      at: keys that lead to the dict of the weights, joined with ``/``. None selects the dict under
+        ``model`` or ``state_dict``, or the whole file if neither key has a dict.
 
     Raises:
-      CorruptCheckpointError: it is not as torch writes it.
-      DirectoryError: it cannot be read now.
+      CorruptCheckpointError: the file differs from the form that torch writes.
+      DirectoryError: the file cannot be read at the moment.
       MismatchError: there are no tensors at this place.
-      UnsupportedLeafError: a tensor cannot be stored: sparse, quantized, of an unknown dtype; or
-        the file is in the form that torch wrote before 1.6.
+      UnsupportedLeafError: a tensor is sparse, quantized or of a dtype that cannot be stored; two
+        tensors have one name; or the file has the form that torch wrote before 1.6.
     """
-    with reading_file(path, "what torch.save writes", may_be_link=True):
+    with reading_file(path, "a file of torch.save", may_be_link=True):
         if not zipfile.is_zipfile(path):
             with open(path, "rb") as file:
                 begins = file.read(len(_ZIP))
             if begins == _ZIP:
-                raise ValueError("an archive without an end")
+                raise ValueError("the zip archive is cut off: its list of files is missing")
             raise UnsupportedLeafError(
-                f"{path}: is no archive, as torch.save has written since torch 1.6: torch.load and "
-                "torch.save it again"
+                f"{path}: expected a zip archive, as torch.save has written since torch 1.6. Load "
+                "the file with torch.load and save it again with torch.save"
             )
         length = path.stat().st_size
         with open_archive(path, 0, length, _MAX_DESCRIPTION_BYTES) as archive:
@@ -79,6 +80,7 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
 
 
 def _opened(path: Path, archive: Archive, at: str | None) -> TensorFiles:
+    """Returns the tensors and ties of an open archive."""
     tensors: dict[str, FileTensor] = {}
     ties: dict[str, str] = {}
     named: dict[Described, str] = {}
@@ -98,10 +100,11 @@ def _opened(path: Path, archive: Archive, at: str | None) -> TensorFiles:
 
 
 def _described(path: Path, name: str, record: Record) -> Described:
+    """Returns a tensor's description; raises UnsupportedLeafError if it cannot be stored."""
     if not is_plain(record):
         kind = record.name.rpartition("_rebuild_")[2]
         raise UnsupportedLeafError(
-            f"{path}: {name}: a tensor of the kind {kind:.80}, not a plain one"
+            f"{path}: {name}: expected a plain tensor, found a tensor of the kind {kind:.80}"
         )
     tensor = described(record)
     if tensor.dtype not in STORABLE_DTYPES:
@@ -110,7 +113,7 @@ def _described(path: Path, name: str, record: Record) -> Described:
 
 
 def _place(path: Path, root: Any, at: str | None) -> Any:
-    """The dict that the weights are looked for in."""
+    """Returns the dict in which to search for the weights."""
     if at is None:
         dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), Pairs))
         return next(dicts, root)
@@ -123,14 +126,14 @@ def _place(path: Path, root: Any, at: str | None) -> Any:
 
 
 def _under(root: Any, key: str) -> Any:
-    """What a dict holds under a key; None where there is none."""
+    """Returns a dict's value for a key; None if there is no such key or ``root`` is not a dict."""
     if not isinstance(root, Pairs):
         return None
     return next((value for k, value in root if _key(k) == key), None)
 
 
 def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
-    """Keys and record of every tensor in nested dicts, in their order."""
+    """Yields the keys and the record of each tensor in nested dicts, in their order."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
     while waiting:
@@ -138,20 +141,24 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
         if tensor := tensor_in(value):
             yield keys, tensor
         elif isinstance(value, Pairs):
-            # Dicts within dicts may have parts in common, so many that a walk would never end.
+            # Nested dicts can share parts, so many that a walk through all paths would never end.
             if id(value) in seen or len(keys) > _MAX_DEPTH:
-                raise ValueError(f"{'.'.join(keys):.80}: a dict in two places, or too deep")
+                raise ValueError(
+                    f"{'.'.join(keys):.80}: a dict that is in two places, or more than "
+                    f"{_MAX_DEPTH} dicts deep"
+                )
             seen.add(id(value))
             inner = ((_key(key), member) for key, member in value)
             waiting += [((*keys, k), member) for k, member in inner if k is not None][::-1]
 
 
 def _key(key: Any) -> str | None:
+    """Returns a key as a string if it is a string or an integer; None otherwise."""
     return str(key) if type(key) in (str, int) else None
 
 
 def _no_tensors(path: Path, root: Any, at: str | None) -> MismatchError:
     keys = [_key(key) for key, _ in root] if isinstance(root, Pairs) else []
-    there = ", ".join(repr(key)[:80] for key in keys[:10] if key) or "no dict"
-    where = f"at {at!r}" if at else "in a dict of torch.save's"
-    return MismatchError(f"{path}: expected tensors {where}, found {there}", path=path)
+    found = ", ".join(repr(key)[:80] for key in keys[:10] if key) or "no dict"
+    where = f"at {at!r}" if at else "in a dict that torch.save wrote"
+    return MismatchError(f"{path}: expected tensors {where}, found {found}", path=path)

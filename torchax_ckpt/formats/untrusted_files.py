@@ -1,4 +1,4 @@
-"""Owns what a file must be before a reader opens it: other programs wrote it, or anybody."""
+"""Checks of a file before a reader opens it, because anybody may have written it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
-    """Refuses what must not be opened: a pipe blocks forever, a device has no end.
+    """Requires a regular file: opening a pipe can block forever, and a device has no end.
 
     Args:
-      path: of the file.
-      may_be_link: whether a symbolic link to a regular file will do, wherever it leads.
-      max_bytes: the most that it may have, where all of it is to be read.
+      path: path of the file.
+      may_be_link: True to accept a symbolic link to a regular file, in any directory.
+      max_bytes: largest permitted size, for a file that will be read whole; None for any size.
 
     Raises:
-      ValueError: it is no regular file, or larger than that.
-      OSError: it is not there, or cannot be looked at.
+      ValueError: the file is not regular, or is larger than ``max_bytes``.
+      OSError: the file does not exist, or its status cannot be read.
     """
     status = path.stat(follow_symlinks=may_be_link)
     if not stat.S_ISREG(status.st_mode):
@@ -37,15 +37,15 @@ def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | N
 
 
 def in_folder(folder: Path, name: Any) -> Path:
-    """The file of this name in a folder.
+    """Returns the path of a file directly in a folder, from its untrusted name.
 
     Raises:
-      ValueError: the name leads elsewhere, or is none.
+      ValueError: the name leads out of the folder, or is not a file name.
     """
     if type(name) is not str:
         raise ValueError(f"expected the name of a file, found a {type(name).__name__}")
     if Path(name).name != name or name in ("", ".."):
-        raise ValueError(f"{name!r:.80} is no name of a file")
+        raise ValueError(f"{name!r:.80} is not a file name")
     return folder / name
 
 
@@ -53,15 +53,17 @@ def in_folder(folder: Path, name: Any) -> Path:
 def reading_file(
     path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
 ) -> Iterator[None]:
-    """Reads a file that another program should have written; what none has written is damage.
+    """Checks a file with ``require_regular``, and converts errors from reading it in the block.
 
     Args:
-      path: of the file, for ``require_regular``, as are ``may_be_link`` and ``max_bytes``.
-      expected: what it should be, for messages.
+      path: path of the file.
+      expected: the expected kind of file, for messages.
+      may_be_link, max_bytes: as in ``require_regular``.
 
     Raises:
-      CorruptCheckpointError: it is something else.
-      DirectoryError: it cannot be read now.
+      CorruptCheckpointError: the file is not of the expected kind: any exception of the block that
+        is neither an OSError nor a CheckpointError.
+      DirectoryError: the file cannot be read at the moment: any OSError.
     """
     try:
         require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
@@ -70,7 +72,7 @@ def reading_file(
         raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
     except CheckpointError:
         raise
-    except Exception as error:  # zipfile's own, and what comes of taking records for others
+    except Exception as error:  # zipfile's errors, and type errors from unexpected records
         raise CorruptCheckpointError(
             f"{path}: expected {expected}: {error!s:.200}", path=path
         ) from error

@@ -1,4 +1,4 @@
-"""Owns which leaves of a step are weights, under which of torch's names, and which are tied."""
+"""The weights of a step: which leaves they are, their names in torch, and their ties."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Weights:
     """The weights of one model.
 
     Attributes:
-      leaves: torch's name -> the leaf that holds it, in the model's order.
-      ties: another name of a tied weight -> the name it stands under in ``leaves``.
-      left_out: leaves below the same place that are no weights: a module's extra state.
+      leaves: torch's name -> the leaf that contains the weight, in the model's order.
+      ties: another name of a tied weight -> its name in ``leaves``.
+      left_out: leaves below the same place that are not weights: a module's extra state.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -29,17 +29,17 @@ class Weights:
 
 
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
-    """The weights that a step holds at one place.
+    """Returns the weights at one place of a step.
 
     Args:
       stored: the step.
-      at: key path in the step: ``model``, ``model/generator`` where several models were attached,
+      at: key path in the step: ``model``; ``model/generator`` if several models were attached;
         ``state/params`` of functional state, whose keys are then joined with ``.``. None for the
-        one model that was attached.
+        one attached model.
 
     Raises:
-      MismatchError: there are no leaves there; says where there are.
-      CorruptCheckpointError: the manifest does not describe them as this package does.
+      MismatchError: there are no leaves at this place. The message lists places with leaves.
+      CorruptCheckpointError: the manifest's node does not have the form that this package writes.
       UnsupportedLeafError: two leaves would get the same name.
     """
     place = at or MODEL
@@ -75,7 +75,11 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
 
 
 def _node(stored: StoredStep, place: str) -> Any:
-    """The node at a key path of dicts; None if there are no leaves at or below it."""
+    """Returns the manifest's node at a key path; None if there are no leaves at or below it.
+
+    The result is an empty dict if there are leaves, but no node: the path then passes through a
+    node that is not a dict.
+    """
     if not any(name == place or name.startswith(f"{place}/") for name in stored.leaves):
         return None
     component, *rest = names.split(place)
@@ -90,6 +94,7 @@ def _node(stored: StoredStep, place: str) -> Any:
 
 
 def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
+    """Returns a module's ties from its node: another name -> the name of the stored weight."""
     pairs = node["ties"]
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in pairs
@@ -99,6 +104,6 @@ def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _places(stored: StoredStep) -> list[str]:
-    """Where leaves are, two keys deep at most."""
+    """Returns up to ten places that contain leaves, each at most two keys deep."""
     above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
     return sorted(above)[:10]
