@@ -103,16 +103,16 @@ def main() -> None:
     seldom = policies.FixedIntervalPolicy(10**9)
     print("| layers | tensors | step without | with | the callback |\n|---|---|---|---|---|")
     for num_layers in asked.layers:
-        without, held = [], []
+        without, with_callback = [], []
         for _ in range(asked.repeats):
             without.append(fit(num_layers, asked.steps)[0])
             with tempfile.TemporaryDirectory() as folder:
                 callback = TorchaxCheckpoint(folder, save_decision_policy=seldom)
                 secs, num_tensors = fit(num_layers, asked.steps, callback)
-            held.append(secs)
-        cost = statistics.median(b - a for a, b in zip(without, held, strict=True))
-        said = (statistics.median(without), statistics.median(held), cost)
-        print(f"| {num_layers} | {num_tensors} |", *(f"{secs * 1e3:.2f} ms |" for secs in said))
+            with_callback.append(secs)
+        cost = statistics.median(b - a for a, b in zip(without, with_callback, strict=True))
+        times = (statistics.median(without), statistics.median(with_callback), cost)
+        print(f"| {num_layers} | {num_tensors} |", *(f"{secs * 1e3:.2f} ms |" for secs in times))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        count=lambda value: "" if value is None else f"{value:,}",
+        thousands=lambda value: "" if value is None else f"{value:,}",
         declined=_num_declined,
         duration=duration,
         moment=lambda secs: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(secs)),

@@ -59,7 +59,7 @@ class BarePosition:
     @property
     def is_current(self) -> bool:
         """Whether the held step can still be saved: its tensors have not changed since."""
-        return self._held is not None and self._held.is_there
+        return self._held is not None and self._held.is_unchanged
 
     def hold(self) -> None:
         """Records the loop's present position."""

@@ -27,7 +27,7 @@ from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Mome
 
 logger = logging.getLogger(__name__)
 
-_TOLD_TO_END = 128 + signal.SIGTERM  # Schedulers restart a process that ends with this exit code.
+_SIGTERM_EXIT_CODE = 128 + signal.SIGTERM  # Schedulers restart jobs that end with this code.
 
 
 class TorchaxCheckpoint(Checkpoint):
@@ -97,7 +97,7 @@ class TorchaxCheckpoint(Checkpoint):
         self._position: LoopPosition | BarePosition | None = None
         self._seen: dict[str, Any] = {}
         self._is_validated = self._was_validated = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class TorchaxCheckpoint(Checkpoint):
             state that only a Lightning checkpoint would hold.
           MismatchError, CorruptCheckpointError, ...: see ``TorchaxCheckpointer.attach``.
         """
-        self._seen, self._said = {}, set()
+        self._seen, self._warned = {}, set()
         self._is_validated = self._was_validated = False
         ckpt = self.checkpointer = self._make()
         if isinstance(trainer, BareLoop):
@@ -139,7 +139,7 @@ class TorchaxCheckpoint(Checkpoint):
             **self._placing,
         )
         if step:
-            position.go_on()
+            position.resume()
             self._seen = dict(trainer.callback_metrics)
             rank_zero_info(f"resumed: step {step} in {ckpt.directory}")
         position.watch(functools.partial(self._reached, trainer, position))
@@ -168,7 +168,7 @@ class TorchaxCheckpoint(Checkpoint):
                 metrics=self._rankable(trainer.callback_metrics, waits=self._raises),
             )
             if self._open.reached_preemption():
-                raise SIGTERMException(_TOLD_TO_END)
+                raise SIGTERMException(_SIGTERM_EXIT_CODE)
 
     def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
         """Saves the last step, and waits until it is durable."""
@@ -215,7 +215,7 @@ class TorchaxCheckpoint(Checkpoint):
         )
         if isinstance(exception, SIGTERMException):
             # Lightning's own exit code, 0, would tell most schedulers that the job has finished.
-            exception.code = _TOLD_TO_END
+            exception.code = _SIGTERM_EXIT_CODE
 
     def teardown(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, stage: str) -> None:
         """Closes this fit's checkpointer.
@@ -248,9 +248,9 @@ class TorchaxCheckpoint(Checkpoint):
         elif not trainer.fast_dev_run:
             was_measured = moment is Moment.AFTER_EPOCH or self._is_validated
             self._is_validated = False
-            self._look_at_step(trainer, position, moment, was_measured)
+            self._save_if_due(trainer, position, moment, was_measured)
 
-    def _look_at_step(
+    def _save_if_due(
         self, trainer: Trainer, position: LoopPosition, moment: Moment, was_measured: bool
     ) -> None:
         ckpt, is_due = self._open, position.is_due
@@ -327,8 +327,8 @@ class TorchaxCheckpoint(Checkpoint):
             )
 
     def _warn(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning("%s", message)
 
 

@@ -39,7 +39,7 @@ class HeldStep:
         self.random_state = RandomState().state_dict()
 
     @property
-    def is_there(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether every tensor is unchanged, and no parameter group was added."""
         now = list(self._values_now())
         return (

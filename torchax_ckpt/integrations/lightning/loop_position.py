@@ -76,7 +76,7 @@ class LoopPosition:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
         has_stepped = optimization.optim_step_progress.total.ready != self.step
-        return not has_stepped and self._held.is_there
+        return not has_stepped and self._held.is_unchanged
 
     def hold(self, moment: Moment) -> None:
         """Records the Trainer's present position."""
@@ -136,10 +136,10 @@ class LoopPosition:
     # --- resuming ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps a saved position, which ``go_on`` applies to the Trainer."""
+        """Keeps a saved position, which ``resume`` applies to the Trainer."""
         self._restored = state_dict
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Moves the Trainer to the restored position.
 
         Call it at the point at which Lightning restores loops. Lightning restores the loaders when
