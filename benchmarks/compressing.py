@@ -1,11 +1,11 @@
-"""What compression saves and takes, on a medium that takes no time: where it would pay.
+"""Measures the size and the speed of compressed saves in memory, to see on which media they pay.
 
     python benchmarks/compressing.py [DIRECTORY] [--mbytes 512] [--repeats 5]
 
-DIRECTORY is best in memory (/dev/shm, the default). Prints, for weights and moments as AdamW leaves
-them, the share of the bytes that is left and the rates of saves with and without compression. A
-medium that takes fewer bytes per second than the compressed rate makes compressed saves the
-shorter ones, by no more than the share saved.
+DIRECTORY should be in memory (/dev/shm, the default). Prints, for weights and moments of AdamW, the
+compressed fraction of the bytes, and the rates of saves with and without compression. On a medium
+slower than the compressed rate, compressed saves are faster, at most by the fraction of bytes that
+compression removes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = 1 << 10
 
 
 def contents(mbytes: int) -> dict[str, dict[str, jax.Array]]:
-    """Arrays [1024, n], sharded over the devices, by what they stand for."""
+    """Returns arrays [1024, n], sharded over the devices, by kind and name."""
     columns = (mbytes << 20) // (16 * ROWS * 4)
     draw = np.random.default_rng(0)
     weights = draw.standard_normal((16, ROWS, columns), dtype=np.float32) * 0.02

@@ -1,11 +1,12 @@
-"""What Lightning's callback costs a step that is not saved: it holds where the Trainer is.
+"""Measures the cost of ``TorchaxCheckpoint`` in a step that is not saved.
 
     python benchmarks/holding.py [--steps 500] [--repeats 5] [--layers 1 32]
 
-Fits a module of so many linear layers with AdamW and a StatefulDataLoader, with and without the
-callback in turn, and prints the medians of what the training thread computes from one batch to the
-next, and what lies between them. It is the thread's time on a core, which other programs leave
-alone. The model is small, so that a step is Lightning's own work and the optimizer's.
+At each step the callback records the Trainer's position. The program fits a module of linear layers
+with AdamW and a StatefulDataLoader, alternately with and without the callback. It prints the median
+CPU times of the training thread between two batches, and the median of their differences. CPU time
+does not include other programs. The model is small, so that a step consists of the work of
+Lightning and the optimizer.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Module(lightning.LightningModule):
 
 
 class Clock(lightning.Callback):
-    """Notes at each batch how long the thread has computed."""
+    """Records the CPU time of the thread at each batch."""
 
     def __init__(self) -> None:
         self.began: list[float] = []
@@ -67,20 +68,20 @@ class Clock(lightning.Callback):
 
     @property
     def median_secs(self) -> float:
-        """From one batch to the next, those in which things are compiled left out."""
+        """The median time from batch to batch, without the first ones, which compile."""
         began = self.began[10:]
         return statistics.median(b - a for a, b in itertools.pairwise(began))
 
 
 def fit(num_layers: int, num_steps: int, *more: lightning.Callback) -> tuple[float, int]:
-    """Seconds of a step, and how many tensors the module and its optimizer have."""
+    """Returns the seconds of a step, and the number of tensors of module and optimizer."""
     clock, module = Clock(), Module(num_layers)
     trainer = lightning.Trainer(
         strategy=TorchaxStrategy(),
         callbacks=[*more, clock],
         max_epochs=1,
         logger=False,
-        enable_checkpointing=bool(more),  # or Lightning would make one of its own
+        enable_checkpointing=bool(more),  # Otherwise Lightning adds its own ModelCheckpoint.
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -102,16 +103,16 @@ def main() -> None:
     seldom = policies.FixedIntervalPolicy(10**9)
     print("| layers | tensors | step without | with | the callback |\n|---|---|---|---|---|")
     for num_layers in asked.layers:
-        without, held = [], []
+        without, with_callback = [], []
         for _ in range(asked.repeats):
             without.append(fit(num_layers, asked.steps)[0])
             with tempfile.TemporaryDirectory() as folder:
                 callback = TorchaxCheckpoint(folder, save_decision_policy=seldom)
                 secs, num_tensors = fit(num_layers, asked.steps, callback)
-            held.append(secs)
-        cost = statistics.median(b - a for a, b in zip(without, held, strict=True))
-        said = (statistics.median(without), statistics.median(held), cost)
-        print(f"| {num_layers} | {num_tensors} |", *(f"{secs * 1e3:.2f} ms |" for secs in said))
+            with_callback.append(secs)
+        cost = statistics.median(b - a for a, b in zip(without, with_callback, strict=True))
+        times = (statistics.median(without), statistics.median(with_callback), cost)
+        print(f"| {num_layers} | {num_tensors} |", *(f"{secs * 1e3:.2f} ms |" for secs in times))
 
 
 if __name__ == "__main__":

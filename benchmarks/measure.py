@@ -1,8 +1,8 @@
-"""One measurement in a process of its own; prints one JSON object.
+"""Takes one measurement and prints it as one JSON object; run.py starts it once for each.
 
     python measure.py save|restore|loop|modes|digests|declined|machine STATE PEER DIRECTORY REPEATS
 
-Runs on four forced CPU devices, or on what JAX_PLATFORMS names.
+Runs on four forced CPU devices, or on the platform that JAX_PLATFORMS names.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def clock() -> float:
 
 
 def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """Blocking and durable time of each save; the first apart.
+    """Measures the blocking and durable time of each save, the first separately.
 
-    A peer that trains does so while the save is in flight. After each, the medium: as many bytes
-    written to one file, fsynced, and read back. What a disk and a virtual machine's memory give
-    changes from minute to minute, so only pairs are compared. Steps stay until they were measured,
-    and are then deleted outside the measured time.
+    A peer that trains does so while the save is in flight. After each save, the medium is
+    measured: the same number of bytes is written to one file, fsynced, and read back. The speed of
+    a disk and of a virtual machine's memory changes from minute to minute, so only such pairs are
+    compared. Old steps are deleted outside the measured time.
     """
     module, optimizer = states.build(state)
     flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
@@ -86,7 +86,7 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
 
 
 def medium(path: Path, size: int) -> tuple[float, float]:
-    """Seconds to write so many bytes to one file and fsync it, and to read them back."""
+    """Returns the seconds to write ``size`` bytes to a file and fsync it, and to read them."""
     block = bytearray(os.urandom(16 << 20))
     began = clock()
     with open(path, "wb", buffering=0) as file:
@@ -105,9 +105,9 @@ def medium(path: Path, size: int) -> tuple[float, float]:
 
 
 def modes(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """Blocking time of this library by way of snapshot, with idle and with busy devices.
+    """Measures this library's blocking time by snapshot mode, with idle and busy devices.
 
-    Busy: so much work is queued that it outlasts the save.
+    Busy devices have a queue of work that lasts longer than the save.
     """
     module, optimizer = states.build(state)
     work = jax.numpy.ones((768, 768))
@@ -136,10 +136,10 @@ def modes(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any
 
 
 def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """What digests cost: saves with and without taking them, restores with and without comparing.
+    """Measures saves with and without digests, and restores with and without comparing them.
 
-    They alternate in one process, and so does which of a pair of saves comes first: what a save
-    leaves to the disk is paid by the next.
+    They alternate in one process, and the order within the pairs of saves alternates too, because
+    the disk finishes the writes of a save during the next one.
     """
     from torchax_ckpt.storage.arrays import block_digests
 
@@ -173,9 +173,9 @@ def digests(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
 
 
 def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """The first restore of a fresh process, onto a fresh module with a stepped optimizer.
+    """Measures the first restore of a process, into a new module with a stepped optimizer.
 
-    The files were written a moment ago: they come from the page cache.
+    The files are in the page cache, because they were written a moment before.
     """
     module, optimizer = states.build(state, seed=1)
     jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
@@ -190,18 +190,17 @@ def loop(
     state: str, peer: str, directory: Path, repeats: int, *,
     max_secs: float, compute_secs: float | None, donate: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """A training loop under continuous saving: steps between durable checkpoints, step times.
+    """Measures a training loop under continuous saving: durable intervals in steps, step times.
 
-    A step updates every array in one jitted call, which donates them if asked to, and then computes
-    for a while, as a model would. PEER "none" saves nothing.
+    A step updates every array in one jitted call and then computes for a while, as a model would.
 
     Args:
-      state: what is trained.
-      peer: what saves it.
-      directory: where to.
-      repeats: how many intervals are measured; with "none", how many steps.
-      max_secs: no interval is begun after that.
-      compute_secs: how long a step computes besides the update; None for four products of
+      state: the name of the state to train.
+      peer: the peer that saves it; "none" saves nothing.
+      directory: the directory of the checkpoints.
+      repeats: the number of intervals to measure; with "none", of steps.
+      max_secs: no interval begins after this time.
+      compute_secs: how long a step computes in addition to the update; None for four products of
         [768, 768] matrices, some 50 ms on two CPU cores.
       donate: whether the update donates the arrays.
     """
@@ -237,7 +236,7 @@ def loop(
             times.append(clock() - began)
     else:
         saver = PEERS[peer](directory, module, optimizer, flat, keep=1)
-        for warm_up in (1, 2):  # after the first it is known whether the program donates
+        for warm_up in (1, 2):  # After the first, the library knows whether the program donates.
             saver.save(warm_up)
             step()
             saver.wait()
@@ -256,9 +255,8 @@ def loop(
                 saver.save(next(numbers))
                 blocking.append(clock() - saving)
             times.append(clock() - began)
-        if (
-            intervals and began_at is not None
-        ):  # what the last save has cost until here is half of it
+        # The last save is not durable yet, so that only a part of its cost has been measured.
+        if intervals and began_at is not None:
             del times[began_at:], blocking[-1]
         saver.wait()
         saver.close()
@@ -266,7 +264,7 @@ def loop(
 
 
 def _products_in(secs: float, compute: Any, work: Any) -> int:
-    """How many products take so long here."""
+    """Returns the number of matrix products that take ``secs`` on this machine."""
     jax.block_until_ready(compute(work, 100))
     began = clock()
     jax.block_until_ready(compute(work, 100))
@@ -274,9 +272,9 @@ def _products_in(secs: float, compute: Any, work: Any) -> int:
 
 
 def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """Seconds of a ``save`` that does not save, by what declines it and how many steps are kept.
+    """Measures a ``save`` that the policy declines, by policy and number of kept steps.
 
-    The steps are not on the medium: the run believes that it has them.
+    The steps are not on the medium. The program replaces the list of the run's steps.
     """
     import copy
     import threading
@@ -289,7 +287,7 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     from torchax_ckpt.storage.directory.committed_step import CommittedStep
     from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
-    # Has seen saves and steps with and without one, as many as it looks back on.
+    # Gives the policy a full history of saves, and of steps during saves and without them.
     optimal = policies.OptimalIntervalPolicy(mtbf_secs=1e9)
     for step in range(100):
         is_saving = step // 5 % 2 == 1
@@ -328,12 +326,12 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
                 "90th percentile": taken[repeats * 9 // 10],
             }
             go.set()
-            ckpt._saver.wait()  # what it did not write makes it fail, which is of no interest
+            ckpt._saver.wait()  # The save fails, because nothing was written; that is expected.
     return results
 
 
 def machine(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
-    """What figures are taken on, and when."""
+    """Returns the date, the machine and the versions of a measurement."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices = jax.devices()
     is_cpu = devices[0].platform == "cpu"

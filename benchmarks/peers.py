@@ -1,8 +1,8 @@
-"""The peers: how each saves and restores a flat dict of arrays, timed the same way.
+"""The peers that are compared: each saves and restores a flat dict of arrays.
 
-``save`` returns when the training thread may go on, ``wait`` when the step is durable. ``restore``
-returns when every array is ready on its sharding. ``train`` is what the program does between a save
-and the next: nothing, unless it is a step that donates.
+``save`` returns when the training thread may continue, ``wait`` when the step is durable.
+``restore`` returns when every array is ready on its sharding. ``train`` runs between two saves: a
+step that donates, or nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchax_ckpt.policies import LatestN, PreserveAll
 
 
 class Peer:
-    """What is measured of each."""
+    """The interface of a peer."""
 
     def save(self, step: int) -> None:
         raise NotImplementedError
@@ -81,7 +81,7 @@ class OrbaxV0(Peer):
 
 
 class Article(OrbaxV0):
-    """The recipe in circulation: as above, and wait for every save."""
+    """The recipe of published articles: bare Orbax v0, waiting for each save."""
 
     waits = True
 
@@ -145,7 +145,7 @@ class TorchSave(Peer):
 
 
 class Ours(Peer):
-    """This library, as its README says, with a program that donates nothing."""
+    """This library, used as its README shows, in a program that donates nothing."""
 
     def __init__(
         self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
@@ -175,7 +175,7 @@ class Ours(Peer):
 
 
 class Functional(Peer):
-    """This library's ``save(state=...)``, for a jitted step that donates the state it is given."""
+    """This library's ``save(state=...)``, with a jitted step that donates its state."""
 
     def __init__(
         self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None

@@ -1,9 +1,9 @@
-"""Prints the tables of docs/planning.md, writes them there, and draws its figures.
+"""Computes the tables and figures of docs/planning.md, prints the tables, and writes all there.
 
     python benchmarks/plans.py
 
-Nothing is measured here: this is the arithmetic and the simulation of ``torchax_ckpt.planning``,
-from the assumptions below.
+This program measures nothing. It uses the formulas and the simulation of ``torchax_ckpt.planning``
+with the assumptions below.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ DOCS = Path(__file__).parents[1] / "docs"
 YEAR_SECS = 365 * 86400.0
 SEEDS = (0, 1, 2, 3, 4)
 
-# The published setting: known are the chips, the model, 100 and 47 steps, and 5-10 % slower steps.
+# The published setting. The publication states the chips, the model, intervals of 100 and 47 steps,
+# and 5-10 % slower steps.
 NUM_PARAMS = 70_000_000_000
 PUBLISHED_CHIPS, PUBLISHED_SLICES = 128, 2
 FIXED_STEPS, CONTINUOUS_STEPS = 100, 47
 SLOWDOWNS = (0.0, 0.01, 0.025, 0.05, 0.10, 0.20)
-# Assumed.
+# Assumptions about the published setting.
 STEP_SECS = 20.0
 BLOCKING_SECS = 1.0
 RESTART_SECS = 600.0
 
-# From small to large: all of it assumed.
+# The tables from small to large clusters, with assumptions only.
 CHIPS = (64, 256, 1024, 4096, 16_384, 65_536, 100_000)
 SCALED = planning.Run(
     cluster=Cluster(
@@ -56,7 +57,7 @@ SCALED_POLICIES: dict[str, planning.Policy | TwoTier] = {
 
 
 def published_tier(slowdown: float) -> Tier:
-    """A save that is durable after 47 steps, each of them slower by this fraction."""
+    """Returns a tier whose saves are durable after 47 steps, each slower by ``slowdown``."""
     training_secs = CONTINUOUS_STEPS * STEP_SECS * (1 + slowdown)
     return Tier(
         blocking_secs=BLOCKING_SECS,
@@ -66,7 +67,7 @@ def published_tier(slowdown: float) -> Tier:
 
 
 def goodput(tier: Tier, interval_secs: float, mtbf_secs: float) -> float:
-    """In closed form."""
+    """Returns the expected goodput in closed form."""
     return planning.expected_goodput(
         interval_secs=interval_secs,
         blocking_secs=tier.blocking_secs,
@@ -78,19 +79,25 @@ def goodput(tier: Tier, interval_secs: float, mtbf_secs: float) -> float:
 
 
 def fixed_secs(tier: Tier) -> float:
-    """From snapshot to snapshot at 100 steps."""
+    """Returns the seconds between two snapshots that are 100 steps apart."""
     return FIXED_STEPS * STEP_SECS + tier.cost_secs
 
 
 def gain(tier: Tier, mtbf_secs: float, fixed: Tier | None = None) -> float:
-    """Goodput of saving continuously over that of every 100 steps, less one."""
+    """Returns by what fraction continuous saving has more goodput than every 100 steps.
+
+    Args:
+      tier: the tier of continuous saving.
+      mtbf_secs: the mean time between failures of the run.
+      fixed: the tier of saving every 100 steps, if it differs.
+    """
     fixed = fixed or tier
     continuous = goodput(tier, tier.durable_secs, mtbf_secs)
     return continuous / goodput(fixed, fixed_secs(fixed), mtbf_secs) - 1
 
 
 def highest_mtbf_secs(holds: Callable[[float], bool]) -> float:
-    """The M up to which a condition holds, between a minute and three centuries."""
+    """Returns the largest M, between a minute and three centuries, for which a condition holds."""
     low, high = 60.0, 1e10
     while high / low > 1 + 1e-6:
         middle = (low * high) ** 0.5
@@ -113,7 +120,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(goodputs: Sequence[float]) -> str:
-    """Median, least and greatest."""
+    """Formats the median, the smallest and the largest value."""
     ordered = sorted(goodputs)
     return f"{ordered[len(ordered) // 2]:.4f} ({ordered[0]:.4f} - {ordered[-1]:.4f})"
 
@@ -127,7 +134,7 @@ def sizes() -> str:
             planning.ramdisk_bytes_per_host(total_bytes, hosts_per_slice=hosts, num_copies=copies)
             for copies in (2, LocalTier.keep + 1)
         )
-        # As long as 47 of the assumed steps, from the hosts of the slice that writes.
+        # The hosts of one slice write the checkpoint within 47 of the assumed steps.
         rate = total_bytes / hosts / (CONTINUOUS_STEPS * STEP_SECS)
         rows.append(
             [
@@ -175,8 +182,8 @@ def break_even() -> str:
     rows = [break_even_row(published_tier(slowdown)) for slowdown in SLOWDOWNS]
     return table(
         ["slower steps", "a save costs", "better than every 100 below M =", "that is",
-         "one failure per host in", "if the other's saves slow nothing",
-         "best of all below M ="],
+         "one failure per host in", "better below M =, if saves every 100 slow no steps",
+         "the optimum below M ="],
         rows,
     )  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""How saves and restores grow with the number of processes, of leaves and of bytes.
+"""Measures saves and restores by the number of processes, leaves and bytes.
 
     python benchmarks/processes.py [--counts 1,2,4] [--repeats 5]
 
-Starts 1, 2 and 4 processes with two forced CPU devices each, on this machine, which save and
-restore float32 leaves that are sharded over all devices, or replicated over slices. Prints tables.
-All processes share the cores and the disk: what grows is what agreeing costs, and nothing is seen
-of what more hosts bring.
+Starts 1, 2 and 4 processes on this machine, with two forced CPU devices each. They save and restore
+float32 leaves that are sharded over all devices, or replicated over slices. Prints tables. All
+processes share the cores and the disk, so the tables show the cost of coordination and not the gain
+from more hosts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-# leaves, MiB in all
+# Number of leaves, total MiB.
 STATES = [(16, 16), (256, 16), (2048, 16), (16, 256)]
 SLICES = (16, 64)
-# Of processes that hang; a gibibyte through a slow line takes ten minutes.
+# Timeout for hanging processes. A gibibyte at the lowest rate of replica_restore.py takes ten
+# minutes.
 MAX_SECS = 3600
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Takes the measurements and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", default="1,2,4")
     parser.add_argument("--repeats", type=int, default=5)
@@ -41,7 +42,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for i, (leaves, mib) in enumerate(STATES):
         for count in counts:
-            # The slowest process counts: the others wait for it.
+            # The slowest process counts, because the others wait for it.
             row = {
                 key: max(process["states"][i][key] for process in found[count])
                 for key in ("blocking", "durable", "restore")
@@ -51,18 +52,18 @@ def main() -> None:
                 f"| {leaves:,} | {mib} | {count} | {row['blocking'] * 1e3:.1f} ms | "
                 f"{row['durable']:.2f} s | {row['restore']:.2f} s | {declined * 1e6:.1f} us |"
             )
-    print("\nOver two slices, each with all of", SLICES[1], "MiB, what each process wrote:\n")
+    print("\nBytes that each process wrote, with", SLICES[1], "MiB replicated over two slices:\n")
     for count in [count for count in counts if count > 1]:
         written = ", ".join(f"{n / 2**20:.1f} MiB" for n in found[count][0]["written"])
         each, one = (max(p["slices"][key] for p in found[count]) for key in ("False", "True"))
         print(
-            f"- {count} processes: {written}; restored by each in {each:.2f} s, by one replica for "
-            f"all in {one:.2f} s"
+            f"- {count} processes: {written}; restore: {each:.2f} s if each slice reads, "
+            f"{one:.2f} s if one replica reads for all"
         )
 
 
 def measured(program: str, count: int, *args: str) -> list[Any]:
-    """What each of so many processes of a program has measured."""
+    """Runs ``count`` processes of a program; returns the measurements of each."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -87,12 +88,12 @@ def measured(program: str, count: int, *args: str) -> list[Any]:
             for process in processes:
                 process.kill()
         if codes := [process.returncode for process in processes if process.returncode]:
-            sys.exit(f"{program}: a process has ended with {codes[0]}; what it said is above")
+            sys.exit(f"{program}: a process exited with {codes[0]}; its error is above")
         return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def meet(index: int, count: int, port: str) -> None:
-    """The processes find each other, on this machine alone."""
+    """Joins the distributed program, on this machine's loopback address only."""
     import jax
 
     place = f"127.0.0.1:{port}"
@@ -101,7 +102,7 @@ def meet(index: int, count: int, port: str) -> None:
 
 
 def child(index: int, count: int, port: str, root: Path, repeats: int) -> None:
-    """One process: measures, and prints JSON."""
+    """Takes the measurements of one process and prints them as JSON."""
     if count > 1:
         meet(index, count, port)
     import jax

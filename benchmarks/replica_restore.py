@@ -1,13 +1,13 @@
-"""Below which rate of storage it pays that one replica reads for all.
+"""Finds the storage rate below which ``single_replica_restore`` is faster.
 
     python benchmarks/replica_restore.py [--sizes 16,64,256,1024] [--rates 50,100,...] [--repeats 3]
 
-Starts two processes with two forced CPU devices each, on this machine, which play two slices that
-hold the same float32 leaves. They restore them, each for itself or one replica for both
-(``single_replica_restore``), from a storage that gives to both together no more than a rate, as a
-file server or a bucket's quota does. (Where the line of each host is the bound, both read side by
-side, and nothing is gained.) Prints a table. The files are in the page cache, and gloo on loopback,
-which shares the cores with all else, stands for the network between slices.
+Starts two processes on this machine, with two forced CPU devices each. They act as two slices with
+the same float32 leaves. Either each slice reads the leaves itself, or one replica reads them for
+both. A simulated storage limits the total rate of both slices, as a file server or a bucket's quota
+does. (If each host's own network limits the rate, both slices read in parallel, and a single reader
+gains nothing.) Prints a table. The files are in the page cache. gloo on loopback, which shares the
+cores, stands for the network between slices.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NUM_LEAVES = 16
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Takes the measurements and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--sizes", default="16,64,256,1024", help="MiB of the state")
-    parser.add_argument("--rates", default="50,100,200,400,800,1600", help="MB/s of the storage")
+    parser.add_argument("--sizes", default="16,64,256,1024", help="sizes of the state in MiB")
+    parser.add_argument("--rates", default="50,100,200,400,800,1600", help="storage rates in MB/s")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     rates = [*sorted(float(rate) for rate in args.rates.split(",")), math.inf]
@@ -41,16 +41,19 @@ def main() -> None:
     for mib in map(int, args.sizes.split(",")):
         settings = json.dumps({"mib": mib, "rates": rates, "repeats": args.repeats})
         found = measured(__file__, 2, settings)
-        # The slower process counts: the other waits for it.
+        # The slower process counts, because the other one waits for it.
         each, one = ([max(pair) for pair in zip(*(f[key] for f in found), strict=True)]
                      for key in ("each", "one"))  # fmt: skip
         cells = [f"{a:.2f} / {b:.2f} s" for a, b in zip(each, one, strict=True)]
         print(f"| {mib} | {' | '.join(cells)} | {break_even(rates, each, one)} |", flush=True)
-    print("\nIn each cell: each slice for itself / one replica for both.")
+    print("\nIn each cell: each slice reads / one replica reads for both.")
 
 
 def break_even(rates: list[float], each: list[float], one: list[float]) -> str:
-    """The rate at which both take the same time; between two rates, by the time for a byte."""
+    """Returns the rate at which both ways take the same time.
+
+    Interpolates between two measured rates, linearly in the time per byte.
+    """
     gains = [a - b for a, b in zip(each, one, strict=True)]
     if gains[0] <= 0:
         return f"less than {rates[0]:g} MB/s"
@@ -63,10 +66,10 @@ def break_even(rates: list[float], each: list[float], one: list[float]) -> str:
 
 
 class Line:
-    """What lies between storage and all processes: at no time more than its rate goes through.
+    """A line from storage to all processes with a limited total rate.
 
     Args:
-      path: a file that the processes share; it holds when the line will be free.
+      path: a file that the processes share; it holds the time at which the line becomes free.
       rate: bytes per second.
     """
 
@@ -74,7 +77,7 @@ class Line:
         self._path, self._rate = path, rate
 
     def take(self, nbytes: int) -> None:
-        """Waits until so much has gone through."""
+        """Waits until the line has transferred ``nbytes`` bytes."""
         with self._path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -85,7 +88,7 @@ class Line:
 
 
 def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any]) -> None:
-    """One process: measures, and prints JSON."""
+    """Takes the measurements of one process and prints them as JSON."""
     meet(index, count, port)
     import jax
     import numpy as np
@@ -124,7 +127,7 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
 
     times: dict[str, list[float]] = {}
     for name, single in (("each", False), ("one", True)):
-        took(single, math.inf)  # compiles
+        took(single, math.inf)  # Compiles.
         times[name] = [
             statistics.median(took(single, rate) for _ in range(settings["repeats"]))
             for rate in settings["rates"]

@@ -1,4 +1,4 @@
-"""The tables of README.md and the plots beside it, made of the raw figures."""
+"""Writes the tables of README.md and its plot from the raw figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = {
     "torchax_ckpt": "**torchax_ckpt**",
     "functional": "torchax_ckpt, `save(state=)`, donated",
 }
-# The peers are muted, so that the bars of this library stand out.
+# The peers have muted colors, so that the bars of this library stand out.
 _COLORS = {
     "article": "#d9d9d9",
     "orbax_v0": "#b3bccb",
@@ -42,14 +42,14 @@ _LEGEND = {
 
 
 def seconds(values: Sequence[float]) -> str:
-    """Median, and the range it lies in."""
+    """Formats the median and the range."""
     median, low, high = statistics.median(values), min(values), max(values)
     unit = targets.seconds
     return f"{unit(median)} ({unit(low)} - {unit(high)})"
 
 
 def write_report(results: dict[str, Any], folder: Path) -> None:
-    """Replaces what stands between the markers in README.md, and the plots."""
+    """Replaces the text between the markers in README.md, and the plot."""
     states, loops = results.get("states", {}), results.get("loops", {})
     text = "\n\n".join(
         [
@@ -66,7 +66,7 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 
 
 def _taken(taken: dict[str, str]) -> str:
-    """When and on what; a line under each heading, since parts are measured by themselves."""
+    """Returns the date, machine and versions of a section, because each is measured separately."""
     apart = ("date", "machine", "platform")
     libraries = ", ".join(f"{k} {v}" for k, v in taken.items() if k not in apart)
     return f"{taken['date']}, {taken['machine']}; {libraries}."
@@ -105,13 +105,13 @@ def _state(name: str, state: dict[str, Any]) -> str:
         for peer, figures in peers.items()
     ]
     modes = "; ".join(f"{mode}: {seconds(times)}" for mode, times in state["modes"].items())
-    lines += ["", f"Blocking by way of snapshot, with idle and with busy devices: {modes}."]
+    lines += ["", f"Blocking time by snapshot mode, with idle and busy devices: {modes}."]
     lines += ["", _digests(state["digests"])]
     return "\n".join(lines)
 
 
 def _digests(taken: dict[str, list[float]]) -> str:
-    """What digests cost, in pairs of saves and of restores with and without."""
+    """Formats the cost of digests, from pairs of saves and of restores with and without them."""
     save, first, later = (
         f"{targets.more(statistics.median(pairs))} (quartiles {targets.more(low)} to "
         f"{targets.more(high)}, {len(pairs)} pairs)"
@@ -124,8 +124,8 @@ def _digests(taken: dict[str, list[float]]) -> str:
         for low, _, high in [statistics.quantiles(pairs, n=4)]
     )
     return (
-        f"Digests, in pairs with and without: {save} of the durable time, {first} of the first "
-        f"restore of a fresh process, {later} of a later one."
+        f"Cost of digests, from pairs with and without them: {save} of the durable time, {first} "
+        f"of the first restore of a process, {later} of a later restore."
     )
 
 
@@ -147,7 +147,7 @@ def _against_bare(states: dict[str, Any]) -> str:
 
 def _own(states: dict[str, Any]) -> str:
     lines = [
-        "### Against what it set out to take",
+        "### Against absolute targets",
         "",
         "| state | blocking by reference, idle devices | the first save blocks longer by "
         "| digests, of durable | digests, of first restore |",
@@ -203,7 +203,7 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
     if few:
         lines += [
             "",
-            f"**Fewer than {wanted} intervals** within {loop['max_secs']:.0f} s, so rough: "
+            f"**Fewer than {wanted} intervals** within {loop['max_secs']:.0f} s, thus imprecise: "
             f"{', '.join(few)}.",
         ]
     verdicts = targets.loop(loop)
@@ -217,7 +217,7 @@ def _declined(declined: dict[str, Any]) -> str:
         "",
         _taken(declined["taken"]),
         "",
-        "What a `save` that does not save costs the training thread, 5,000 each.",
+        "Time of a declined `save` on the training thread, 5,000 calls each.",
         "",
         "| declined by | median | 90th percentile |",
         "|---|---|---|",
@@ -234,7 +234,7 @@ def _declined(declined: dict[str, Any]) -> str:
 
 
 def _plots(results: dict[str, Any], folder: Path) -> None:
-    """Draws one panel per measure: medians as bars, with the least and the greatest as lines."""
+    """Draws a panel for each measure: medians as bars, smallest to largest as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -279,7 +279,7 @@ def _plots(results: dict[str, Any], folder: Path) -> None:
                     )
         axis.set_xscale("log")
         least = min(min(state[peer][what]) for state in states.values() for peer in peers)
-        axis.set_xlim(left=10.0 ** math.floor(math.log10(least)))  # a whole power of ten
+        axis.set_xlim(left=10.0 ** math.floor(math.log10(least)))
         axis.xaxis.set_major_formatter(lambda secs, _: _tick(secs))
         axis.set_xlabel("time, log scale")
         axis.set_title(title, loc="left", fontsize=12)

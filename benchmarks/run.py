@@ -1,10 +1,10 @@
-"""Runs the measurements of `make bench`, each in a process of its own; writes tables and a plot.
+"""Runs the measurements of `make bench`, each in its own process; writes tables and a plot.
 
     python benchmarks/run.py [--states deep,gpt2] [--loop deep] [--no-declined] [--repeats 5]
     python benchmarks/run.py --report-only
 
-Raw figures go to results.json beside this file, with the date and the versions of each run; what is
-not measured anew stays. Tables go into README.md, the plot into results.png.
+Raw figures go to results.json in this folder, with the date and the versions of each run. Figures
+that are not measured again stay. Tables go into README.md, the plot into results.png.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure(
     what: str, state: str, peer: str, directory: Path, repeats: int,
     flags: Sequence[str] = (), **env: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """One measurement in a fresh process."""
+    """Runs measure.py in a new process; returns its result."""
     minutes, secs = divmod(round(time.monotonic() - BEGAN), 60)
     print(f"{minutes:3}:{secs:02}  {what:8} {state:7} {peer:12}", end="", flush=True)
     began = time.monotonic()
@@ -52,12 +52,12 @@ def measure(
 
 
 def taken(root: Path) -> dict[str, Any]:
-    """When and on what the figures that follow are taken."""
+    """Returns the date, machine and versions of the following measurements."""
     return measure("machine", "-", "-", root, 0)
 
 
 def measure_state(state: str, repeats: int, restores: int, root: Path) -> dict[str, Any]:
-    """Saves and restores of one state under every peer, and the medium beside them."""
+    """Measures saves and restores of one state under every peer, and the medium."""
     when, results = taken(root), {}
     for peer in PEERS:
         directory = root / f"{state}-{peer}"
@@ -80,7 +80,7 @@ def measure_state(state: str, repeats: int, restores: int, root: Path) -> dict[s
 def measure_loop(
     state: str, intervals: int, max_secs: float, flags: Sequence[str], root: Path
 ) -> dict[str, Any]:
-    """A training loop under continuous saving, and without."""
+    """Measures a training loop under continuous saving by each peer, and without saving."""
     when = taken(root)
     results = {"none": measure("loop", state, "none", root, 100, flags)}
     for peer in LOOP_PEERS:
@@ -92,24 +92,26 @@ def measure_loop(
 
 
 def measure_declined(root: Path) -> dict[str, Any]:
-    """Saves that do not save."""
+    """Measures saves that the policy declines."""
     when = taken(root)
     return {"taken": when, "times": measure("declined", "-", "torchax_ckpt", root / "run", 5000)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--states", default="deep,gpt2,wide,moe", help="'' for none")
+    parser.add_argument(
+        "--states", default="deep,gpt2,wide,moe", help="states to save and restore; '' for none"
+    )
     parser.add_argument("--loop", default="deep,gpt2", help="states to train; '' for none")
     parser.add_argument("--declined", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--repeats", type=int, default=5, help="saves of each peer")
-    parser.add_argument("--restores", type=int, default=5, help="processes that restore")
-    parser.add_argument("--intervals", type=int, default=30, help="of each peer's loop")
-    parser.add_argument("--max-secs", type=float, default=450, help="at most, for each peer")
-    parser.add_argument("--compute-secs", type=float, help="of a loop's step")
-    parser.add_argument("--donate", action="store_true", help="loops donate what is saved")
-    parser.add_argument("--directory", help="where checkpoints go; default: a temporary one")
-    parser.add_argument("--report-only", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5, help="number of saves by each peer")
+    parser.add_argument("--restores", type=int, default=5, help="number of restoring processes")
+    parser.add_argument("--intervals", type=int, default=30, help="intervals in each peer's loop")
+    parser.add_argument("--max-secs", type=float, default=450, help="limit of each peer's loop")
+    parser.add_argument("--compute-secs", type=float, help="compute time of a loop's step")
+    parser.add_argument("--donate", action="store_true", help="the loop's steps donate the state")
+    parser.add_argument("--directory", help="folder of the checkpoints; default: a temporary one")
+    parser.add_argument("--report-only", action="store_true", help="only rewrite tables and plot")
     args = parser.parse_args(argv)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 

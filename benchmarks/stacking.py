@@ -1,10 +1,10 @@
-"""Up to what size of a leaf stacking pays: durable and restore times, stacked and not.
+"""Finds the leaf size up to which stacking is faster, from durable and restore times.
 
     python benchmarks/stacking.py [--snapshot reference] [--sizes 16,64] [--counts 2,64]
 
-Equal float32 leaves over four forced CPU devices. Prints a table, and the size of a leaf up to
-which saving and restoring all of that size takes less time stacked. The constant is
-``MAX_STACKED_LEAF_BYTES`` in ``torchax_ckpt/layout/plan.py``.
+Uses equal float32 leaves, sharded over four forced CPU devices. Prints a table, and the largest
+leaf size for which saving and restoring take less time stacked. The library's limit is
+``MAX_STACKED_LEAF_BYTES`` in ``torchax_ckpt/layout/storage_plan.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAYOUTS = ("flat", "stacked")
 
 
 def leaves(count: int, nbytes: int, seed: int) -> dict[str, jax.Array]:
-    """So many arrays [nbytes / 1024, 256] of float32, sharded on the first dim."""
+    """Returns ``count`` float32 arrays [nbytes / 1024, 256], sharded on the first dim."""
     shape = (nbytes // 1024, 256)
     block = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     where = sharding(shape, mesh())
@@ -47,7 +47,7 @@ def leaves(count: int, nbytes: int, seed: int) -> dict[str, jax.Array]:
 def measure(
     count: int, nbytes: int, layout: Any, snapshot: Any, repeats: int, root: Path
 ) -> tuple[float, float]:
-    """Median seconds until a save is durable, and of a restore; after one of each to warm up."""
+    """Returns the median seconds of a durable save and of a restore, each after a warm-up."""
     state, other = leaves(count, nbytes, 0), leaves(count, nbytes, 1)
     jax.block_until_ready((state, other))
     durable, restore = [], []
@@ -69,10 +69,12 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--snapshot", default="reference")
-    parser.add_argument("--sizes", default="16,64,256,512,1024,2048,4096,8192", help="in KiB")
-    parser.add_argument("--counts", default="64,128,256,512", help="of leaves")
+    parser.add_argument(
+        "--sizes", default="16,64,256,512,1024,2048,4096,8192", help="leaf sizes in KiB"
+    )
+    parser.add_argument("--counts", default="64,128,256,512", help="numbers of leaves")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--directory", help="where checkpoints go; default: a temporary one")
+    parser.add_argument("--directory", help="folder of the checkpoints; default: a temporary one")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -95,7 +97,7 @@ def main() -> None:
                 row = [str(count), f"{nbytes // KIB:,} KiB", *(f"{s:.2f} s" for s in seconds)]
                 print(f"| {' | '.join(row)} | x {sum(stacked) / sum(flat):.2f} |", flush=True)
     pays = [size for size, (flat_secs, stacked_secs) in totals.items() if stacked_secs < flat_secs]
-    print(f"\nstacking pays up to leaves of {max(pays, default=0) // KIB:,} KiB")
+    print(f"\nstacking is faster for leaves of up to {max(pays, default=0) // KIB:,} KiB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training states that are measured: modules with AdamW, sharded over all devices."""
+"""The measured training states: modules with AdamW, sharded over all devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gpt2(d: int = 768, num_layers: int = 12) -> dict[str, tuple[int, ...]]:
 
 
 def gpt2_xl() -> dict[str, tuple[int, ...]]:
-    """GPT-2 1.5B: 580 parameters, 2,320 leaves with AdamW, 18.7 GB; for an accelerator."""
+    """GPT-2 1.5B, for an accelerator: 580 parameters, 2,320 leaves with AdamW, 18.7 GB."""
     return gpt2(d=1600, num_layers=48)
 
 
@@ -56,7 +56,7 @@ def wide() -> dict[str, tuple[int, ...]]:
 
 
 def tiny() -> dict[str, tuple[int, ...]]:
-    """Two matrices: 8 leaves with AdamW, 2 KB; to see that the programs work."""
+    """Two matrices, to test the programs: 8 leaves with AdamW, 2 KB."""
     return {f"layers.{i}.weight": (8, 8) for i in range(2)}
 
 
@@ -81,10 +81,10 @@ STATES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
 
 
 class Node(torch.nn.Module):
-    """A module tree with parameters under given dotted names."""
+    """A module tree with parameters under dotted names."""
 
     def put(self, path: list[str], parameter: torch.nn.Parameter) -> None:
-        """Registers the parameter, making modules on the way."""
+        """Registers the parameter, and adds the modules above it."""
         if len(path) == 1:
             self.register_parameter(path[0], parameter)
             return
@@ -96,12 +96,12 @@ class Node(torch.nn.Module):
 
 
 def mesh() -> Mesh:
-    """All devices on one axis."""
+    """Returns a mesh of all devices on one axis."""
     return Mesh(np.array(jax.devices()), ("fsdp",))
 
 
 def sharding(shape: tuple[int, ...], over: Mesh) -> NamedSharding:
-    """Over the first dim that divides, else replicated."""
+    """Returns a sharding of the first divisible dim, or a replicated one."""
     size = over.shape["fsdp"]
     for dim, length in enumerate(shape):
         if length % size == 0:
@@ -110,7 +110,7 @@ def sharding(shape: tuple[int, ...], over: Mesh) -> NamedSharding:
 
 
 def build(name: str, seed: int = 0) -> tuple[Node, torch.optim.Optimizer]:
-    """The module and an AdamW with state as after one step, on random values."""
+    """Returns a module with random values, and an AdamW whose state is that after one step."""
     shapes, over = STATES[name](), mesh()
     random = np.random.default_rng(seed)
     env = torchax.default_env()
@@ -134,7 +134,7 @@ def build(name: str, seed: int = 0) -> tuple[Node, torch.optim.Optimizer]:
 
 
 def arrays_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state as bare Orbax users flatten it: name -> JAX array or numpy scalar."""
+    """Returns the state as users of bare Orbax flatten it: JAX arrays and numpy scalars by name."""
     flat: dict[str, Any] = {}
     for fqn, parameter in module.named_parameters():
         flat[f"model.{fqn}"] = torchax_backend.buffer(parameter)

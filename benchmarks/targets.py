@@ -1,4 +1,4 @@
-"""What this library set out to reach, and whether the figures do. All of medians."""
+"""The performance targets of this library, and verdicts on the medians of measured figures."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ OF_BARE = {
     "wide": {"blocking": 1 / 10, "durable": 2 / 3, "restore": 1.0},
     "moe": {"blocking": 1 / 40, "durable": 1 / 15, "restore": 1 / 5},
 }
-# Durable time, at most so many times what the medium takes for as many bytes.
+# Largest ratio of the durable time to the medium's time for the same bytes.
 OF_MEDIUM = {"gpt2": 1.5, "wide": 1.5}
-# Blocking by reference, with idle devices.
+# Blocking time with reference snapshots and idle devices.
 REFERENCE_SECS, REFERENCE_SECS_PER_LEAF = 1e-3, 5e-6
-# What the first save blocks longer than those after it.
+# Additional blocking time of the first save.
 FIRST_EXTRA_SECS = 1.0
 DIGESTS_OF_DURABLE, DIGESTS_OF_RESTORE = 0.05, 0.10
-# Steps between durable checkpoints, of the better bare Orbax.
+# Steps between durable checkpoints, as a fraction of the better bare Orbax.
 STEPS_OF_BARE = 1 / 2
 DECLINED_SECS = 20e-6
-# With a state of at least so many bytes on an accelerator: blocking, of the better bare Orbax, and
-# how much longer steps take.
+# For a state of at least this many bytes on an accelerator: blocking time as a fraction of the
+# better bare Orbax, and the fraction by which steps take longer.
 ACCELERATOR_BYTES, ACCELERATOR_BLOCKING, ACCELERATOR_OVERHEAD = 10e9, 1 / 50, 0.03
 
 
@@ -36,19 +36,19 @@ def verdict(reached: str, target: str, is_met: bool) -> str:
 
 
 def at_most(reached: float, target: float, form: Any) -> str:
-    """The verdict on two numbers, which ``form`` writes."""
+    """Returns the verdict on two numbers, which ``form`` formats."""
     return verdict(form(reached), form(target), reached <= target)
 
 
 def of_bare(name: str, peers: dict[str, Any], what: str) -> str:
-    """Our median against the better bare Orbax's."""
+    """Returns the ratio of our median to the better bare Orbax's, with a verdict if it has one."""
     ratio = _median(peers[OURS][what]) / min(_median(peers[peer][what]) for peer in BARE)
     target = OF_BARE.get(name, {}).get(what)
     return at_most(ratio, target, fraction) if target else fraction(ratio)
 
 
 def against_medium(figures: dict[str, Any]) -> float:
-    """The median of durable time over the medium's, of pairs taken one after the other."""
+    """Returns the median ratio of durable time to the medium's time, from adjacent pairs."""
     pairs = zip(figures["durable"], figures["write"], strict=True)
     return _median([durable / write for durable, write in pairs])
 
@@ -69,24 +69,24 @@ def first_extra(peers: dict[str, Any]) -> str:
 
 
 def digests_cost(taken: dict[str, list[float]], with_: str, without: str) -> list[float]:
-    """By what fraction digests lengthen it, of pairs taken one after the other."""
+    """Returns by what fraction digests lengthen a save or restore, for each adjacent pair."""
     return [a / b - 1 for a, b in zip(taken[with_], taken[without], strict=True)]
 
 
 def digests(taken: dict[str, list[float]]) -> tuple[str, str]:
-    """Of the durable time; of the first restore of a process."""
+    """Returns the verdicts on digests for the durable time and for a process's first restore."""
     durable = _median(digests_cost(taken, "taken", "not taken"))
     restore = _median(digests_cost(taken, "first, compared", "first, trusted"))
     return at_most(durable, DIGESTS_OF_DURABLE, more), at_most(restore, DIGESTS_OF_RESTORE, more)
 
 
 def overhead(peers: dict[str, Any], peer: str) -> float:
-    """By what fraction a step takes longer, of means."""
+    """Returns by what fraction a peer lengthens the mean step."""
     return statistics.mean(peers[peer]["step"]) / statistics.mean(peers["none"]["step"]) - 1
 
 
 def loop(measured: dict[str, Any]) -> list[str]:
-    """Verdicts on a training loop, for each target that has figures."""
+    """Returns the verdicts on a training loop, for each target that has figures."""
     peers = measured["peers"]
     bare = [peer for peer in BARE if peers.get(peer, {}).get("intervals")]
     if not bare or not peers.get(OURS, {}).get("intervals"):

@@ -1,9 +1,10 @@
-"""Shows that a run which is killed and resumed ends on the same bits as one that is not.
+"""Shows that a killed and resumed run ends with the same bits as an uninterrupted run.
 
     make demo
 
-Trains the digits uninterrupted in one directory; in another one until a SIGKILL at a random step,
-and then, in a fresh process with another seed, to the end. Exits 1 if the two differ.
+Trains on the digits without interruption in one directory. In another directory, trains until a
+SIGKILL at a random step, and then to the end in a new process with another seed. Exits with 1 if
+the two final states differ.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ STEPS = 300
 
 
 def train(directory: Path, *options: str) -> tuple[int, str]:
-    """Runs the example, showing what it prints; returns its exit code and digest."""
+    """Runs the example and prints its output; returns its exit code and final digest."""
     command = [str(EXAMPLE), "--directory", str(directory), "--steps", str(STEPS), *options]
     print(f"\n$ python {' '.join(command)}", flush=True)
-    # torchdata makes a call that torch has deprecated.
+    # torchdata calls a function that torch has deprecated.
     environment = {**os.environ, "PYTHONWARNINGS": "ignore:'set_vital' is deprecated:UserWarning"}
     with subprocess.Popen(
         [sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True
@@ -46,7 +47,7 @@ def main() -> int:
     crash_at = random.randrange(100, 250)
     code, _ = train(DIRECTORY / "killed", "--crash-at", str(crash_at))
     if code != -signal.SIGKILL:
-        print(f"expected the run to be killed at step {crash_at}, but it exited with {code}")
+        print(f"expected the run to die at step {crash_at}, but it exited with code {code}")
         return 1
     print("  (killed)")
     code, resumed = train(DIRECTORY / "killed", "--seed", "1")
@@ -54,9 +55,9 @@ def main() -> int:
         return 1
     print(f"\nuninterrupted:       {uninterrupted}\nkilled and resumed:  {resumed}")
     if resumed != uninterrupted:
-        print("DIFFERENT: the resumed run did not end on the same bits.")
+        print("DIFFERENT: the resumed run ended with other bits than the uninterrupted one.")
         return 1
-    print("IDENTICAL: the resumed run ended on the same bits as the uninterrupted one.")
+    print("IDENTICAL: the resumed run ended with the same bits as the uninterrupted one.")
     return 0
 
 

@@ -2,11 +2,11 @@
 
     python examples/train_digits.py --directory runs/digits
 
-Kill it (or let it do so itself: ``--crash-at 150``) and run the same command again: it goes on
-from the newest checkpoint, and ends on the same bits as a run that was never interrupted.
+Kill it (or let it kill itself: ``--crash-at 150``) and run the same command again. The run resumes
+from the newest checkpoint and ends with the same bits as an uninterrupted run.
 
-The data are scikit-learn's digits: 1,797 images of 8x8 pixels, which ship with the package.
-Gradients come from a jitted ``value_and_grad``; the optimizer is torch's own, stepped eagerly.
+The data are the 1,797 digits of 8x8 pixels that ship with scikit-learn. A jitted
+``value_and_grad`` computes the gradients, and a torch optimizer steps eagerly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_TEST_IMAGES = 360
 
 
 def classifier() -> nn.Module:
-    """Three layers; dropout, so that the random state matters."""
+    """Three linear layers, with dropout so that the random state matters."""
     return nn.Sequential(
         nn.Linear(64, 128),
         nn.ReLU(),
@@ -51,7 +51,7 @@ def classifier() -> nn.Module:
 
 
 def digits() -> tuple[list[Any], Batch]:
-    """Training examples, and one batch of test examples: images [N, 64] fp32, labels [N] int32."""
+    """Returns training examples and one test batch: images [N, 64] fp32, labels [N] int32."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(images))
@@ -71,10 +71,10 @@ def collate(examples: list[tuple[np.ndarray, np.int32]]) -> Batch:
 
 
 class Shuffled(Sampler[int]):
-    """A new order in every epoch, which a StatefulDataLoader saves and restores.
+    """Draws a new order for each epoch, which a StatefulDataLoader saves and restores.
 
-    ``shuffle=True`` does not do it under torchax, whose ``randperm`` begins at the generator's
-    initial seed each time: every epoch would have the same order.
+    With ``shuffle=True`` every epoch would have the same order, because torchax's ``randperm``
+    starts from the generator's initial seed at each call.
     """
 
     def __init__(self, num_examples: int, seed: int) -> None:
@@ -100,17 +100,17 @@ class Shuffled(Sampler[int]):
 
 
 def batches(loader: StatefulDataLoader) -> Iterator[Batch]:
-    """Batches without end, epoch after epoch.
+    """Yields batches without end, epoch after epoch.
 
-    A loader restored on an epoch's last batch gives an empty epoch first: nothing is counted in
-    epochs here, so the next one simply follows.
+    A loader restored at the last batch of an epoch first yields an empty epoch. This generator
+    counts no epochs, so the next epoch simply follows.
     """
     while True:
         yield from loader
 
 
 def digest(state: Any) -> str:
-    """A hash of every name and every bit of a tree of tensors and numbers."""
+    """Returns a hash of every name and every bit of a tree of tensors and numbers."""
     hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         value = np.asarray(leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf)
@@ -121,18 +121,19 @@ def digest(state: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", default="runs/digits", help="where the checkpoints are")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all")
-    parser.add_argument("--seed", type=int, default=0, help="of a fresh run; a resumed one has its")
+    parser.add_argument("--directory", default="runs/digits", help="directory of the checkpoints")
+    parser.add_argument("--steps", type=int, default=400, help="total number of optimizer steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a new run; unused on resume")
     parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
     args = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # die, but keep the log
+    # Otherwise a SIGKILL would lose the buffered lines.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     torchax.enable_globally()
     env = torchax.default_env()
     random.seed(args.seed)
     np.random.seed(args.seed)
-    torch.manual_seed(args.seed)  # does not reach torchax's own key:
+    torch.manual_seed(args.seed)  # torchax has a random key of its own:
     env.manual_seed(args.seed)
 
     examples, (test_images, test_labels) = digits()
@@ -141,16 +142,16 @@ def main() -> None:
         batch_size=64,
         sampler=Shuffled(len(examples), args.seed),
         collate_fn=collate,
-        drop_last=True,  # one shape, compiled once
+        drop_last=True,  # All batches then have one shape, for which XLA compiles once.
     )
     model = classifier().to("jax")
-    # After .to("jax"), which replaces the parameters.
+    # Created after .to("jax"), which replaces the parameters.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.995)
 
     def loss_fn(params: Any, key: Any, images: torch.Tensor, labels: torch.Tensor) -> Any:
-        # The key is an argument: one that torchax drew while tracing would be a constant of the
-        # compiled step, with the same dropout mask in every step and another one after a restart.
+        # The key is an argument, because a key that torchax drew while tracing would be a constant
+        # of the compiled step: each step would use the same dropout mask until a restart.
         with env.override_property(prng=key.jax()):
             logits = torch.func.functional_call(model, params, (images,))
         return nn.functional.cross_entropy(logits, labels)
@@ -162,10 +163,11 @@ def main() -> None:
         print(f"resumed: step {start}" if start else "started: no checkpoint")
         stream = batches(loader)
         steps = ckpt.steps(args.steps)
-        # A bar on a terminal only.
+        # disable=None shows the bar only on a terminal.
         for step in tqdm(steps, initial=start, total=args.steps, unit="step", disable=None):
             images, labels = next(stream)
-            key = interop.torch_view(env.get_and_rotate_prng_key())  # of the state that is saved
+            # Part of the random state that each checkpoint saves.
+            key = interop.torch_view(env.get_and_rotate_prng_key())
             loss, grads = value_and_grad(dict(model.named_parameters()), key, images, labels)
             for name, parameter in model.named_parameters():
                 parameter.grad = grads[name]
@@ -179,7 +181,7 @@ def main() -> None:
 
     if ckpt.reached_preemption():
         print(f"preempted: saved step {ckpt.latest_step()}")
-        sys.exit(128 + signal.SIGTERM)  # a failure, so that the scheduler starts it again
+        sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
 
     model.eval()
     accuracy = (model(test_images).argmax(dim=1) == test_labels).float().mean().item()

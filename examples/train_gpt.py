@@ -1,14 +1,14 @@
 """Trains a small GPT on Python's own source code, sharded (FSDP), and survives being killed.
 
     python examples/train_gpt.py --directory runs/gpt
-    python examples/train_gpt.py --directory runs/gpt --devices 4    # goes on, on half the devices
+    python examples/train_gpt.py --directory runs/gpt --devices 4    # resumes on half the devices
 
-Kill it (or let it do so itself: ``--crash-at 60``) and run the same command again: it goes on
-from the newest checkpoint, and ends on the same bits as a run that was never interrupted. On
-another number of devices the restored state has the same bits, on other shardings.
+Kill it (or let it kill itself: ``--crash-at 60``) and run the same command again. The run resumes
+from the newest checkpoint and ends with the same bits as an uninterrupted run. On another number of
+devices the restored state has the same bits, with other shardings.
 
-The step is jitted and takes its state by donation, so the state is functional: the buffers that
-the module was built with are gone after the first step, and ``save`` gets the state itself.
+The training step is jitted and donates its state, so the state is functional: the first step
+deletes the buffers that the module was built with, and ``save`` takes the state as an argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Without an accelerator, JAX plays one with eight devices; it reads this when it is imported.
+# Without an accelerator, JAX simulates eight CPU devices. It reads this when it is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -38,12 +38,12 @@ from tqdm import tqdm
 
 from torchax_ckpt import TorchaxCheckpointer
 
-END_OF_FILE = 256  # a token after those of the 256 bytes
+END_OF_FILE = 256  # The token after the 256 tokens of the bytes.
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 257, 64, 64, 4, 2, 16
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer, each normalised first and added."""
+    """Causal attention and a feed-forward layer, both pre-normalised and residual."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [batch, time] -> logits [batch, time, VOCABULARY]; embedding and head are tied."""
+    """Maps tokens [batch, time] to logits [batch, time, VOCABULARY]; ties embedding and head."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class GPT(nn.Module):
 
 
 def text(num_tokens: int = 500_000) -> np.ndarray:
-    """Source code of the standard library, int32 [num_tokens]."""
+    """Returns source code of the standard library as int32 [num_tokens]."""
     tokens: list[int] = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         tokens += [*path.read_bytes(), END_OF_FILE]
@@ -91,14 +91,14 @@ def text(num_tokens: int = 500_000) -> np.ndarray:
 
 
 def fsdp_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """The first dim that the devices divide is sharded; without one, all of them have a copy."""
+    """Shards the first dim that the number of devices divides; replicates if there is none."""
     dims = [length > 0 and length % mesh.size == 0 for length in shape]
     spec = [None] * dims.index(True) + ["fsdp"] if any(dims) else []
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def digest(state: Any) -> str:
-    """A hash of every name and every bit of a tree of tensors, whatever their shardings."""
+    """Returns a hash of every name and every bit of a tree of tensors, in any sharding."""
     hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         value = np.asarray(leaf.jax())
@@ -109,23 +109,27 @@ def digest(state: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", default="runs/gpt", help="where the checkpoints are")
-    parser.add_argument("--devices", type=int, default=8, help="how many to train on")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
-    parser.add_argument("--seed", type=int, default=0, help="of a fresh run; a resumed one has its")
+    parser.add_argument("--directory", default="runs/gpt", help="directory of the checkpoints")
+    parser.add_argument("--devices", type=int, default=8, help="number of devices to train on")
+    parser.add_argument("--steps", type=int, default=200, help="total number of optimizer steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a new run; unused on resume")
     parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
     args = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # die, but keep the log
+    # Otherwise a SIGKILL would lose the buffered lines.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if len(jax.devices()) < args.devices or BATCH % args.devices:
-        parser.error(f"--devices: of {len(jax.devices())}, as many as divide a batch of {BATCH}")
+        parser.error(
+            f"--devices: expected at most {len(jax.devices())}, and a divisor of the batch size "
+            f"{BATCH}; found {args.devices}"
+        )
 
     torchax.enable_globally()
     env = torchax.default_env()
     np.random.seed(args.seed)
-    torch.manual_seed(args.seed)  # does not reach torchax's own key:
+    torch.manual_seed(args.seed)  # torchax has a random key of its own:
     env.manual_seed(args.seed)
 
-    # Not jax.make_mesh, whose axes have a type that torchax's operations do not accept.
+    # Not jax.make_mesh: torchax's operations do not accept the type of its axes.
     mesh = Mesh(np.array(jax.devices()[: args.devices]), ("fsdp",))
 
     def sharded(tree: Any) -> Any:
@@ -133,7 +137,7 @@ def main() -> None:
         shardings = jax.tree.map(lambda a: fsdp_sharding(mesh, a.shape), arrays)
         return interop.torch_view(jax.device_put(arrays, shardings))
 
-    # Without it, .to() makes new parameters, and the head is no longer the embedding.
+    # Otherwise .to() would create new parameters and untie the head from the embedding.
     torch.__future__.set_swap_module_params_on_conversion(True)
     model = interop.JittableModule(GPT().to("jax"))
     params, buffers = sharded(dict(model.params)), sharded(dict(model.buffers))
@@ -142,8 +146,8 @@ def main() -> None:
 
     def forward(params: Any, buffers: Any, inputs: tuple[Any, Any]) -> Any:
         tokens, key = inputs
-        # The key is an argument: one that torchax drew while tracing would be a constant of the
-        # compiled step, with the same dropout mask in every step and another one after a restart.
+        # The key is an argument, because a key that torchax drew while tracing would be a constant
+        # of the compiled step: each step would use the same dropout mask until a restart.
         with env.override_property(prng=key.jax()):
             return model.functional_call("forward", params, buffers, tokens)
 
@@ -154,7 +158,7 @@ def main() -> None:
         torchax.train.make_train_step(forward, loss_fn, optimizer),
         {
             "donate_argnums": (0, 2),
-            # Not left to the compiler: the state stays where it was put, step after step.
+            # Without these, the compiler could choose other shardings for the new state.
             "out_shardings": (None, *jax.tree.map(lambda t: t.jax().sharding, (params, opt_state))),
         },
     )
@@ -162,16 +166,16 @@ def main() -> None:
     by_example = NamedSharding(mesh, PartitionSpec("fsdp"))
 
     with TorchaxCheckpointer(args.directory) as ckpt:
-        start = ckpt.attach()  # of random state, which is all there is beside the functional state
+        start = ckpt.attach()  # Attaches only the random state; the other state is functional.
         state = {"params": params, "opt_state": opt_state, "buffers": buffers}
         if start:
-            state = ckpt.load(start, abstract_state=state)  # onto this run's shardings
+            state = ckpt.load(start, abstract_state=state)  # With this run's shardings.
         print(f"resumed: step {start}" if start else "started: no checkpoint")
         params, opt_state, buffers = state["params"], state["opt_state"], state["buffers"]
         steps = range(start + 1, args.steps + 1)
-        # A bar on a terminal only.
+        # disable=None shows the bar only on a terminal.
         for step in tqdm(steps, initial=start, total=args.steps, unit="step", disable=None):
-            # The batch and the key come from random state that is saved with the step.
+            # The batch and the key come from the random state that each checkpoint saves.
             begin = np.random.randint(len(source) - CONTEXT, size=(BATCH, 1))
             window = source[begin + np.arange(CONTEXT + 1)]
             tokens, targets = interop.torch_view(
@@ -185,12 +189,12 @@ def main() -> None:
                 tqdm.write(f"step {step}: loss {loss.item():.4f}")
             if step == args.crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if ckpt.reached_preemption(step):  # save has waited until this step was durable
+            if ckpt.reached_preemption(step):  # save has waited until this step was durable.
                 break
 
     if ckpt.reached_preemption():
         print(f"preempted: saved step {ckpt.latest_step()}")
-        sys.exit(128 + signal.SIGTERM)  # a failure, so that the scheduler starts it again
+        sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
     print(f"devices: {args.devices}")
     print(f"final state: {digest(state)}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")

@@ -2,9 +2,9 @@
 
     python examples/train_lightning.py --directory runs/lightning
 
-Kill it (or let it do so itself: ``--crash-at 150``) and run the same command again: it goes on
-from the newest checkpoint, in the middle of an epoch or at its end, and ends on the same bits as a
-run that was never interrupted. The best steps by validation accuracy are kept beside the latest.
+Kill it (or let it kill itself: ``--crash-at 150``) and run the same command again. The run resumes
+from the newest checkpoint, within an epoch or at its end, and ends with the same bits as an
+uninterrupted run. The directory keeps the latest steps and the best ones by validation accuracy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_TEST_IMAGES = 360
 
 
 class Digits(lightning.LightningModule):
-    """Images [N, 64] to the logits of ten digits."""
+    """Maps images [N, 64] to logits [N, 10]."""
 
     def __init__(self, crash_at: int | None = None) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class Digits(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
 
         def loss_fn(params: Any, key: Any, images: torch.Tensor, labels: torch.Tensor) -> Any:
-            # The key is an argument: one drawn while tracing would be a constant of the program.
+            # The key is an argument, because a key drawn while tracing would be a constant of the
+            # compiled program.
             with torchax.default_env().override_property(prng=key.jax()):
                 logits = torch.func.functional_call(self.net, params, (images,))
             return nn.functional.cross_entropy(logits, labels)
@@ -75,7 +76,7 @@ class Digits(lightning.LightningModule):
 
 
 def digits() -> tuple[Any, Any]:
-    """Training and test examples: images [64] fp32, labels int32."""
+    """Returns training and test examples: images [64] fp32, labels int32."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     examples = [((images[i] / 16).astype(np.float32), labels[i].astype(np.int32)) for i in order]
@@ -88,7 +89,7 @@ def collate(examples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def digest(state: Any) -> str:
-    """Of every bit of the tensors in the state."""
+    """Returns a hash of every bit of the tensors in a state."""
     hashed = hashlib.sha256()
     for leaf in jax.tree.leaves(interop.jax_view(state)):
         hashed.update(np.asarray(leaf).tobytes())
@@ -97,17 +98,18 @@ def digest(state: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", default="runs/lightning", help="where the checkpoints are")
+    parser.add_argument("--directory", default="runs/lightning", help="directory of checkpoints")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="of a fresh run; a resumed one has its")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a new run; unused on resume")
     parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
     args = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # die, but keep the log
+    # Otherwise a SIGKILL would lose the buffered lines.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     torchax.enable_globally()
     random.seed(args.seed)
     np.random.seed(args.seed)
-    torch.manual_seed(args.seed)  # does not reach torchax's own key:
+    torch.manual_seed(args.seed)  # torchax has a random key of its own:
     torchax.default_env().manual_seed(args.seed)
 
     train, test = digits()

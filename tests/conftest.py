@@ -1,4 +1,4 @@
-"""What every test runs under: eight CPU devices, torchax enabled, small and quiet."""
+"""The set-up of every test: eight CPU devices, torchax enabled, fixed seeds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import shutil
 import signal
 import tempfile
 
-# Before JAX is imported anywhere: one process plays a host with eight chips.
+# Set before anything imports JAX. One process simulates a host with eight chips.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-# What a shell runs in the background ignores Ctrl-C, and hands that on to all that it starts.
+# A shell starts background jobs with SIGINT ignored, and their child processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where the programs that tests start again and again keep what JAX compiles: see
-# support/processes.py. The first process to come here makes the place, for those it starts.
+# JAX's compilation cache, shared by the programs that tests start many times: see
+# support/processes.py. The first process creates the folder for the processes that it starts.
 if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
     COMPILED = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
@@ -42,13 +42,13 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores that this process may use, as some tests wait."""
+    """One more than the cores that this process may use, because some tests only wait."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of a module fixture on one worker, so that it is made once."""
+    """Runs the tests that share a module fixture on one worker, so that it is created once."""
     for item in items:
         known = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
         shared = {
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _torchax_enabled() -> Iterator[None]:
-    """As in a user's program: torchax is enabled once, globally."""
+    """Enables torchax once, globally, as a user's program does."""
     torchax.enable_globally()
     yield
     torchax.disable_globally()
@@ -75,13 +75,13 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory for one run, which does not exist yet."""
+    """The path of a run's directory, which does not exist yet."""
     return tmp_path / "run"
 
 
 @pytest.fixture(autouse=True)
 def _modes_are_left() -> Iterator[None]:
-    """A test that enabled torchax once more would change what later ones see."""
+    """Asserts that a test leaves torchax enabled exactly once, as later tests expect."""
     depth = torch._C._len_torch_function_stack()
     yield
     assert torch._C._len_torch_function_stack() == depth, "torchax stays enabled, or disabled"
@@ -89,7 +89,10 @@ def _modes_are_left() -> Iterator[None]:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The working directory of a page's program, which enables torchax anew, or disables it."""
+    """An empty working directory for the program of a documentation page.
+
+    The program may enable or disable torchax; the fixture undoes that.
+    """
     monkeypatch.chdir(tmp_path)
     depth = torch._C._len_torch_function_stack()
     yield

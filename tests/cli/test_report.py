@@ -166,7 +166,7 @@ def test_a_real_run_is_reported(directory: Path) -> None:
 def test_what_is_no_report_is_not_overwritten(three_runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "notes.html"
     out.write_text("notes")
-    assert "is no report" in run("report", three_runs, out, code=exit_codes.UNAVAILABLE)
+    assert "is not a report" in run("report", three_runs, out, code=exit_codes.UNAVAILABLE)
     assert out.read_text() == "notes"
     assert "expected the name" in run("report", three_runs, tmp_path, code=exit_codes.USAGE)
     out.unlink()

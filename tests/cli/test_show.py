@@ -94,7 +94,7 @@ def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
     assert "state/w" in result.stdout
 
 
-@pytest.mark.parametrize("missing", ["rich", "safetensors", "typer"])
+@pytest.mark.parametrize("missing", ["jinja2", "rich", "safetensors", "typer"])
 def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     program = f"""
         import sys

@@ -129,7 +129,7 @@ def test_a_loop_that_was_stopped_early_says_so(tmp_path: Path) -> None:
     measured["peers"]["orbax_v1"]["intervals"] = [7]
     page = written({"loops": {"deep": measured}}, tmp_path)
     stopped = "bare Orbax v0, async (0), bare Orbax v1, async (1)"
-    assert f"**Fewer than 3 intervals** within 60 s, so rough: {stopped}." in page
+    assert f"**Fewer than 3 intervals** within 60 s, thus imprecise: {stopped}." in page
 
 
 def test_declined_saves_have_verdicts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What several tests need, and where things lie."""
+"""Code that several tests share, and the paths of this repository."""
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
-"""A browser without a screen: Chromium as Qt brings it. ``python browser.py SETTINGS``, as JSON.
+"""A program that loads a page in Qt's Chromium without a screen: ``python browser.py SETTINGS``.
 
-A process of its own, since a browser wants the main thread, and its own settings from the start.
-Prints what a page is like once it is loaded: sizes, texts, messages, and what it asked for.
+SETTINGS are JSON. The program prints a JSON object about the loaded page: sizes, texts, console
+messages and requests. It is a process of its own, because a browser needs the main thread and reads
+its settings at start-up.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _LOOK = """(() => {
 
 
 def look(settings: dict[str, Any]) -> int:
-    """Loads a page and prints what it is like."""
+    """Loads a page and prints its properties; returns Qt's exit code, or 3 after a minute."""
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
-    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"  # containers and root cannot set one up
-    # Offscreen, Qt does not hand its color scheme on.
+    # Neither root nor a container can set up a sandbox.
+    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"
+    # Without a screen, Qt does not pass its color scheme to Chromium.
     scheme = "--blink-settings=preferredColorScheme=0" if settings.get("dark") else ""
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = f"--disable-gpu --hide-scrollbars {scheme}"
     os.environ["QT_SCALE_FACTOR"] = str(settings.get("scale", 1))
@@ -79,7 +81,7 @@ def look(settings: dict[str, Any]) -> int:
         app.exit(0)
 
     def loaded(is_loaded: bool) -> None:
-        # With more time than it takes to paint.
+        # More time than painting takes.
         then = lambda found: QTimer.singleShot(400, lambda: end(is_loaded, found))  # noqa: E731
         page.runJavaScript(_LOOK, then)
 
@@ -88,7 +90,7 @@ def look(settings: dict[str, Any]) -> int:
     QTimer.singleShot(60_000, lambda: app.exit(3))
     code = app.exec()
     view.setPage(None)  # type: ignore[arg-type]
-    page.deleteLater()  # before its profile goes
+    page.deleteLater()  # Qt requires that the page is deleted before its profile.
     app.processEvents()
     return code
 

@@ -1,4 +1,4 @@
-"""Commands of torchax-ckpt, run in this process."""
+"""Runs commands of torchax-ckpt in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from torchax_ckpt.cli.exit_codes import FOUND
 
 
 def run(*args: Any, code: int = 0) -> str:
-    """What a command prints; it must end with this code, and with one line where it fails."""
+    """Runs a command; returns stdout, or stderr if it fails.
+
+    Asserts that the command exits with ``code`` and fails without a traceback.
+    """
     result = CliRunner().invoke(app, [str(arg) for arg in args])
     assert result.exit_code == code, result.output
     if code and result.stderr:
@@ -31,7 +34,10 @@ BLOCK = re.compile(r"^(```|<!-- )(?P<kind>[a-z{}-]*)\n(?P<body>.*?)^(```|-->)$",
 
 
 def run_commands(body: str) -> None:
-    """Runs lines of a shell that name commands of torchax-ckpt, one after the other."""
+    """Runs the lines of a shell script of torchax-ckpt commands, one after the other.
+
+    Asserts that each exits with 0, or with ``FOUND`` if the line has a `` || ``.
+    """
     for line in filter(None, body.splitlines()):
         command, *otherwise = line.split(" || ")
         name, *args = shlex.split(command, comments=True)

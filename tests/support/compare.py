@@ -1,4 +1,4 @@
-"""What tests compare with: structure, types, dtypes, shardings and bytes."""
+"""Comparisons of states by structure, types, dtypes, shardings and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchax_ckpt import torchax_backend
 
 
 def bits(value: Any) -> tuple[Any, ...]:
-    """Everything about an array but its sharding: kind, dtype, shape and bytes."""
+    """Returns the kind, dtype, shape and bytes of an array or tensor, without its sharding."""
     if isinstance(value, torch.Tensor):
         if torchax_backend.is_device_tensor(value):
             return ("torchax", *bits(torchax_backend.buffer(value))[1:])
@@ -70,10 +70,10 @@ def _jax(value: Any) -> jax.Array | None:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of a tree of tensors and plain values, to compare with later."""
+    """Returns a deep copy of a tree of tensors and plain values, for a later comparison."""
     if isinstance(value, torch.Tensor):
         if torchax_backend.is_device_tensor(value):
-            return torchax_backend.wrap(torchax_backend.buffer(value))  # arrays do not change
+            return torchax_backend.wrap(torchax_backend.buffer(value))  # Arrays are immutable.
         with torchax_backend.native_torch():
             return torchax_backend.from_numpy(torchax_backend.to_numpy(value))
     if isinstance(value, Mapping):
@@ -84,7 +84,10 @@ def copied(value: Any) -> Any:
 
 
 def training_state(*parts: Any) -> list[Any]:
-    """What must come back: tensors of modules by name, state of optimizers by parameter order."""
+    """Returns a copy of the state of modules and optimizers, which a restore must reproduce.
+
+    A module's tensors are listed by name, an optimizer's state in the order of the parameters.
+    """
     state: list[Any] = []
     for part in parts:
         if isinstance(part, torch.optim.Optimizer):
@@ -97,5 +100,5 @@ def training_state(*parts: Any) -> list[Any]:
 
 
 def entries(directory: Path) -> set[str]:
-    """What is in a run's directory besides the record of its events."""
+    """Returns the names in a run's directory, without the folder of events."""
     return {child.name for child in directory.iterdir()} - {"events"}

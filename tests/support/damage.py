@@ -1,4 +1,4 @@
-"""Damage to what is stored."""
+"""Functions that damage stored files or make saves fail."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from torchax_ckpt.storage.medium import seals
 
 
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:
-    """Flips one bit of a file: of the byte at a position, which counts from the end if negative."""
+    """Flips one bit of the byte at position ``at`` of a file; negative counts from the end."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
     path.write_bytes(content)
 
 
 def damage(step: Path, needle: bytes, at: int = 0) -> tuple[Path, int]:
-    """Flips a bit in the only stored copy of some bytes; the file, and where in it they begin.
+    """Flips a bit in the only stored copy of some bytes.
 
     Args:
-      step: a folder, looked through with all that is in it.
-      needle: the bytes.
-      at: which of them is damaged.
+      step: the folder to search, with its subfolders.
+      needle: the bytes; exactly one file must contain them.
+      at: the index in ``needle`` of the byte to damage.
+
+    Returns:
+      The file, and the position of ``needle`` in it.
     """
     files = [path for path in sorted(step.rglob("*")) if path.is_file()]
     found = [(path, path.read_bytes().find(needle)) for path in files]
@@ -40,20 +43,20 @@ def damage(step: Path, needle: bytes, at: int = 0) -> tuple[Path, int]:
 
 
 def flip_arrays(step: Path) -> None:
-    """Flips a bit near the end of each file that has a step's arrays."""
+    """Flips a bit near the end of each file that stores a step's arrays."""
     for path in (step / "state").rglob("d/*"):
         flip_bit(path, -20)
 
 
 def halve(path: Path) -> None:
-    """Leaves the first half of a file."""
+    """Truncates a file to half its size."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def edit_json(path: Path, change: Callable[[Any], object]) -> None:
-    """Changes a file of JSON, and seals it again if it was, as who changes it on purpose would."""
+    """Changes a JSON file, and renews its seal if it has one, as a deliberate change would."""
     document = json.loads(path.read_text())
-    is_sealed = path.name == "data.json"  # Orbax's name for a checkpointable of JSON
+    is_sealed = path.name == "data.json"  # Orbax's name for a JSON checkpointable.
     if is_sealed:
         document = seals.unseal(document)
     change(document)
@@ -61,7 +64,7 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Has every save find the disk full, until the function that it returns is called."""
+    """Makes every save fail with a full disk; returns a function that ends that."""
     write = write_step.write_step
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -72,7 +75,11 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def killed_before_setting_aside(directory: Path) -> None:
-    """10, 20, 30, back to 10, and 11; the process ends before 20 and 30 are moved."""
+    """Writes the directory of a process that was killed before it set steps aside.
+
+    The process saved steps 10, 20 and 30, restored step 10 and saved step 11. It ended before it
+    set steps 20 and 30 aside.
+    """
     fill = {"w": np.zeros(2)}
     with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
         for step in (10, 20, 30):

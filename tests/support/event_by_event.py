@@ -1,4 +1,4 @@
-"""A second simulation of a run, which knows no schedule: what the package's own is held against."""
+"""A second, independent simulation of a run, as a reference for the package's simulation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchax_ckpt.planning import Failure, Run, Tier
 
 @dataclasses.dataclass
 class EventByEvent:
-    """Steps from one event to the next, whatever it is: slow, and plain enough to be believed.
+    """Advances from one event to the next: slow, but simple enough to check by reading.
 
-    It takes from the schedule how much training lies between two snapshots, and how many of these
-    between two that go to the durable tier; when they happen it finds out by going there.
+    The schedule supplies the training time between two snapshots and the number of snapshots
+    between two durable saves. The simulation itself finds the times at which they happen.
     """
 
     run: Run
@@ -31,7 +31,7 @@ class EventByEvent:
         self.restored = self.position = snapshot
         self.up_at = self.blocked_until = up_at
         self.begins = {snapshot: up_at}
-        self.in_flight: dict[str, tuple[float, int]] = {}  # tier -> when it ends, its snapshot
+        self.in_flight: dict[str, tuple[float, int]] = {}  # tier -> time of its end, snapshot
         self.due = self.durable + self.saves_per_durable
         self.left = self.training_secs
 

@@ -1,4 +1,4 @@
-"""The events of runs, as they were written."""
+"""The events that runs have recorded in a directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchax_ckpt.telemetry.journal import read_events
 
 
 def recorded(directory: Path) -> list[list[Event]]:
-    """The events of each run, in their order."""
+    """Returns the events of each program, both in order of time."""
     return list(read_events(epath.Path(directory)).values())
 
 

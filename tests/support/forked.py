@@ -1,24 +1,23 @@
-"""Programs forked from a process that has imported what they import.
+"""Programs forked from a server process that has already imported their libraries.
 
-Hundreds of tests run a program in a process of its own, and importing torch, JAX and Orbax is most
-of what such a program costs: 2.4 s of CPU. A server imports them once and forks for each program.
-Until it forks it starts no JAX backend and no thread, so that each program still has devices, an
-environment, a working directory, signals and an exit code of its own.
+Hundreds of tests start a program, and importing torch, JAX and Orbax takes 2.4 s of CPU, most of a
+program's cost. A server imports them once and forks for each program. Before a fork it starts no
+JAX backend and no thread, so that each program still has its own devices, environment, working
+directory, signals and exit code.
 
-The fork returns from the server's loop and runs its program as ``__main__``; when that ends, so
-does the interpreter, in its own way: uncaught errors, threads that are waited for, functions of
-``atexit``, modules torn down. This is why it is not :mod:`multiprocessing`'s fork server, whose
-processes end in ``os._exit``.
+A fork returns from the server's loop and runs its program as ``__main__``. The interpreter then
+ends as usual: it reports uncaught errors, joins threads, calls ``atexit`` functions and tears down
+modules. The processes of :mod:`multiprocessing`'s fork server would end in ``os._exit`` instead.
 
-What an interpreter reads once, at its start or when a library is imported, is that of the server.
-So programs share one only if their environments agree, but for what is :data:`READ_LATER`. The
-seed of hashes is such a thing too: there are two servers, which take turns, and so programs that
-run beside or after each other do not agree on the order of a set by chance.
+Programs share a server only if their environments agree except in :data:`READ_LATER`, because an
+interpreter reads the other variables at start-up or at an import. The hash seed is also read then.
+Two servers therefore take turns, so that programs started one after the other iterate over a set
+in different orders.
 
-What a program may not tell from being forked is tested in test_forked.py. What it can: modules
-that it never imported are there, and were imported in this order (Lightning sets up its logging by
-what it finds); its memory begins with theirs. Tests about importing, about memory and about the
-end of the interpreter start a fresh one.
+test_forked.py tests that a program cannot detect the fork, with these exceptions: modules that it
+never imported are loaded, in the order of :data:`MODULES` (Lightning's logging depends on loaded
+modules), and its memory includes theirs. Tests of imports, of memory and of the interpreter's end
+start a new interpreter.
 """
 
 from __future__ import annotations
@@ -43,20 +42,21 @@ from typing import IO, Any, Protocol
 
 MODULES = ("jax", "numpy", "orbax.checkpoint", "torch", "torchax", "torchax_ckpt.checkpointer")
 
-# Variables that nothing reads at import, and those of JAX's that can be set afterwards.
+# Variables that nothing reads at import.
 READ_LATER = {
     "DIES_AFTER_SECS",  # of killed_once_all_have_step.py
     "HEARTBEAT_SECS",  # of processes_program.py
     "JAX_COORDINATOR_BIND_ADDRESS",
     "PYTEST_CURRENT_TEST",
     "XLA_FLAGS",
-    # Of gcsfs and TensorStore; the server has not imported gcsfs.
+    # Of gcsfs and TensorStore. The server does not import gcsfs.
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT",
     "GOOGLE_AUTH_TOKEN_FOR_TESTING",
     "NO_GCE_CHECK",
     "STORAGE_EMULATOR_HOST",
     "TENSORSTORE_GCS_HTTP_URL",
 }
+# JAX's variables that can be set after the import, with their parsers.
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "JAX_COMPILATION_CACHE_DIR": str,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float,
@@ -66,7 +66,7 @@ MAX_REQUEST_BYTES = 1 << 20
 
 
 class Process(Protocol):
-    """What a forked program has in common with a :class:`subprocess.Popen`."""
+    """The methods that a forked program shares with :class:`subprocess.Popen`."""
 
     pid: int
     returncode: int | Any
@@ -86,13 +86,13 @@ def start(
     stderr: IO[Any],
     modules: Sequence[str] = MODULES,
 ) -> Process:
-    """Starts what ``python ARGUMENTS`` would start, forked; it reads nothing.
+    """Starts the program that ``python ARGUMENTS`` would run, as a fork with an empty stdin.
 
     Args:
-      arguments: ``-c``, the program and its arguments; or the path of a script and its arguments.
+      arguments: ``-c``, the source and its arguments; or the path of a script and its arguments.
       env: the whole environment.
       stdout, stderr: files of this process that the program writes to.
-      modules: what is imported before.
+      modules: the modules that the server imports.
     """
     at_import = {k: v for k, v in env.items() if k not in READ_LATER and k not in SETTINGS}
     server = next(_servers(frozenset(at_import.items()), tuple(modules)))
@@ -101,7 +101,7 @@ def start(
 
 @functools.cache
 def _servers(env: frozenset[tuple[str, str]], modules: tuple[str, ...]) -> Iterator[_Server]:
-    def two() -> Iterator[_Server]:  # the second only when it is needed
+    def two() -> Iterator[_Server]:  # Starts the second server only when it is needed.
         yield (first := _Server(dict(env), modules))
         yield (second := _Server(dict(env), modules))
         yield from itertools.cycle([first, second])
@@ -110,7 +110,7 @@ def _servers(env: frozenset[tuple[str, str]], modules: tuple[str, ...]) -> Itera
 
 
 class _Server:
-    """A server, as seen from here. It ends with this process, however that ends."""
+    """A server, seen from the test process. It ends when the test process ends, in any way."""
 
     def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,7 +123,8 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # an interrupt is for this process, which ends the others
+                # Ctrl-C then reaches only the test process, which ends the server.
+                process_group=0,
             )
         atexit.register(self._end)
 
@@ -143,7 +144,7 @@ class _Server:
 
 
 class _Forked:
-    """A program that was forked. Its pid is its own until its end has been seen here."""
+    """A forked program. No other process gets its pid before this object has read its exit."""
 
     def __init__(self, reports: socket.socket) -> None:
         self._reports = reports
@@ -154,7 +155,7 @@ class _Forked:
         self._reports.settimeout(timeout)
         if not (report := self._reports.recv(64)):
             self._reports.close()
-            raise RuntimeError("the server of forked programs has ended; its stderr says why")
+            raise RuntimeError("the server of forked programs has exited; its stderr says why")
         return int(report)
 
     def poll(self) -> int | None:
@@ -187,7 +188,7 @@ class _Forked:
 
 
 class _Child:
-    """A program, as seen from its server."""
+    """A program, seen from its server."""
 
     def __init__(self, pid: int, reports: socket.socket) -> None:
         self.pid, self.reports = pid, reports
@@ -197,18 +198,16 @@ class _Child:
             reports.send(str(pid).encode())
 
     def report(self) -> None:
-        """Says how it ended. It is not reaped yet: nobody else is to get its pid."""
+        """Reports the exit code. Does not reap the process, so that its pid is not reused."""
         self.is_running = False
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # nobody listens any more: the next round sees it
+        with contextlib.suppress(BrokenPipeError):  # The loop sees the closed socket next.
             self.reports.send(str(code).encode())
 
     def close(self) -> None:
-        """Ends it, unless it has ended."""
+        """Kills the process if it still runs, and reaps it."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.forget()
@@ -219,13 +218,13 @@ class _Child:
 
 
 def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
-    """Forks for each request; returns in the forks, with what is to run there.
+    """Forks for each request; returns in each fork, with the code to run.
 
-    When nobody can ask any more it ends the programs that still run, and itself.
+    When the test process has closed its end, kills the programs that still run and exits.
     """
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # the forks share what is here, and do not look through it for garbage
+    gc.freeze()  # Garbage collection in a fork would copy the memory that it shares.
     requests = socket.socket(fileno=requests_fd)
     children: list[_Child] = []
     while True:
@@ -235,7 +234,7 @@ def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
         for child in list(children):
             if child.is_running and child.end in ready:
                 child.report()
-            if child.reports in ready:  # nobody listens any more
+            if child.reports in ready:  # The test process has closed its end.
                 child.close()
                 children.remove(child)
         if requests not in ready:
@@ -256,14 +255,14 @@ def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
         for fd in fds[1:]:
             os.close(fd)
         children.append(_Child(pid, reports))
-        # A thread of OpenBLAS ends when its process first forks.
+        # OpenBLAS ends its thread at the first fork.
         assert len(os.listdir("/proc/self/task")) == 1, "a module has started a thread"
 
 
 def _become(
     outputs: Sequence[int], arguments: Sequence[str], env: Mapping[str, str], directory: str
 ) -> CodeType:
-    """Makes this process what a fresh interpreter is when its program begins."""
+    """Makes this process like a new interpreter at the start of its program; returns the code."""
     import jax
     import numpy as np
     import torch
@@ -278,7 +277,7 @@ def _become(
         if name in env:
             jax.config.update(name.lower(), parse(env[name]))
     torch.default_generator.seed()
-    np.random.seed()  # random sees to its own
+    np.random.seed()  # The random module reseeds itself after a fork.
     if arguments[0] == "-c":
         source, name = arguments[1], "<string>"
         sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""

@@ -1,4 +1,4 @@
-"""The golden checkpoints that two processes write and read together."""
+"""Writes and reads the golden checkpoints of two processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ COUNT = 2
 
 
 def write(directory: Path, step: int, hosts: Path | None = None) -> list[Any]:
-    """Two processes train and save a step; what each of them has then.
+    """Trains and saves a step in two processes; returns the final state of each.
 
     Args:
-      directory: the durable one.
-      step: its number.
-      hosts: where the local tiers are, one for each process; there alone the step is saved.
+      directory: the durable directory.
+      step: the number of the step.
+      hosts: the folder of the local tiers, one for each process. If given, the step is saved only
+        there.
     """
     return _run("write", directory, step, hosts, 0)
 
 
 def read(directory: Path, step: int, hosts: Path | None = None) -> list[Any]:
-    """Two processes that began otherwise go on from there; what each of them has then."""
+    """Resumes from a step in two processes with another seed; returns the state of each."""
     return _run("read", directory, step, hosts, 77)
 
 

@@ -1,4 +1,4 @@
-"""Processes played by threads, over a coordination service in memory."""
+"""Threads that act as processes, with a coordination service in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchax_ckpt.processes.coordination import Processes
 
 
 class Service:
-    """JAX's coordination service, as threads of one process see it."""
+    """A replacement of JAX's coordination service for threads of one process."""
 
     def __init__(self) -> None:
         self.known: dict[str, bytes] = {}
@@ -43,7 +43,7 @@ class Service:
 
 
 class Group:
-    """Three processes, each a thread."""
+    """Three processes, each simulated by a thread."""
 
     def __init__(self, timeout_secs: float = 30) -> None:
         self.service = Service()
@@ -55,7 +55,7 @@ class Group:
             member._place = "test"
 
     def __call__(self, act: Callable[[Processes], Any]) -> list[Any]:
-        """What each process gets, or the error that it gets."""
+        """Calls ``act`` in each process; returns each result or exception."""
 
         def run(member: Processes) -> Any:
             try:

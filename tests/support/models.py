@@ -1,4 +1,4 @@
-"""Models with ties, stacks, two dtypes and extra state, and a stateful object."""
+"""Models with tied parameters, equal layers, two dtypes and extra state, and a stateful object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.training import before_enabling
 
 
 class Plain(torch.nn.Module):
-    """An embedding tied to its head, equal layers that are stacked, a buffer."""
+    """An embedding tied to the head, equal layers that are stored as stacks, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Plain(torch.nn.Module):
 
 
 class Tied(Plain):
-    """The same with an extra state, which safetensors' own load_model does not stand."""
+    """``Plain`` with extra state, which safetensors' own ``load_model`` rejects."""
 
     def get_extra_state(self) -> Any:
         return {"calls": torch.ones(2)}
@@ -33,7 +33,7 @@ class Tied(Plain):
 
 
 class WithExtraState(torch.nn.Linear):
-    """A layer whose extra state is whatever it was given."""
+    """A layer whose extra state is the value last set."""
 
     extra: Any = "live"
 
@@ -45,7 +45,7 @@ class WithExtraState(torch.nn.Linear):
 
 
 class Counter:
-    """A stateful object of a user."""
+    """A user's stateful object."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -58,7 +58,7 @@ class Counter:
 
 
 def values(state: dict[str, Any]) -> dict[str, Any]:
-    """Name -> dtype, shape and bytes."""
+    """Returns the dtype, shape and bytes of each tensor by name, without extra state."""
     found = {}
     for name, tensor in state.items():
         if not name.endswith("_extra_state"):

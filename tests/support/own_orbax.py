@@ -1,4 +1,4 @@
-"""A program's own use of Orbax, through both of its APIs, and what is replaced in Orbax."""
+"""A program that uses Orbax itself, through both APIs, and the attributes replaced in Orbax."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
 
 
 def replaced() -> list[Any]:
-    """The attributes that this package replaces, as they are now; None for what is not there."""
+    """Returns the present values of the attributes that this package replaces; None if missing."""
     found = []
     for module, path in REPLACED:
         outer, _, name = path.rpartition(".")
@@ -41,7 +41,7 @@ def replaced() -> list[Any]:
 
 
 def abstract(state: Any) -> Any:
-    """What Orbax is asked for, to load this state."""
+    """Returns the abstract state that Orbax needs to load a state."""
     return jax.tree.map(
         lambda leaf: (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -53,7 +53,10 @@ def abstract(state: Any) -> Any:
 
 
 def assert_came_back(found: Any, state: Any) -> None:
-    """Asserts that a state is the same to the bit; of arrays of several processes, its own part."""
+    """Asserts that two states are equal bit for bit, with equal shardings.
+
+    Compares the addressable shards of arrays that several processes share.
+    """
 
     def local(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
@@ -66,7 +69,7 @@ def assert_came_back(found: Any, state: Any) -> None:
 
 
 def save_and_load(api: str, folder: Path, num_steps: int, state: Any) -> None:
-    """Saves and loads a state through one of Orbax's APIs, in all ways; it must come back."""
+    """Saves and loads a state in every way of one Orbax API, and asserts equality each time."""
     for step in range(num_steps):
         if api == "v1":
             ocp.save(folder / f"{step}", state)

@@ -1,4 +1,4 @@
-"""Programs in processes of their own."""
+"""Starts programs in processes of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from support import PROGRAMS, ROOT, TESTS, forked
 
-# For the environment of programs that come several times: they compile the same.
+# Environment of programs that tests start several times, so that they share compiled code.
 COMPILED_ONCE = {
     "JAX_COMPILATION_CACHE_DIR": os.environ.get("TORCHAX_CKPT_TESTS_COMPILED", ""),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -25,7 +25,7 @@ COMPILED_ONCE = {
 
 
 def run_torture(program: Path, *args: str) -> tuple[int, dict[str, int], str]:
-    """Exit code, table and output of a harness, which starts processes of its own."""
+    """Runs a harness that starts processes itself; returns its exit code, table and output."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(program), *args],
         env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
@@ -42,14 +42,14 @@ def run_torture(program: Path, *args: str) -> tuple[int, dict[str, int], str]:
 
 
 class Started:
-    """A program in a process of its own, with what it writes.
+    """A program in a process of its own, with its output.
 
     Args:
-      arguments: of ``python``: ``-c`` and the source, or the path of a program; then its own.
-      devices: that JAX has; as many as the program itself asks for, if None.
-      env: more variables.
-      fresh: an interpreter that has imported nothing yet, rather than one as in ``forked.py``.
-      modules: what is imported already, if it is not fresh.
+      arguments: of ``python``: ``-c`` and the source, or a program's path; then the program's own.
+      devices: the number of JAX's devices; if None, the program sets it.
+      env: additional environment variables.
+      fresh: starts a new interpreter instead of forking one, see ``forked.py``.
+      modules: the modules that a forked interpreter has already imported.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Started:
             )
 
     def output(self) -> tuple[str, str]:
-        """What it has written to stdout and stderr so far."""
-        # Not by seeking: the process writes where these files stand.
+        """Returns the text written to stdout and stderr so far."""
+        # pread does not move the file position, which the process shares.
         out, err = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in self._outputs)
         return out, err
 
     def result(self, timeout_secs: float) -> subprocess.CompletedProcess[str]:
-        """How it ended; it is killed if it has not after that time."""
+        """Waits for the program and returns its result; kills it after the timeout."""
         with self:
             code = self.process.wait(timeout_secs)
             return subprocess.CompletedProcess(self._arguments, code, *self.output())
@@ -96,10 +96,11 @@ class Started:
 
 
 class Talking:
-    """A program in a process of its own, whose lines are read as they come.
+    """A program in a process of its own, whose output is read line by line as it runs.
 
     Args:
-      arguments, env, fresh, modules: as of :class:`Started`; env is the whole environment.
+      arguments, fresh, modules: see :class:`Started`.
+      env: the whole environment.
     """
 
     def __init__(
@@ -134,15 +135,16 @@ class Talking:
 
 
 class Running:
-    """Processes of one program that runs on several, each with devices of its own.
+    """The processes of one distributed program, each with its own devices.
 
     Args:
-      program: its path or its source; ``tests`` is importable in it. Its first arguments are its
-        index, how many processes there are, and the port of JAX's coordination service.
-      count: how many processes.
-      args: more arguments.
-      devices: of each process.
-      timeout_secs: they are ended by the kernel after that, whatever becomes of the test.
+      program: its path or its source, which can import ``tests``. Its first arguments are the
+        index of the process, the number of processes, and the port of JAX's coordination service.
+      count: the number of processes.
+      args: further arguments.
+      devices: the number of devices of each process.
+      env: additional environment variables.
+      timeout_secs: an alarm ends each process after this time, even if the test has ended.
       fresh: see :class:`Started`.
     """
 
@@ -165,7 +167,7 @@ class Running:
             lines += f"exec(compile(open({str(program)!r}).read(), {str(program)!r}, 'exec'))"
         else:
             lines += textwrap.dedent(program)
-        # Else JAX's coordination service listens on every address of this machine.
+        # Otherwise JAX's coordination service listens on every address of this machine.
         bound = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
         variables = {**COMPILED_ONCE, **bound, **env}
         self._started = [
@@ -180,20 +182,20 @@ class Running:
         self.processes = [started.process for started in self._started]
 
     def kill(self, index: int) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL to a process."""
         self.processes[index].kill()
 
     def output(self, index: int) -> tuple[str, str]:
-        """What a process has written to stdout and stderr so far."""
+        """Returns the text that a process has written to stdout and stderr so far."""
         return self._started[index].output()
 
     def reports(self, index: int) -> list[Any]:
-        """The JSON objects that a process has printed so far, each on a line."""
+        """Returns the JSON objects that a process has printed so far, one on each line."""
         lines = self.output(index)[0].splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def wait(self) -> list[int]:
-        """Exit codes, once all have ended."""
+        """Waits for all processes and returns their exit codes."""
         return [process.wait(self._timeout_secs) for process in self.processes]
 
     def __enter__(self) -> Running:
@@ -201,13 +203,19 @@ class Running:
 
     def __exit__(self, *exc: object) -> None:
         for process in self.processes:
-            process.kill()  # all at once, before one is waited for
+            process.kill()  # All are killed before any is waited for.
         for started in self._started:
             started.__exit__(*exc)
 
 
 def run_processes(program: str | Path, count: int, *args: str, **kwargs: Any) -> list[list[Any]]:
-    """What each process of a program has reported; all must succeed. See :class:`Running`."""
+    """Runs a distributed program; returns the JSON reports of each process.
+
+    Takes the arguments of :class:`Running`.
+
+    Raises:
+      AssertionError: a process failed.
+    """
     with Running(program, count, *args, **kwargs) as running:
         codes = running.wait()
         if any(codes):
@@ -221,7 +229,10 @@ def run_processes(program: str | Path, count: int, *args: str, **kwargs: Any) ->
 
 
 def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:
-    """This one, for a program with that many devices, or with those that it asks for itself."""
+    """Returns this process's environment, changed for a program with that many devices.
+
+    If ``devices`` is None, the program sets their number itself.
+    """
     path = [*map(str, (TESTS, PROGRAMS, ROOT)), os.environ.get("PYTHONPATH")]
     variables = {
         **os.environ,
@@ -244,14 +255,14 @@ def run_python(
     timeout_secs: float = 240,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process of its own; ``tests`` is importable there, and this package.
+    """Runs a program in a process of its own, which can import ``tests`` and this package.
 
     Args:
-      program: its path, or its source where it is a few lines.
-      args: of the program.
-      check: raises if the program fails.
-      devices, env, fresh: as of :class:`Started`.
-      timeout_secs: the program is killed after that.
+      program: its path, or its source.
+      args: the program's arguments.
+      check: raises ``AssertionError`` if the program fails.
+      devices, env, fresh: see :class:`Started`.
+      timeout_secs: the program is killed after this time.
     """
     command = [program] if isinstance(program, Path) else ["-c", textwrap.dedent(program)]
     result = Started(*command, *args, devices=devices, env=env, fresh=fresh).result(timeout_secs)

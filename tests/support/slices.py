@@ -1,4 +1,4 @@
-"""A run with a local tier on every host: killed, resumed, and never killed."""
+"""A run with a local tier on every host: killed, resumed, or uninterrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def killed(
     env: Mapping[str, str] = {},
     fresh: bool = False,
 ) -> None:
-    """A run whose processes were all killed after a step, with what they had saved until then."""
+    """Runs processes that kill themselves after step ``at``; asserts which steps are local."""
     arguments = str(directory), str(ramdisks), str(at), str(seed)
     with Running(PROGRAMS / "two_tiers.py", count, *arguments, env=env, fresh=fresh) as running:
         assert running.wait() == [-signal.SIGKILL] * count, running.output(0)[1][-3000:]
@@ -36,7 +36,10 @@ def resumed(
     env: Mapping[str, str] = {},
     fresh: bool = False,
 ) -> list[dict[str, Any]]:
-    """The end of a run that goes on; from other seeds, so that what is not restored differs."""
+    """Resumes a run and trains to its end; returns the reports of the processes.
+
+    The run starts with other seeds, so that any state that is not restored differs.
+    """
     arguments = str(directory), str(ramdisks), "0", "77"
     reports = run_processes(PROGRAMS / "two_tiers.py", count, *arguments, env=env, fresh=fresh)
     return [report for (report,) in reports]
@@ -53,5 +56,5 @@ def assert_ends_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]
     for here, there in zip(found, expected, strict=True):
         assert here["whole"] == there["whole"]
         assert here["own"] == there["own"]
-    # Each process has random state and a loader of its own, which would otherwise show nothing.
+    # Random state and loaders must differ between processes, or the comparison proves nothing.
     assert len({report["own"]["torch"] for report in expected}) == len(expected)

@@ -1,4 +1,4 @@
-"""Arrays with arbitrary bits, trees of every supported value, and what identifies a tree."""
+"""Arrays with arbitrary bits, trees of every supported value, and fingerprints of trees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JAX_DTYPES = (
     "bool", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16",
     "float32", *FP8, "complex64",
 )  # fmt: skip
-# A torchax tensor around int4 calls itself torch.int8; the array in it stays int4.
+# A torchax tensor around an int4 array has dtype torch.int8, but the array stays int4.
 TORCHAX_DTYPES = JAX_DTYPES
 NUMPY_DTYPES = (*JAX_DTYPES, "int64", "uint64", "float64", "complex128")
 TORCH_DTYPES = tuple(name for name in NUMPY_DTYPES if name != "int4")
@@ -29,21 +29,21 @@ KEY_IMPLS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 
 
 def random_bits(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """An array with arbitrary bits: NaNs with payloads, infinities and subnormals among them."""
+    """Returns an array with arbitrary bits, including NaN payloads, infinities and subnormals."""
     generator = np.random.default_rng(seed)
     kind = np.dtype(dtype)
     if kind.kind == "b":
         return np.asarray(generator.integers(0, 2, shape).astype(bool))
     if kind == ml_dtypes.int4:
         return np.asarray(generator.integers(-8, 8, shape)).astype(kind)
-    if kind in (ml_dtypes.uint4, ml_dtypes.float4_e2m1fn):  # in the low half of a byte
+    if kind in (ml_dtypes.uint4, ml_dtypes.float4_e2m1fn):  # Stored in the low half of a byte.
         return np.asarray(generator.integers(0, 16, shape).astype(np.uint8)).view(kind)
     size = int(np.prod(shape)) * kind.itemsize
     return np.frombuffer(generator.bytes(size), kind).reshape(shape).copy()
 
 
 def make_leaf(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Any:
-    """A leaf of this kind, as the nodes of a manifest name them; device leaves uncommitted."""
+    """Returns a leaf of a kind that a manifest names; device leaves are uncommitted."""
     if kind == "key":
         width = KEY_IMPLS[dtype]
         words = jax.device_put(random_bits("uint32", (*shape, width), seed))
@@ -74,7 +74,7 @@ DTYPES_BY_KIND = {
 
 @st.composite
 def array_leaves(draw: st.DrawFn) -> Any:
-    """Tensors, arrays, numpy scalars and random keys of every dtype and some shapes."""
+    """Generates tensors, arrays, numpy scalars and random keys of every dtype and some shapes."""
     kind = draw(st.sampled_from(sorted(DTYPES_BY_KIND)))
     dtype = draw(st.sampled_from(DTYPES_BY_KIND[kind]))
     shape = () if kind == "numpy_scalar" else draw(st.sampled_from(SHAPES))
@@ -82,18 +82,18 @@ def array_leaves(draw: st.DrawFn) -> Any:
 
 
 def any_floats() -> st.SearchStrategy[float]:
-    """All 2**64 floats: NaN payloads, infinities, -0.0."""
+    """Generates any of the 2**64 floats: NaN payloads, infinities, -0.0."""
     words = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("<d", struct.pack("<Q", n))[0])
     return st.floats() | words
 
 
 def any_text() -> st.SearchStrategy[str]:
-    """Text with what names escape, and with lone surrogates."""
+    """Generates text with lone surrogates and with characters that names escape."""
     return st.text(st.characters() | st.sampled_from("%/*\ud800\udc00\x00"), max_size=6)
 
 
 def plain_leaves() -> st.SearchStrategy[Any]:
-    """Python values that need no array."""
+    """Generates Python values that are stored without an array."""
     huge = st.integers(-(2**200), 2**200)
     return st.one_of(
         st.none(),
@@ -108,13 +108,13 @@ def plain_leaves() -> st.SearchStrategy[Any]:
 
 
 def dict_keys() -> st.SearchStrategy[Any]:
-    """Keys of dicts: ints (huge ones too), text and tuples of them; 1 and "1" among them."""
+    """Generates dict keys: ints, also huge ones, text and tuples; 1 and "1" among them."""
     simple = st.sampled_from([1, "1", 0, "0", ""]) | st.integers() | any_text()
     return simple | st.tuples(simple, simple) | st.integers(2**60, 2**61)
 
 
 def hashables() -> st.SearchStrategy[Any]:
-    """Members of sets."""
+    """Generates members of sets."""
     simple = st.integers() | any_text() | st.none() | st.binary(max_size=3)
     return st.recursive(
         simple, lambda c: st.tuples(c, c) | st.frozensets(c, max_size=2), max_leaves=4
@@ -122,7 +122,7 @@ def hashables() -> st.SearchStrategy[Any]:
 
 
 def trees(max_leaves: int = 12) -> st.SearchStrategy[Any]:
-    """Nested state of everything that can be stored and comes back type for type."""
+    """Generates nested state of all value types that a restore returns with the same type."""
 
     def nested(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         dicts = st.dictionaries(dict_keys(), children, max_size=4)
@@ -144,7 +144,7 @@ def trees(max_leaves: int = 12) -> st.SearchStrategy[Any]:
 
 
 def fingerprint(value: Any) -> Any:
-    """What a value is, to the type of every key and the bit of every number; hashable."""
+    """Returns a hashable that identifies a value with the types of its keys and all its bits."""
     if isinstance(value, (torch.Tensor, jax.Array, np.ndarray, np.generic)):
         return bits(value)
     name = type(value).__name__

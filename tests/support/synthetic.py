@@ -1,4 +1,4 @@
-"""Events of runs that never happened, as their programs would have written them."""
+"""Made-up runs: writes the events that their programs would have recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEGAN_SECS = 1_795_000_000.0
 
 
 def write(directory: Path, runs: Sequence[Sequence[Event]]) -> None:
-    """Writes events as journals do, file by file."""
+    """Writes the events of each program to files, as journals do."""
     (directory / FOLDER).mkdir(parents=True, exist_ok=True)
     count = 0
     for index, events in enumerate(runs):
@@ -43,7 +43,7 @@ def run(
     spread: float = 0.15,
     seed: int = 0,
 ) -> list[Event]:
-    """One program that trains from one step to another, saves, keeps the latest, and ends."""
+    """Returns the events of a program that trains from ``first`` to ``last`` and keeps 3 steps."""
     draw = random.Random(seed)
     events = []
     if first:
@@ -79,7 +79,7 @@ def run(
 
 
 def three_runs(directory: Path) -> None:
-    """Killed twice, with a failed save, and closed in the end."""
+    """Writes a run of three programs: two are killed, one save fails, and the last one closes."""
     kept: list[int] = []
     began = (BEGAN_SECS, BEGAN_SECS + 2400, BEGAN_SECS + 4600)
     write(

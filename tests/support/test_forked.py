@@ -1,4 +1,4 @@
-"""A forked program cannot tell that it is one, but for what ``forked.py`` says."""
+"""A forked program cannot detect the fork, except in the ways that ``forked.py`` names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_finds_what_a_fresh_one_finds(
         for fresh in (False, True)
     )
     assert expected["devices"] == (devices or 1)
-    # A fresh one has OpenBLAS's thread, which starts again where a forked one multiplies.
+    # A fresh interpreter has OpenBLAS's thread, which a forked one starts at its first product.
     assert found.pop("threads") == [1, 1]
     assert expected.pop("threads")[1] == 1
     assert found == expected
@@ -89,7 +89,7 @@ def test_it_ends_as_a_fresh_one_does(ending: str) -> None:
     )
     assert found.returncode == expected.returncode
     assert found.stdout == expected.stdout
-    # The server's call is one line of the traceback more.
+    # The server's call adds one line to the traceback.
     told = re.sub(r'  File "<string>", line 1, in <module>\n', "", found.stderr, count=1)
     assert told == expected.stderr
 
@@ -109,7 +109,7 @@ time.sleep(60)
         program.process.send_signal(signal.SIGTERM)
         assert program.process.wait(60) == 5
         assert program.process.poll() == 5
-        program.process.kill()  # no more: the pid may be another's
+        program.process.kill()  # Must do nothing, because another process may have the pid now.
 
 
 def test_it_is_there_until_its_end_was_seen() -> None:

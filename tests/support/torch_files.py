@@ -1,4 +1,4 @@
-"""What torch itself writes."""
+"""Files in torch's own formats."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.training import before_enabling
 
 def save_dcp(tensors: Any, folder: Path, *, num_files: int = 2) -> Path:
     with before_enabling(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is alone
-        # Copying ahead asks torchax's device module for streams, which it does not have.
+        warnings.simplefilter("ignore")  # torch warns that there is only one process.
+        # With copying ahead, torch would use streams, which torchax's device module lacks.
         writer = dcp.FileSystemWriter(folder, thread_count=num_files, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer)
     return folder

@@ -20,12 +20,12 @@ P = PartitionSpec
 
 
 def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
-    """A one-axis mesh over the first devices, with the Auto axes that torchax needs."""
+    """Returns a one-axis mesh over the first devices, with the Auto axes that torchax needs."""
     return Mesh(np.array(jax.devices()[:num_devices]), (axis,))
 
 
 def fsdp_rule(mesh: Mesh) -> Any:
-    """A sharding rule: the first dim that divides, else replicated."""
+    """Returns a sharding rule: shards the first divisible dim, or replicates."""
     (axis,) = mesh.axis_names
 
     def rule(name: str, abstract: Any) -> NamedSharding:
@@ -40,7 +40,10 @@ def fsdp_rule(mesh: Mesh) -> Any:
 
 @contextlib.contextmanager
 def before_enabling() -> Iterator[None]:
-    """As in a program that has not enabled torchax yet: the place to build meta modules."""
+    """Disables torchax within the context, as before a program enables it.
+
+    Meta modules must be built there.
+    """
     torchax.disable_globally()
     try:
         yield
@@ -49,7 +52,7 @@ def before_enabling() -> Iterator[None]:
 
 
 def mlp(width: int = 16, bias: bool = True) -> torch.nn.Module:
-    """A small classifier on torchax's default device."""
+    """Returns a small classifier on torchax's default device."""
     return torch.nn.Sequential(
         torch.nn.Linear(8, width, bias=bias), torch.nn.Tanh(), torch.nn.Linear(width, 4, bias=bias)
     ).to("jax")
@@ -60,7 +63,7 @@ def adamw(model: torch.nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
 
 
 def place(model: torch.nn.Module, rule: Any) -> None:
-    """Moves parameters and buffers to where a sharding rule has them."""
+    """Moves parameters and buffers to the shardings of a rule."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         array = torchax_backend.buffer(tensor)
         torchax_backend.set_buffer(tensor, jax.device_put(array, rule(name, tensor)))
@@ -73,7 +76,7 @@ def train_and_save(
     num_steps: int = 2,
     **settings: Any,
 ) -> None:
-    """A run of some steps, saved by a checkpointer with these settings."""
+    """Trains for some steps and saves them with a checkpointer of these settings."""
     with TorchaxCheckpointer(directory, **settings) as ckpt:
         ckpt.attach(model, optimizer)
         for step in ckpt.steps(num_steps):
@@ -84,7 +87,7 @@ _grads: dict[int, Any] = {}
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
-    """One step of jitted value_and_grad and an eager torch.optim step, on data of this seed."""
+    """Trains one step on data of this seed: jitted value_and_grad, eager torch.optim."""
 
     def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out = torch.func.functional_call(model, params, (x,))

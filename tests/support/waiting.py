@@ -1,4 +1,4 @@
-"""Waiting until something is true."""
+"""Waits for conditions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(is_true: Callable[[], object], timeout_secs: float = 60) -> None:
-    """Looks until it is true; fails if that takes too long."""
+    """Polls until ``is_true()`` is true; fails after the timeout."""
     deadline = time.monotonic() + timeout_secs
     while not is_true():
         assert time.monotonic() < deadline, f"not true after {timeout_secs} s"

@@ -8,7 +8,7 @@ import sys
 
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, USAGE
 
-_EXTRA = ("rich", "safetensors", "typer")
+_EXTRA = ("jinja2", "rich", "safetensors", "typer")
 
 
 def main() -> None:

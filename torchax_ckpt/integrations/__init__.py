@@ -1,1 +1,1 @@
-"""Other programs' loops around this library's public names; each needs an extra of its own."""
+"""Integrations with training frameworks, each installed with its own extra."""

@@ -1,7 +1,8 @@
-"""Owns the drawings of a report, as SVG: what happened when, intervals, storage. Bounded in size.
+"""The charts of a report: the timeline, the steps' size on storage, the intervals between saves.
 
-However long a run was, a drawing has at most about one mark per pixel: marks that would lie on one
-another are one. Text goes into elements and is escaped when they are written.
+A chart is a list of SVG paths and labels, which the page's template writes and escapes. Its size is
+bounded: however long a run was, a chart draws at most about one mark per pixel and merges the marks
+that would overlap.
 """
 
 from __future__ import annotations
@@ -10,42 +11,79 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-from xml.etree.ElementTree import Element
 
-from torchax_ckpt.cli.output import duration, plain, size
+from torchax_ckpt.cli.output import duration, size
 from torchax_ckpt.telemetry.timeline import RecordedRun, bytes_over_time, steps_over_time
 
-# Beyond it, the marks of a lane are drawn as one shape, without a word to each.
+# With more marks than this, a lane is one shape, and its marks have no titles of their own.
 _MAX_TITLED = 120
-_GUTTER, _MARGIN, _LANE, _CURVE = 68, 14, 26, 170
+# Pixels: left of the plot, right of it, the height of a lane, and the plot's bottom edge.
+_LEFT, _MARGIN, _LANE, _BOTTOM = 68, 14, 26, 170
 _TIME_STEPS = (
     *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200),
     *(86_400 * days for days in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
 )
 
+_Marks = list[tuple[float, float, str]]  # begin, end, title
 
-def element(
-    tag: str, attributes: Mapping[str, Any] | None = None, *children: Element | str
-) -> Element:
-    """An element; its text cannot move a terminal's cursor, nor end the element."""
-    made = Element(tag, {key: plain(value) for key, value in (attributes or {}).items()})
-    for child in children:
-        if isinstance(child, Element):
-            made.append(child)
-        elif len(made):
-            made[-1].tail = (made[-1].tail or "") + plain(child)
-        else:
-            made.text = (made.text or "") + plain(child)
-    return made
+
+@dataclasses.dataclass
+class Chart:
+    """An SVG image.
+
+    Attributes:
+      width, height: in pixels.
+      label: the chart in words, for readers who do not see it.
+      shapes: the class, the path and the title of each shape, in the order they are painted.
+      texts: x, y, ``text-anchor`` and text of each label.
+    """
+
+    width: int
+    height: float
+    label: str
+    shapes: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    texts: list[tuple[float, float, str, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the chart is for narrow screens."""
+        return self.width < 600
+
+    def scale(self, least: float, most: float) -> Scale:
+        """The horizontal scale of the plot."""
+        return Scale(least, most, _LEFT, self.width - _MARGIN)
+
+    def add_times(self, across: Scale, bottom: float) -> None:
+        """Adds vertical grid lines, and the times below them."""
+        ticks, form = _time_ticks(across.least, across.most, 3 if self.is_narrow else 7)
+        for secs in ticks:
+            x = across(secs)
+            self.shapes.append(("g", f"M{x} {_MARGIN}V{bottom}", ""))
+            anchor = "end" if x > across.end - 20 else "middle"
+            self.texts.append((x, bottom + 18, anchor, time.strftime(form, time.gmtime(secs))))
+
+    def add_values(self, most: float, name: Callable[[float], str], *, whole: bool = True) -> Scale:
+        """Adds horizontal grid lines with values; returns the vertical scale.
+
+        Args:
+          most: the largest value to draw.
+          name: returns a value's label.
+          whole: whether the values are counts, so that fractions get no line.
+        """
+        up = Scale(0, _nice(most), _BOTTOM, _MARGIN)
+        for value in (up.most * part / 4 for part in range(5)):
+            if not whole or value == int(value):
+                self.shapes.append(("g", f"M{_LEFT} {up(value)}H{self.width - _MARGIN}", ""))
+                self.texts.append((_LEFT - 8, up(value) + 4, "end", name(value)))
+        return up
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """From values to pixels.
+    """Converts values to pixels.
 
     Attributes:
-      least, most: the values at both ends.
+      least, most: the smallest and the largest value.
       begin, end: their pixels.
     """
 
@@ -60,170 +98,115 @@ class Scale:
         return round(self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin), 1)
 
 
-def timeline(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Element:
-    """Steps over time, and below it what happened, one lane for each kind."""
-    across = _time_scale(runs, now_secs, width)
-    svg = _Drawing(width, f"Timeline: {_spoken(runs)}")
+def timeline(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Chart:
+    """Draws the step over time and, below it, one lane for each kind of event."""
+    lanes = _lanes(runs)
+    num_failed, num_durable = len(lanes["failed"]), len(lanes["durable"])
+    chart = Chart(
+        width,
+        _BOTTOM + 40 + len(lanes) * _LANE,
+        f"Timeline: {len(runs)} programs, {len(lanes['saving'])} saves, {num_durable} durable, "
+        f"{num_failed} failed or cut off",
+    )
+    across = _time_scale(chart, runs, now_secs)
     curves = [steps_over_time(run) for run in runs]
-    top_step = max((step for curve in curves for _, step in curve), default=1)
-    up = Scale(0, _nice(top_step), _CURVE, _MARGIN)
-    svg.grid_across(across, _MARGIN, _CURVE + len(_LANES) * _LANE + 6, narrow=width < 600)
-    svg.grid_up(up, width, lambda value: f"{value:,.0f}", "step")
+    chart.add_times(across, _BOTTOM + len(lanes) * _LANE + 6)
+    up = chart.add_values(max((step for c in curves for _, step in c), default=1), _count)
     for curve in curves:
-        points = _thinned((across(secs), up(step)) for secs, step in curve)
+        points = _by_column((across(secs), up(step)) for secs, step in curve)
         if len(points) == 1:
-            svg.add("circle", {"cx": points[0][0], "cy": points[0][1], "r": 2, "class": "mark"})
+            x, y = points[0]
+            chart.shapes.append(("mark", f"M{x - 2:g} {y}a2 2 0 1 0 4 0a2 2 0 1 0-4 0Z", ""))
         elif points:
-            path = "M" + "L".join(f"{x} {y}" for x, y in points)
-            svg.add("path", {"d": path, "class": "line"})
-    for index, (label, kind, marks) in enumerate(_LANES):
-        middle = _CURVE + 14 + index * _LANE + _LANE / 2
-        svg.text(_GUTTER - 8, middle + 4, label, anchor="end")
-        svg.add(
-            "line", {"x1": _GUTTER, "x2": width - _MARGIN, "y1": middle, "y2": middle, "class": "g"}
-        )
-        svg.lane(kind, middle, [(across(a), across(b), text) for a, b, text in marks(runs)])
-    svg.height = _CURVE + 14 + len(_LANES) * _LANE + 26
-    return svg.finished()
+            chart.shapes.append(("line", "M" + "L".join(f"{x} {y}" for x, y in points), ""))
+    for index, (name, marks) in enumerate(lanes.items()):
+        y = _BOTTOM + 14 + (index + 0.5) * _LANE
+        chart.texts.append((_LEFT - 8, y + 4, "end", name))
+        chart.shapes.append(("g", f"M{_LEFT} {y}H{width - _MARGIN}", ""))
+        placed = [(across(begin), across(end), title) for begin, end, title in marks]
+        if len(placed) > _MAX_TITLED:
+            placed = _merged(placed, joins=_SHAPES[name] is _bar)
+            path = "".join(_SHAPES[name](begin, end, y) for begin, end, _ in placed)
+            title = f"{len(marks):,} of them, too close to tell apart"
+            chart.shapes.append((name, path, title))
+        else:
+            chart.shapes += [(name, _SHAPES[name](a, b, y), title) for a, b, title in placed]
+    return chart
 
 
-def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> Element:
-    """What the steps take on storage, over time; the last point is measured, not recorded."""
+def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> Chart:
+    """Draws how many bytes the steps take over time.
+
+    Args:
+      runs: the recorded programs.
+      now: the last point: seconds since the epoch, and bytes measured then, not recorded.
+      width: in pixels.
+    """
     curve = [*bytes_over_time(runs), now]
-    across = _time_scale(runs, now[0], width)
     most = max(nbytes for _, nbytes in curve)
-    up = Scale(0, _nice(most), _CURVE, _MARGIN)
-    svg = _Drawing(width, f"Storage over time: at most {size(most)}, now {size(now[1])}")
-    svg.grid_across(across, _MARGIN, _CURVE, narrow=width < 600)
-    svg.grid_up(up, width, lambda value: size(int(value)), "on storage")
-    # Of each column the highest, and then the last: no peak is lost.
-    columns: dict[float, tuple[float, float]] = {}
-    for secs, nbytes in curve:
-        x, y = across(secs), up(nbytes)
-        columns[round(x)] = (min(columns[round(x)][0], y) if round(x) in columns else y, y)
-    path, last = [f"M{across(curve[0][0])} {_CURVE}"], _CURVE + 0.0
-    for x, (peak, y) in columns.items():
-        path.append(f"L{x} {last}L{x} {peak}L{x} {y}")
-        last = y
-    svg.add("path", {"d": "".join(path) + f"V{_CURVE}Z", "class": "area"})
-    svg.height = _CURVE + 26
-    return svg.finished()
+    label = f"Storage over time: at most {size(most)}, now {size(now[1])}"
+    chart = Chart(width, _BOTTOM + 26, label)
+    across = _time_scale(chart, runs, now[0])
+    chart.add_times(across, _BOTTOM)
+    up = chart.add_values(most, lambda value: size(int(value)), whole=False)
+    points = _by_column((across(secs), up(nbytes)) for secs, nbytes in curve)
+    path = "".join(f"H{x}V{y}" for x, y in points)
+    chart.shapes.append(("area", f"M{points[0][0]} {_BOTTOM}{path}V{_BOTTOM}Z", ""))
+    return chart
 
 
-def histogram(values: Sequence[float], width: int) -> Element:
-    """How far apart snapshots were: bars of equal width, and one for all that is longer."""
+def histogram(values: Sequence[float], width: int) -> Chart:
+    """Draws how many intervals, in seconds, have which length.
+
+    The bars have equal widths. If a few intervals are much longer than the others, one more bar
+    counts all of them.
+    """
     ordered = sorted(values)
+    median = duration(ordered[len(ordered) // 2])
+    label = f"Seconds between snapshots: {len(values)} intervals, half below {median}"
+    chart = Chart(width, _BOTTOM + 26, label)
     p95 = ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)))]
     has_rest = ordered[-1] > 1.5 * p95
-    most = _nice(p95 if has_rest else ordered[-1]) or 1.0
-    num_bins = 12 if width < 600 else 24
+    most = _nice(p95 if has_rest else ordered[-1])
+    num_bins = 12 if chart.is_narrow else 24
     counts = [0] * (num_bins + has_rest)
     for value in ordered:
         counts[min(len(counts) - 1, int(value / most * num_bins))] += 1
-    up = Scale(0, _nice(max(counts)), _CURVE, _MARGIN)
-    median = ordered[len(ordered) // 2]
-    svg = _Drawing(
-        width, f"Seconds between snapshots: {len(values)} intervals, half below {duration(median)}"
-    )
-    svg.grid_up(up, width, lambda value: f"{value:,.0f}", "intervals")
-    across = Scale(0, len(counts), _GUTTER, width - _MARGIN)
+    up, across = chart.add_values(max(counts), _count), chart.scale(0, len(counts))
+    edges = [duration(most * index / num_bins) for index in range(num_bins + 1)]
     for index, count in enumerate(counts):
-        begin, end = most * index / num_bins, most * (index + 1) / num_bins
-        said = f"{duration(begin)} to {duration(end)}" if index < num_bins else f"over {most:g} s"
-        x, y = across(index), up(count)
-        bar = {
-            "x": x + 1,
-            "y": y,
-            "width": round(across(index + 1) - x - 2, 1),
-            "height": round(_CURVE - y, 1),
-            "class": "bar" if index < num_bins else "bar rest",
-        }
-        svg.add("rect", bar, element("title", None, f"{said}: {count}"))
-    last = num_bins if not has_rest else num_bins // 2 if width < 600 else num_bins - 1
+        is_rest = index == num_bins
+        title = f"over {most:g} s" if is_rest else f"{edges[index]} to {edges[index + 1]}"
+        left, right = across(index) + 1, across(index + 1) - 1
+        path = f"M{left:g} {_BOTTOM}V{up(count)}H{right:g}V{_BOTTOM}Z"
+        chart.shapes.append(("rest" if is_rest else "bar", path, f"{title}: {count}"))
+    # The label of the last bar takes the room of the label before it.
+    last = num_bins if not has_rest else num_bins // 2 if chart.is_narrow else num_bins - 1
     for index in range(0, last + 1, num_bins // 4):
-        label = duration(most * index / num_bins) if index else "0"
         anchor = "end" if across(index) > across.end - 20 else "middle"
-        svg.text(across(index), _CURVE + 18, label, anchor=anchor)
+        chart.texts.append((across(index), _BOTTOM + 18, anchor, edges[index] if index else "0"))
     if has_rest:
-        svg.text(across(num_bins + 0.5), _CURVE + 18, f"> {duration(most)}", anchor="end")
-    svg.height = _CURVE + 26
-    return svg.finished()
+        chart.texts.append((across(num_bins + 0.5), _BOTTOM + 18, "end", f"> {edges[-1]}"))
+    return chart
 
 
-class _Drawing:
-    """An SVG that grows; every mark is in words too, in a title or the page's tables."""
-
-    def __init__(self, width: int, label: str) -> None:
-        self._width = width
-        self.height = 0.0
-        self._svg = element(
-            "svg", {"role": "img", "aria-label": label}, element("title", {}, label)
-        )
-
-    def add(self, tag: str, attributes: Mapping[str, Any], *children: Element) -> None:
-        self._svg.append(element(tag, attributes, *children))
-
-    def text(self, x: float, y: float, text: str, *, anchor: str = "middle") -> None:
-        self._svg.append(element("text", {"x": x, "y": y, "text-anchor": anchor}, text))
-
-    def grid_across(self, across: Scale, top: float, bottom: float, *, narrow: bool) -> None:
-        ticks, form = _time_ticks(across.least, across.most, 3 if narrow else 7)
-        for secs in ticks:
-            x = across(secs)
-            self.add("line", {"x1": x, "x2": x, "y1": top, "y2": bottom, "class": "g"})
-            label = time.strftime(form, time.gmtime(secs))
-            is_last = x > across.end - 20
-            self.text(x, bottom + 18, label, anchor="end" if is_last else "middle")
-
-    def grid_up(self, up: Scale, width: int, said: Callable[[float], str], unit: str) -> None:
-        for part in range(5):
-            value = up.most * part / 4
-            if unit != "on storage" and value != int(value):
-                continue
-            y = up(value)
-            self.add("line", {"x1": _GUTTER, "x2": width - _MARGIN, "y1": y, "y2": y, "class": "g"})
-            self.text(_GUTTER - 8, y + 4, said(value), anchor="end")
-
-    def lane(self, kind: str, middle: float, marks: Sequence[tuple[float, float, str]]) -> None:
-        """Marks of one kind from pixel to pixel; each with words, unless there are too many."""
-        if len(marks) <= _MAX_TITLED:
-            for begin, end, said in marks:
-                shape = _SHAPES[kind](begin, end, middle)
-                self.add("path", {"d": shape, "class": kind}, element("title", None, said))
-            return
-        joined: list[tuple[float, float]] = []
-        for begin, end, _ in sorted(marks):
-            if joined and begin - joined[-1][1] < 1 and kind in ("saving", "program"):
-                joined[-1] = joined[-1][0], max(end, joined[-1][1])
-            elif not joined or begin - joined[-1][0] >= 1:
-                joined.append((begin, end))
-        path = "".join(_SHAPES[kind](begin, end, middle) for begin, end in joined)
-        said = f"{len(marks):,} of them, too close to tell apart"
-        self.add("path", {"d": path, "class": kind}, element("title", None, said))
-
-    def finished(self) -> Element:
-        self._svg.set("viewBox", f"0 0 {self._width} {self.height:g}")
-        self._svg.set("class", "narrow" if self._width < 600 else "wide")
-        return self._svg
+def _bar(begin: float, end: float, y: float) -> str:
+    return f"M{begin} {y - 6}H{max(end, begin + 1.5):g}V{y + 6}H{begin}Z"
 
 
-def _bar(begin: float, end: float, middle: float) -> str:
-    return f"M{begin} {middle - 6}H{max(end, begin + 1.5):g}V{middle + 6}H{begin}Z"
+def _tick(x: float, _: float, y: float) -> str:
+    return f"M{x - 0.8:g} {y - 8}h1.6v16h-1.6Z"
 
 
-def _tick(begin: float, end: float, middle: float) -> str:
-    return f"M{begin - 0.8:g} {middle - 8}h1.6v16h-1.6Z"
+def _cross(x: float, _: float, y: float) -> str:
+    return f"M{x - 5:g} {y - 5:g}l10 10m-10 0l10-10"
 
 
-def _cross(begin: float, end: float, middle: float) -> str:
-    x, y = begin, middle
-    return f"M{x - 5:g} {y - 5}L{x + 5:g} {y + 5}M{x - 5:g} {y + 5}L{x + 5:g} {y - 5}"
+def _triangle(x: float, _: float, y: float) -> str:
+    return f"M{x:g} {y - 6:g}l6 12h-12Z"
 
 
-def _triangle(begin: float, end: float, middle: float) -> str:
-    return f"M{begin:g} {middle - 6}l6 12h-12Z"
-
-
+# The lanes from top to bottom. A lane's name is also the class of its marks.
 _SHAPES: Mapping[str, Callable[[float, float, float], str]] = {
     "program": _bar,
     "saving": _bar,
@@ -231,74 +214,59 @@ _SHAPES: Mapping[str, Callable[[float, float, float], str]] = {
     "deleted": _tick,
     "restored": _triangle,
     "failed": _cross,
-    "cut": _cross,
 }
 
-_Marks = Iterable[tuple[float, float, str]]
 
-
-def _programs(runs: Sequence[RecordedRun]) -> _Marks:
+def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
+    """The marks of each lane: begin and end in seconds since the epoch, and a title."""
+    lanes: dict[str, _Marks] = {name: [] for name in _SHAPES}
     for run in runs:
         end = "closed" if run.ended else "runs" if run.is_running else "ended without close"
-        yield run.began_secs, run.ended_secs, f"program {run.name} on {run.host}: {end}"
-
-
-def _saving(runs: Sequence[RecordedRun]) -> _Marks:
-    for save in (save for run in runs for save in run.saves):
-        took = duration(save.ended_secs - save.began_secs)
-        yield save.began_secs, save.ended_secs, f"step {save.step}: {save.outcome}, {took}"
-
-
-def _durable(runs: Sequence[RecordedRun]) -> _Marks:
-    for save in (save for run in runs for save in run.saves if save.outcome == "durable"):
-        yield save.ended_secs, save.ended_secs, f"step {save.step} is durable"
-
-
-def _failed(runs: Sequence[RecordedRun]) -> _Marks:
-    for save in (save for run in runs for save in run.saves):
-        if save.outcome in ("failed", "cut off"):
-            yield save.ended_secs, save.ended_secs, f"step {save.step}: {save.error or 'cut off'}"
-
-
-def _named(*names: str) -> Callable[[Sequence[RecordedRun]], _Marks]:
-    def marks(runs: Sequence[RecordedRun]) -> _Marks:
-        for event in (event for run in runs for event in run.named(*names)):
+        title = f"program {run.name} on {run.host}: {end}"
+        lanes["program"].append((run.began_secs, run.ended_secs, title))
+        for save in run.saves:
+            begin, end_secs = save.began_secs, save.ended_secs
+            title = f"step {save.step}: {save.outcome}, {duration(end_secs - begin)}"
+            lanes["saving"].append((begin, end_secs, title))
+            if save.outcome == "durable":
+                lanes["durable"].append((end_secs, end_secs, f"step {save.step} is durable"))
+            elif save.outcome in ("failed", "cut off"):
+                title = f"step {save.step}: {save.error or 'cut off'}"
+                lanes["failed"].append((end_secs, end_secs, title))
+        for event in run.named("deleted", "set_aside", "restored"):
             steps = event.values.get("steps") or [event.step]
-            said = f"{event.name.replace('_', ' ')}: step {', '.join(map(str, steps[:20]))}"
-            yield event.time_secs, event.time_secs, said
-
-    return marks
-
-
-_LANES: Sequence[tuple[str, str, Callable[[Sequence[RecordedRun]], _Marks]]] = (
-    ("program", "program", _programs),
-    ("saving", "saving", _saving),
-    ("durable", "durable", _durable),
-    ("deleted", "deleted", _named("deleted", "set_aside")),
-    ("restored", "restored", _named("restored")),
-    ("failed", "failed", _failed),
-)
+            title = f"{event.name.replace('_', ' ')}: step {', '.join(map(str, steps[:20]))}"
+            lane = "restored" if event.name == "restored" else "deleted"
+            lanes[lane].append((event.time_secs, event.time_secs, title))
+    return lanes
 
 
-def _spoken(runs: Sequence[RecordedRun]) -> str:
-    saves = [save for run in runs for save in run.saves]
-    durable = sum(save.outcome == "durable" for save in saves)
-    failed = sum(save.outcome in ("failed", "cut off") for save in saves)
-    return (
-        f"{len(runs)} programs, {len(saves)} saves, {durable} durable, {failed} failed or cut off"
-    )
+def _merged(marks: _Marks, *, joins: bool) -> _Marks:
+    """Leaves out marks that begin in the same pixel as another one.
+
+    Args:
+      marks: begin and end in pixels, and a title that is not used.
+      joins: for bars: extends a bar by the next one if less than a pixel separates them.
+    """
+    merged: _Marks = []
+    for begin, end, _ in sorted(marks):
+        if joins and merged and begin - merged[-1][1] < 1:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1]), ""
+        elif not merged or begin - merged[-1][0] >= 1:
+            merged.append((begin, end, ""))
+    return merged
 
 
-def _time_scale(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Scale:
+def _time_scale(chart: Chart, runs: Sequence[RecordedRun], now_secs: float) -> Scale:
     begin = min(run.began_secs for run in runs)
     end = max(run.ended_secs for run in runs)
     if any(run.is_running for run in runs):
         end = max(end, now_secs)
-    return Scale(begin, max(end, begin + 1), _GUTTER, width - _MARGIN)
+    return chart.scale(begin, max(end, begin + 1))
 
 
 def _time_ticks(begin: float, end: float, most: int) -> tuple[list[float], str]:
-    """Where to write times, and how: full hours, not every 97 minutes."""
+    """Returns at most ``most`` times at round distances, and the format for ``strftime``."""
     apart = next((s for s in _TIME_STEPS if (end - begin) / s <= most), (end - begin) / most)
     first = math.ceil(begin / apart) * apart
     ticks = [first + i * apart for i in range(int((end - first) // apart) + 1)]
@@ -308,21 +276,28 @@ def _time_ticks(begin: float, end: float, most: int) -> tuple[list[float], str]:
     return ticks, form
 
 
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
 def _nice(most: float) -> float:
-    """The next number that divides well into four."""
-    if most < 1e-9:  # no time or size is: odd events alone say so, and floats end near there
+    """Returns the next larger number that divides well into four."""
+    if most < 1e-9:  # Only a damaged journal has times this small; floats underflow near them.
         return 1.0
     power = 10 ** math.floor(math.log10(most))
     nice = next(n for n in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if most <= n * power * 1.0001)
     return max(nice * power, 4.0) if most >= 1 and nice * power < 4 and most <= 4 else nice * power
 
 
-def _thinned(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of each pixel's column the first point and the last."""
+def _by_column(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Keeps of each pixel's column the first, the highest and the last point."""
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        columns.setdefault(round(point[0]), []).append(point)
     kept: list[tuple[float, float]] = []
-    for x, y in points:
-        if len(kept) > 1 and round(kept[-1][0]) == round(x) == round(kept[-2][0]):
-            kept[-1] = x, y
-        elif not kept or kept[-1] != (x, y):
-            kept.append((x, y))
+    for column in columns.values():
+        # The highest point has the smallest y.
+        for point in (column[0], min(column, key=lambda p: p[1]), column[-1]):
+            if not kept or kept[-1] != point:
+                kept.append(point)
     return kept

@@ -1,4 +1,4 @@
-"""Owns the command ``report``."""
+"""The command ``report``: reads a directory and writes the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
 
 def report(directory: str, out: Path, *, as_json: bool) -> int:
-    """``torchax-ckpt report``."""
+    """Writes the page; returns the exit code.
+
+    Args:
+      directory: the run's directory.
+      out: the file to write.
+      as_json: prints a summary of each recorded program as JSON instead of one line.
+
+    Raises:
+      UsageError: ``out`` is a directory or an URL.
+      DirectoryError: ``out`` exists and is not a report.
+    """
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()
@@ -75,7 +85,11 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def _is_held(run: RunDirectory) -> bool:
-    """Whether a program that lives holds the lease, as far as can be told from here."""
+    """Whether a running program holds the lease.
+
+    For a program on this host the process is looked up. For one on another host the lease counts
+    as held until ``LEASE_SECS`` after it was last renewed.
+    """
     with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)
         try:
@@ -91,19 +105,25 @@ def _is_held(run: RunDirectory) -> bool:
 
 
 def _require_ours(out: Path) -> None:
-    """Refuses to overwrite what is no report."""
-    if out.is_dir() or (out.parts and out.parts[0].endswith(":")):  # what pathlib makes of gs://
+    """Raises unless ``out`` is free or holds an earlier report.
+
+    Raises:
+      UsageError: ``out`` is a directory or an URL.
+      DirectoryError: ``out`` exists and is not a report.
+    """
+    # pathlib turns gs://bucket into the parts "gs:" and "bucket".
+    if out.is_dir() or (out.parts and out.parts[0].endswith(":")):
         raise UsageError(f"report: {out}: expected the name of a local file")
     if out.exists():
         with open(out, "rb") as file:
             if MARK.encode() not in file.read(100):
                 raise DirectoryError(
-                    f"{out}: is there already, and is no report; nothing was written", path=out
+                    f"{out}: exists already and is not a report; nothing was written", path=out
                 )
 
 
 def _write(out: Path, content: str) -> None:
-    """At once, so that a browser never loads a half."""
+    """Writes a file and renames it, so that a browser never loads half a page."""
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

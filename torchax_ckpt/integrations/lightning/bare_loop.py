@@ -1,4 +1,4 @@
-"""Owns ``BareLoop``, a training without a Trainer, and where it was when it completed a step."""
+"""``BareLoop``, which stands in for a Trainer, and its position after the last completed step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 @dataclasses.dataclass(kw_only=True)
 class BareLoop:
-    """What the hooks are given in place of a Trainer, in a loop of one's own.
+    """The argument of the hooks in place of a Trainer, for a loop written by hand.
 
     Attributes:
-      optimizers: one or several, in an order that stays.
-      lr_schedulers: the same.
-      train_dataloader: a ``StatefulDataLoader``, or a dict of them, as ``on_fit_start`` finds it;
-        None where position in the data is not saved.
-      global_step: completed optimizer steps. Set by ``on_fit_start``, then counted by the loop.
-      callback_metrics: saved with the step, and ranked by ``monitor``.
+      optimizers: one or several, in the same order in every run.
+      lr_schedulers: any number, in the same order in every run.
+      train_dataloader: a ``StatefulDataLoader`` or a dict of them, set before ``on_fit_start``;
+        None if the position in the data is not to be saved.
+      global_step: completed optimizer steps. ``on_fit_start`` sets it, then the loop counts it.
+      callback_metrics: saved with the step; ``monitor`` names the one that ranks steps.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -34,11 +34,14 @@ class BareLoop:
 
 
 class BarePosition:
-    """Where a loop was when it completed its last step: with the next batch the loader moves on.
+    """The position of a loop after its last completed step.
+
+    The loop may fetch the next batch, which moves the loader, before that step is saved.
 
     Attributes:
-      step: ``loop.global_step`` of what is held.
-      dataloader: the loop's, or a dict of them, as it is saved: within ``as_held`` where it was.
+      step: ``loop.global_step`` at the last ``hold``.
+      dataloader: wraps the loop's loader, or each loader of a dict. Its ``state_dict`` returns the
+        loader's present state, and within ``as_held`` the state at the last ``hold``.
     """
 
     def __init__(self, loop: BareLoop, module: torch.nn.Module) -> None:
@@ -55,11 +58,11 @@ class BarePosition:
 
     @property
     def is_current(self) -> bool:
-        """Whether what it was when it was held is still there, or can be put back."""
-        return self._held is not None and self._held.is_there
+        """Whether the held step can still be saved: its tensors have not changed since."""
+        return self._held is not None and self._held.is_unchanged
 
     def hold(self) -> None:
-        """Takes down where the loop is now."""
+        """Records the loop's present position."""
         loop = self._loop
         self.step = loop.global_step
         self._held = HeldStep(self._module, loop.optimizers, loop.lr_schedulers)
@@ -67,7 +70,7 @@ class BarePosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Puts back for a while what has moved on since."""
+        """Restores settings, random state and loaders to the held step within the context."""
         assert self._held is not None
         with self._held.put_back():
             for loader, state in zip(self._wrapped, self._of_loaders, strict=True):
@@ -75,7 +78,10 @@ class BarePosition:
             yield
 
     def _wrap(self, loader: Any) -> Any:
-        """One that cannot say where it is goes to ``attach`` itself, which says what to take."""
+        """Wraps a stateful loader, and returns any other object as it is.
+
+        ``attach`` refuses a loader without state and says which one to use instead.
+        """
         if not all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict")):
             return loader
         self._wrapped.append(_Loader(loader))
@@ -83,7 +89,7 @@ class BarePosition:
 
 
 class _Loader:
-    """A stateful loader, or what it said of itself earlier."""
+    """A stateful loader whose ``state_dict`` can be set to an earlier state."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

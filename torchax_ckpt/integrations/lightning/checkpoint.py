@@ -1,4 +1,4 @@
-"""Owns ``TorchaxCheckpoint``: a Trainer's hooks, told to a ``TorchaxCheckpointer``."""
+"""``TorchaxCheckpoint``: a Lightning callback that saves through a ``TorchaxCheckpointer``."""
 
 from __future__ import annotations
 
@@ -27,41 +27,42 @@ from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Mome
 
 logger = logging.getLogger(__name__)
 
-_TOLD_TO_END = 128 + signal.SIGTERM  # an exit code that schedulers restart on
+_SIGTERM_EXIT_CODE = 128 + signal.SIGTERM  # Schedulers restart jobs that end with this code.
 
 
 class TorchaxCheckpoint(Checkpoint):
-    """Saves what a Trainer trains, continuously, and resumes it to the bit::
+    """Saves a Trainer's training state continuously, and resumes it bit for bit::
 
         trainer = Trainer(strategy=TorchaxStrategy(), callbacks=[TorchaxCheckpoint("runs/a")])
         trainer.fit(module, loader)
 
     ``fit`` restores the newest step of the directory: modules, optimizers, schedulers, the loops,
     stateful loaders, random state, and the state of other callbacks, the datamodule and the
-    module's ``on_save_checkpoint``. A step is ``trainer.global_step``. It is looked at once all
-    that belongs to its batch is done, hooks and validation included, or its epoch, where the
-    batch is the last; a batch in which no optimizer steps has no step of its own. The policy says
-    which steps are saved; saved in any case are the last one, one at whose end validation or an
-    epoch gave the monitored metric, and what SIGTERM or an exception finds.
+    module's ``on_save_checkpoint``. A step is ``trainer.global_step``. The policy is asked about a
+    step after everything that belongs to its batch, hooks and validation included, and for the
+    last batch of an epoch after the end of the epoch. A batch in which no optimizer steps has no
+    step of its own. Whatever the policy says, the callback saves the last step, each step at whose
+    end validation or an epoch logged the monitored metric, and on SIGTERM or an exception the last
+    completed step.
 
     In a loop without a Trainer, call ``on_fit_start``, ``on_train_batch_end`` after each step,
-    ``on_train_end``, ``on_exception`` and at last ``teardown`` with a ``BareLoop``.
+    ``on_train_end``, ``on_exception`` and finally ``teardown`` with a ``BareLoop``.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run.
-      monitor: the metric, by the name it is logged under, whose best steps are kept.
-      mode: whether small ("min") or large ("max") is good.
-      num_best: how many of the best to keep.
-      save_decision_policy, preservation_policy, options: as of ``TorchaxCheckpointer``. The best
-        steps are kept beside those that ``preservation_policy`` keeps.
-      shardings, init: as of ``TorchaxCheckpointer.attach``.
+      monitor: the name under which the metric that ranks steps is logged.
+      mode: whether small ("min") or large ("max") values are better.
+      num_best: how many of the best steps to keep.
+      save_decision_policy, preservation_policy, options: see ``TorchaxCheckpointer``. The best
+        steps are kept in addition to those that ``preservation_policy`` keeps.
+      shardings, init: see ``TorchaxCheckpointer.attach``.
 
     Attributes:
-      checkpointer: that of the present fit, or the last one; None before. Of a fit that has
-        ended it still reads: ``checkpointer.best_step()``, ``checkpointer.load(step)``.
+      checkpointer: the checkpointer of the present or the last fit; None before the first. After
+        the fit it still reads: ``checkpointer.best_step()``, ``checkpointer.load(step)``.
 
     Raises:
-      PolicyError: ``mode`` or ``num_best`` make no rule.
+      PolicyError: ``mode`` or ``num_best`` is invalid.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class TorchaxCheckpoint(Checkpoint):
             best = policies.BestN(metric=monitor, mode=mode, n=num_best)
             others = preservation_policy or policies.LatestN(3)
             preservation_policy = policies.AnyPreservationPolicy([others, best])
-        # What ranks nothing would end the training, so it is looked at in time.
+        # With on_save_error="raise" a NaN metric would end the training, so that metrics are
+        # fetched and checked before the save.
         self._raises = options is not None and options.on_save_error == "raise"
         self._make = lambda: TorchaxCheckpointer(
             directory,
@@ -95,7 +97,7 @@ class TorchaxCheckpoint(Checkpoint):
         self._position: LoopPosition | BarePosition | None = None
         self._seen: dict[str, Any] = {}
         self._is_validated = self._was_validated = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -103,11 +105,11 @@ class TorchaxCheckpoint(Checkpoint):
         """Restores the newest step, if there is one.
 
         Raises:
-          MisconfigurationException: ``fit`` was given a checkpoint of Lightning's, or a callback
-            has state that only those would hold.
-          MismatchError, CorruptCheckpointError, ...: as of ``TorchaxCheckpointer.attach``.
+          MisconfigurationException: ``fit`` was given a Lightning checkpoint, or a callback has
+            state that only a Lightning checkpoint would hold.
+          MismatchError, CorruptCheckpointError, ...: see ``TorchaxCheckpointer.attach``.
         """
-        self._seen, self._said = {}, set()
+        self._seen, self._warned = {}, set()
         self._is_validated = self._was_validated = False
         ckpt = self.checkpointer = self._make()
         if isinstance(trainer, BareLoop):
@@ -124,7 +126,7 @@ class TorchaxCheckpoint(Checkpoint):
         if trainer.ckpt_path is not None:
             raise MisconfigurationException(
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) is for Lightning's own checkpoints; "
-                f"TorchaxCheckpoint goes on from what is in {ckpt.directory}"
+                f"TorchaxCheckpoint resumes from the newest step in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
         position = self._position = LoopPosition(trainer)
@@ -137,7 +139,7 @@ class TorchaxCheckpoint(Checkpoint):
             **self._placing,
         )
         if step:
-            position.go_on()
+            position.resume()
             self._seen = dict(trainer.callback_metrics)
             rank_zero_info(f"resumed: step {step} in {ckpt.directory}")
         position.watch(functools.partial(self._reached, trainer, position))
@@ -150,11 +152,13 @@ class TorchaxCheckpoint(Checkpoint):
         batch: Any = None,
         batch_idx: int = 0,
     ) -> None:
-        """Saves the step of a ``BareLoop``, if the policy says so. A Trainer is not done yet.
+        """Saves the step of a ``BareLoop``, if the policy says so.
+
+        For a Trainer it does nothing, because hooks and validation of the batch follow this hook.
 
         Raises:
-          SIGTERMException: the loop was told to end, and the step is saved. It ends the process
-            with exit code 143 if nobody catches it.
+          SIGTERMException: SIGTERM has arrived, and the step is saved. Uncaught, the exception
+            ends the process with exit code 143.
         """
         if isinstance(trainer, BareLoop):
             assert isinstance(self._position, BarePosition), "on_fit_start was not called"
@@ -164,56 +168,57 @@ class TorchaxCheckpoint(Checkpoint):
                 metrics=self._rankable(trainer.callback_metrics, waits=self._raises),
             )
             if self._open.reached_preemption():
-                raise SIGTERMException(_TOLD_TO_END)
+                raise SIGTERMException(_SIGTERM_EXIT_CODE)
 
     def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
-        """Saves the last step, and waits for it."""
+        """Saves the last step, and waits until it is durable."""
         if isinstance(trainer, BareLoop):
             metrics = self._rankable(trainer.callback_metrics)
             self._open.save(trainer.global_step, metrics=metrics, force=True)
         elif trainer.global_step == 0:
             self._warn(
                 "nothing was saved: no optimizer step was counted. training_step must step the "
-                "optimizers that self.optimizers() gives"
+                "optimizers that self.optimizers() returns"
             )
         else:
             self._save_held()
-        # Logged; teardown raises that of the newest save.
+        # The error is logged already; teardown raises the error of the newest save.
         with contextlib.suppress(SaveError, MetricsError):
             self._open.wait_until_finished()
 
     def on_exception(
         self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, exception: BaseException
     ) -> None:
-        """Saves the last completed step, if it is still there to be saved, and closes.
+        """Saves the last completed step if its values are unchanged, and closes.
 
-        It is until an optimizer steps again: an exception that leaves a step half done leaves the
-        steps that were saved before. Whatever goes wrong here is logged; what ended the training
-        is what is raised.
+        The values are unchanged until an optimizer steps again. After an exception in the middle
+        of an optimizer step, only the steps saved before remain. An error in this hook is logged,
+        so that the caller sees the exception that ended the training.
         """
         if self._position is None:
-            return  # it does not fit
+            return  # Not in a fit, but in validation, test or prediction.
         ckpt = self._open
         try:
-            # One process alone would wait for the others, which do not know of its exception.
+            # With several processes, a process that saves here would wait for the others, which
+            # do not know of its exception.
             if not isinstance(exception, CheckpointError) and jax.process_count() == 1:
                 self._save_held()
         except Exception:
             logger.exception("no step was saved for the %s", type(exception).__name__)
-        with contextlib.suppress(CheckpointError):  # logged when it happened
+        with contextlib.suppress(CheckpointError):  # It is logged already.
             self.teardown(trainer, pl_module, "fit")
         logger.warning(
-            "%s: a restart goes on from step %s in %s",
+            "%s: a restart will resume from step %s in %s",
             type(exception).__name__,
             ckpt.latest_step(),
             ckpt.directory,
         )
         if isinstance(exception, SIGTERMException):
-            # To most schedulers Lightning's own, 0, says that all is done.
-            exception.code = _TOLD_TO_END
+            # Lightning's own exit code, 0, would tell most schedulers that the job has finished.
+            exception.code = _SIGTERM_EXIT_CODE
 
     def teardown(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, stage: str) -> None:
-        """Closes the checkpointer of this fit.
+        """Closes this fit's checkpointer.
 
         Raises:
           SaveError: the newest save failed.
@@ -232,25 +237,26 @@ class TorchaxCheckpoint(Checkpoint):
         return self.checkpointer
 
     def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
-        """The Trainer is at a moment at which it could be saved."""
+        """Saves the Trainer's step at ``moment``, if it is due and the policy says so."""
         if moment is Moment.START:
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
             self._is_validated = self._was_validated = True
             if position.is_due:
-                position.hold(moment)  # and asks no policy: soon it is known how good the step is
+                # The policy is asked after the validation, whose metrics rank the step.
+                position.hold(moment)
         elif not trainer.fast_dev_run:
             was_measured = moment is Moment.AFTER_EPOCH or self._is_validated
             self._is_validated = False
-            self._look_at_step(trainer, position, moment, was_measured)
+            self._save_if_due(trainer, position, moment, was_measured)
 
-    def _look_at_step(
+    def _save_if_due(
         self, trainer: Trainer, position: LoopPosition, moment: Moment, was_measured: bool
     ) -> None:
         ckpt, is_due = self._open, position.is_due
         if is_due:
             position.hold(moment)
-        # Looked at in every step, or what an earlier one logged would be taken for this one's.
+        # Read at every step, or a metric of an earlier step would be taken for this step's.
         fresh = self._fresh(trainer) if is_due or was_measured else {}
         metrics = self._rankable(fresh, waits=was_measured or self._raises)
         is_ranked = was_measured and self.monitor in metrics
@@ -259,8 +265,9 @@ class TorchaxCheckpoint(Checkpoint):
         )
         if is_ranked and not is_saved:
             self._warn(
-                f"step {position.step} is not ranked: it was saved, or was over, before "
-                f"{self.monitor} was known. A batch in which no optimizer steps has no step"
+                f"step {position.step} is not ranked: it was saved or skipped before "
+                f"{self.monitor} was logged. A batch in which no optimizer steps has no step of "
+                "its own"
             )
         if moment is Moment.AFTER_EPOCH:
             self._require_monitored(trainer)
@@ -268,7 +275,7 @@ class TorchaxCheckpoint(Checkpoint):
             raise SIGTERMException
 
     def _save_held(self) -> None:
-        """Saves the last completed step, if nothing has changed since but what is held."""
+        """Saves the last completed step, if its tensors have not changed since."""
         position = self._position
         if position is None or not position.is_current:
             return
@@ -278,23 +285,25 @@ class TorchaxCheckpoint(Checkpoint):
     # --- metrics -------------------------------------------------------------------------------
 
     def _fresh(self, trainer: Trainer) -> dict[str, Any]:
-        """What was logged since it was asked last; what is older belongs to an older step."""
+        """Returns the metrics logged since the last call; older ones belong to an older step."""
         logged = dict(trainer.callback_metrics)
         seen, self._seen = self._seen, logged
         return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
 
     def _rankable(self, metrics: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """The metrics without a monitored one that is NaN.
+        """Returns the metrics, without the monitored one if it is NaN.
 
-        What is on a device is only looked at where it is waited for: at other steps it is fetched
-        in the background if the step is saved, and NaN ranks nothing.
+        Args:
+          metrics: the metrics by name.
+          waits: also checks a monitored metric on a device, which waits for the device. Otherwise
+            the saver fetches it in the background if the step is saved, and does not rank NaN.
         """
         monitored = metrics.get(self.monitor or "")
         if monitored is None or (_is_on_device(monitored) and not waits):
             return metrics
         if not math.isnan(float(monitored)):
             return metrics
-        self._warn(f"{self.monitor} is NaN, and such a step is not ranked")
+        self._warn(f"{self.monitor} is NaN: the step is not ranked among the best")
         return {name: value for name, value in metrics.items() if name != self.monitor}
 
     def _require_monitored(self, trainer: Trainer) -> None:
@@ -302,8 +311,8 @@ class TorchaxCheckpoint(Checkpoint):
             return
         if self._was_validated or not trainer.enable_validation:
             raise MisconfigurationException(
-                f"TorchaxCheckpoint(monitor={self.monitor!r}): after an epoch, nothing was logged "
-                f"under that name. Logged was {', '.join(sorted(self._seen)) or 'nothing'}"
+                f"TorchaxCheckpoint(monitor={self.monitor!r}): no metric of that name was logged "
+                f"by the end of the epoch. Logged: {', '.join(sorted(self._seen)) or 'nothing'}"
             )
 
     # --- warnings ------------------------------------------------------------------------------
@@ -312,29 +321,36 @@ class TorchaxCheckpoint(Checkpoint):
         loaders = trainer.fit_loop._data_fetcher.combined_loader.flattened
         if not all(callable(getattr(loader, "state_dict", None)) for loader in loaders):
             self._warn(
-                "a loader without state_dict starts its epoch anew when a run is resumed within "
-                "one: only at the ends of epochs is that exact. Use torchdata's StatefulDataLoader"
+                "a loader without state_dict restarts its epoch when a run resumes within an "
+                "epoch: resuming is exact only at the end of an epoch. Use torchdata's "
+                "StatefulDataLoader"
             )
 
     def _warn(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning("%s", message)
 
 
 def _refuse_unsaved(trainer: Any) -> None:
-    """Averages of weights, for instance, are often kept by a hook that is not called here."""
+    """Raises if a callback stores state through a hook that is not called here.
+
+    Callbacks that average weights, for instance, often use ``on_save_checkpoint``.
+
+    Raises:
+      MisconfigurationException: a callback overrides ``on_save_checkpoint``.
+    """
     for callback in trainer.callbacks:
         if is_overridden("on_save_checkpoint", callback):
             raise MisconfigurationException(
                 f"{type(callback).__name__}.on_save_checkpoint is for Lightning's own checkpoints, "
-                "and what it adds to them would not be saved: return it from state_dict and take "
-                "it back in load_state_dict"
+                "and TorchaxCheckpoint would not save the state it adds to them: return that state "
+                "from state_dict and restore it in load_state_dict"
             )
 
 
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """As ``attach`` takes them: one by itself, several by their positions."""
+    """The argument of ``attach``: a single optimizer, or a dict of several by position."""
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
@@ -346,7 +362,10 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _is_same(value: Any, seen: Any) -> bool:
-    """Whether nothing was logged since: Lightning detaches a value anew whenever it is asked."""
+    """Whether two values are the same logged tensor or object.
+
+    Lightning returns a newly detached tensor at each access, so tensors are compared by memory.
+    """
     if value is seen:
         return True
     if not (isinstance(value, torch.Tensor) and isinstance(seen, torch.Tensor)):

@@ -1,4 +1,4 @@
-"""Owns a completed step while training goes on: is it still there, and what was set then."""
+"""``HeldStep``: remembers a completed step, so that it can be saved before the next step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchax_ckpt import RandomState
 
 
 class HeldStep:
-    """What modules, optimizers, schedulers and random state were when a step was completed.
+    """The state of modules, optimizers, schedulers and random generators at a completed step.
 
-    Tensors are not copied: of them it is known whether they have changed since. Settings and
-    random state, which move on between two steps, can be put back.
+    Tensors are not copied, but a change to one is detected. Settings and random state are copied,
+    because they change between two steps, and ``put_back`` restores them for a while.
 
     Args:
-      module: what is trained.
-      optimizers, schedulers: its own.
+      module: the module in training.
+      optimizers, schedulers: the optimizers and schedulers of the module.
 
     Attributes:
-      random_state: of then, as ``RandomState`` gives it.
+      random_state: the state that ``RandomState`` returned at the step.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class HeldStep:
         self.random_state = RandomState().state_dict()
 
     @property
-    def is_there(self) -> bool:
-        """Whether every tensor has the value it had, and no group of parameters was added."""
+    def is_unchanged(self) -> bool:
+        """Whether every tensor is unchanged, and no parameter group was added."""
         now = list(self._values_now())
         return (
             len(now) == len(self._values)
@@ -48,13 +48,13 @@ class HeldStep:
                 then() is value and before == version
                 for (then, before), (value, version) in zip(self._values, now, strict=True)
             )
-            # A callback that unfreezes layers adds groups.
+            # Callbacks that unfreeze layers add groups.
             and len(self._groups) == len(self._settings["groups"])
         )
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Within it settings and random state are what they were."""
+        """Restores settings and random state to the step within the context."""
         rng = RandomState()
         random_state, settings = rng.state_dict(), self._settings_now()
         try:
@@ -70,7 +70,10 @@ class HeldStep:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _values_now(self) -> Iterator[tuple[Any, int]]:
-        """What tells each tensor's value from another; an optimizer may fail halfway, too."""
+        """Yields, for each tensor, an object and a version that together identify its value.
+
+        Optimizer state is included, because an optimizer may fail in the middle of a step.
+        """
         of_optimizers = (
             value
             for optimizer in self._optimizers
@@ -80,12 +83,12 @@ class HeldStep:
         )
         for tensor in (*self._module.parameters(), *self._module.buffers(), *of_optimizers):
             if tensor.device.type == "jax":
-                yield tensor.jax(), 0  # type: ignore[attr-defined]  # arrays do not change
+                yield tensor.jax(), 0  # type: ignore[attr-defined]  # arrays are immutable
             else:
                 yield tensor, tensor._version
 
     def _settings_now(self) -> dict[str, list[Any]]:
-        """The objects' own values; where these are to stay, they must be copied."""
+        """Returns the settings themselves; copy them to keep them."""
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "groups": [{n: v for n, v in g.items() if n != "params"} for g in self._groups],

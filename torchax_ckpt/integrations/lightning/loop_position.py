@@ -1,9 +1,10 @@
-"""Owns what is known of Lightning's loops: where a Trainer is, and how it goes on from there.
+"""``LoopPosition``: the position of a Trainer in Lightning's loops, saved and restored.
 
-A state from which training goes on bit for bit exists between two batches: after all that belongs
-to one of them, hooks of the module, schedulers and validation included, and before the next is
-fetched, which moves the loader and may draw random numbers. Lightning calls no hook there. So the
-methods of its loops that end there are wrapped, on the loops of the one Trainer, while it fits.
+Training can resume bit for bit only from a point between two batches: after everything that belongs
+to one batch, including module hooks, schedulers and validation, and before Lightning fetches the
+next batch, which moves the loader and may draw random numbers. Lightning calls no hook at that
+point. This module therefore wraps the loop methods that end there, on the loops of one Trainer, for
+the duration of a fit.
 
 Source: Lightning 2.6, ``loops/fit_loop.py`` and ``loops/training_epoch_loop.py``.
 """
@@ -24,38 +25,38 @@ from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 
 class Moment(enum.StrEnum):
-    """Where in its loops a Trainer is."""
+    """A point in a Trainer's loops."""
 
     START = "start"
-    """The first batch comes next."""
+    """Before the first batch."""
     BEFORE_VALIDATION = "before_validation"
-    """A batch is done but for a validation."""
+    """After a batch, before the validation that follows it."""
     WITHIN_EPOCH = "within_epoch"
-    """A batch is done, and the epoch is not."""
+    """After a batch and its validation, within an epoch."""
     AFTER_EPOCH = "after_epoch"
-    """The epoch is done."""
+    """After the last batch of an epoch and the epoch's hooks."""
 
 
 class LoopPosition:
-    """Where a Trainer was when its optimizers last stepped, with everything that moves on since.
+    """The position of a Trainer after its last optimizer step.
 
-    Saved beside the modules as ``stateful/lightning``. Loops, loaders and what callbacks say are
-    saved as they were held last, and not as they are: between two steps batches are fetched,
-    gradients accumulate and epochs end, but modules and optimizers stay the same. So one step can
-    be saved all that time, within ``as_held``.
+    It is saved with the modules as ``stateful/lightning``. Between two steps Lightning fetches
+    batches, accumulates gradients and ends epochs, while modules and optimizers do not change. The
+    state of loops, loaders and callbacks is therefore the one recorded by the last ``hold``, not
+    the present one, so that the step can be saved until the next one, within ``as_held``.
 
     Attributes:
-      step: ``trainer.global_step`` of what is held.
-      moment: where that was.
+      step: ``trainer.global_step`` at the last ``hold``.
+      moment: the moment of the last ``hold``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer  # many attributes are set where no type checker sees them
+        self._trainer: Any = trainer  # Type checkers do not see many of its attributes.
         self.step = trainer.global_step
         self.moment = Moment.START
         self._loops: dict[str, Any] = {}
         self._others: dict[str, Any] = {}
-        # Of the loaders and of random state, where the batch that is fetched ahead was fetched.
+        # The state of loaders and random generators before the prefetched batch was fetched.
         self._before_fetch: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
         self._held: HeldStep | None = None
@@ -64,21 +65,21 @@ class LoopPosition:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something newer to hold than what is held."""
+        """Whether the Trainer has a newer state than the held one."""
         is_halfway = self.moment is Moment.BEFORE_VALIDATION
         return self._trainer.global_step > self.step or is_halfway
 
     @property
     def is_current(self) -> bool:
-        """Whether what it was when it was held is still there, or can be put back."""
+        """Whether the held step can still be saved: its tensors have not changed since."""
         if self._held is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
         has_stepped = optimization.optim_step_progress.total.ready != self.step
-        return not has_stepped and self._held.is_there
+        return not has_stepped and self._held.is_unchanged
 
     def hold(self, moment: Moment) -> None:
-        """Takes down where the Trainer is now."""
+        """Records the Trainer's present position."""
         trainer = self._trainer
         self.step = trainer.global_step
         self.moment = moment
@@ -93,7 +94,7 @@ class LoopPosition:
         return HeldStep(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is held."""
+        """Returns the position of the last ``hold``; empty before the first step."""
         if self.moment is Moment.START:
             return {}
         return {
@@ -105,22 +106,23 @@ class LoopPosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Puts back for a while what is saved where it always is, and has moved on since.
+        """Restores schedulers, parameter groups and random state to the held step for a while.
 
-        A scheduler may step where no optimizer does: in a batch that only accumulates, in a
-        validation, at the end of an epoch.
+        Those are saved from the live objects, and they may have changed since the step: a
+        scheduler may step in a batch that only accumulates gradients, in a validation, or at the
+        end of an epoch.
         """
         assert self._held is not None
         with self._held.put_back():
             yield
 
     def _ask_others(self) -> dict[str, Any]:
-        """What callbacks, the datamodule and the module want to be saved, and what was logged."""
+        """Returns the state of callbacks, datamodule and module, and the logged metrics."""
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}
         trainer.lightning_module.on_save_checkpoint(module)
-        # Copied, as they may give what they go on to change.
+        # Copied, because they may return objects that they change later.
         others = copy.deepcopy(
             {
                 "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
@@ -128,20 +130,20 @@ class LoopPosition:
                 "module": module,
             }
         )
-        # EarlyStopping may look at old metrics.
+        # EarlyStopping may read metrics of earlier steps.
         return {**others, "metrics": dict(trainer.callback_metrics)}
 
-    # --- going on ------------------------------------------------------------------------------
+    # --- resuming ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was saved; ``go_on`` gives it to the Trainer."""
+        """Keeps a saved position, which ``resume`` applies to the Trainer."""
         self._restored = state_dict
 
-    def go_on(self) -> None:
-        """Puts the Trainer where the restored step was; call it where Lightning restores loops.
+    def resume(self) -> None:
+        """Moves the Trainer to the restored position.
 
-        The loaders take their part when Lightning makes them; counters and random state are set
-        right once more before the first batch.
+        Call it at the point at which Lightning restores loops. Lightning restores the loaders when
+        it makes them. Counters and random state are set once more before the first batch.
         """
         trainer, restored = self._trainer, self._restored
         self._held = self._hold()
@@ -151,8 +153,8 @@ class LoopPosition:
         self._others = {n: restored[n] for n in ("callbacks", "datamodule", "module", "metrics")}
         trainer.fit_loop.load_state_dict(restored["loops"])
         self.step = trainer.global_step
-        # Also at the end of an epoch, where Lightning would not: restores loaders, and spares the
-        # sanity check.
+        # Lightning then restores the loaders and skips the sanity check. It would not set this by
+        # itself at the end of an epoch.
         _set_restarting(trainer.fit_loop, True)
         for callback in trainer.callbacks:
             if state := restored["callbacks"].get(callback.state_key):
@@ -164,12 +166,15 @@ class LoopPosition:
         trainer.callback_metrics.update(restored["metrics"])
 
     def _start(self) -> None:
-        """All is set up, and the first batch comes next: from here on nothing is drawn anew."""
+        """Corrects counters, loaders and random state once set-up is complete.
+
+        Set-up draws random numbers. After this call only the training itself does.
+        """
         if self._held is None:
             return
         fit = self._trainer.fit_loop
         if self.moment is Moment.AFTER_EPOCH:
-            # A new epoch, as in a run that was never interrupted: with a new iterator.
+            # The next epoch begins with a new iterator, as in an uninterrupted run.
             _set_restarting(fit, False)
             fit._resuming_from_checkpoint = False
         elif self.moment is Moment.BEFORE_VALIDATION:
@@ -181,15 +186,20 @@ class LoopPosition:
         RandomState().load_state_dict(self._held.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Fetches the batch again that had been fetched ahead, with the noise it had."""
+        """Prefetches the batch again that was prefetched, with the same random state."""
         loaders = fetcher.combined_loader
         loaders._load_state_dicts(self._fetched_ahead["loaders"])
-        loaders._state_dicts()  # now they draw what they draw to go on; see ``attach``
+        # A restored loader draws from the random state when it is first asked for its state; see
+        # ``attach``.
+        loaders._state_dicts()
         RandomState().load_state_dict(self._fetched_ahead["random_state"])
         iter(fetcher)
 
     def _note_fetch(self, fetcher: Any) -> None:
-        """Called before a batch is fetched. Without a length Lightning fetches one ahead."""
+        """Records the state before a fetch, for loaders whose batches Lightning prefetches.
+
+        Lightning prefetches one batch if the loader has no length.
+        """
         if fetcher.length is None:
             self._before_fetch = {
                 "loaders": fetcher.combined_loader._state_dicts(),
@@ -198,13 +208,14 @@ class LoopPosition:
 
     def _start_epoch(self) -> None:
         if self.moment is Moment.WITHIN_EPOCH:
-            # Its counters are back. Otherwise it would look for a validation that is done.
+            # The counters are restored. While restarting, Lightning would run the validation of
+            # the last batch again.
             self._trainer.fit_loop.epoch_loop.restarting = False
 
-    # --- watching ------------------------------------------------------------------------------
+    # --- wrapping Lightning's loops ------------------------------------------------------------
 
     def watch(self, tell: Callable[[Moment], None]) -> None:
-        """From now until ``unwatch``, calls ``tell`` at each moment."""
+        """Wraps the loops' methods so that they call ``tell`` at each moment until ``unwatch``."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
 
@@ -229,7 +240,7 @@ class LoopPosition:
             try:
                 original(fetcher)
             except SIGTERMException:
-                if self._trainer.training:  # and not in the middle of a validation
+                if self._trainer.training:  # False in the middle of a validation.
                     batch_done(fetcher)
                 raise
             batch_done(fetcher)
@@ -248,7 +259,7 @@ class LoopPosition:
         _wrap(epoch, "on_advance_end", batch_ended)
 
     def unwatch(self) -> None:
-        """Gives the loops back as they were."""
+        """Removes the wrappers from the loops."""
         fit = self._trainer.fit_loop
         for loop in (fit, fit.epoch_loop):
             for name in ("on_run_start", "on_advance_end"):
@@ -256,7 +267,7 @@ class LoopPosition:
 
     @property
     def is_over(self) -> bool:
-        """Whether training ends here."""
+        """Whether training ends at the present step."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed
         return (
@@ -267,13 +278,13 @@ class LoopPosition:
 
 
 def _wrap(loop: Any, name: str, wrapper: Callable[..., None]) -> None:
-    """Has the loop call ``wrapper(method, ...)`` where it calls its own method."""
+    """Replaces a method of a loop by ``wrapper(method, ...)``."""
     method = getattr(loop, name)
     setattr(loop, name, lambda *args: wrapper(method, *args))
 
 
 def _set_restarting(loop: Any, is_restarting: bool) -> None:
-    # The property of the outermost loop makes up its own mind.
+    # The setter of the outermost loop's ``restarting`` property changes the value it is given.
     loop._restarting = is_restarting
     for child in vars(loop).values():
         if hasattr(child, "_restarting"):

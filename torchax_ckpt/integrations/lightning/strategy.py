@@ -1,7 +1,7 @@
-"""Owns how a Trainer works on torchax: where modules and batches are, and what it cannot do there.
+"""``TorchaxStrategy``: runs a Lightning Trainer on JAX devices through torchax.
 
-torchax computes gradients from functions, not from tensors, so training is Lightning's manual
-optimization. Everything else of a Trainer works as on any device.
+torchax computes gradients of functions, not of tensors, so that modules must use Lightning's manual
+optimization. All other features of a Trainer work as on any device.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from torchax_ckpt.integrations.lightning import tensor_patches
 _HOW_TO_TRAIN = (
     "torchax has no loss.backward(): set self.automatic_optimization = False, take gradients in "
     "training_step with torchax.interop.jax_value_and_grad over torch.func.functional_call, put "
-    "them in parameter.grad, and step the optimizers that self.optimizers() gives"
+    "them in parameter.grad, and step the optimizers that self.optimizers() returns"
 )
 
 
 class TorchaxStrategy(SingleDeviceStrategy):
     """Trains a module on JAX devices through torchax.
 
-    One process drives all its devices: to Lightning they are one device, and what is on which
-    of them is said by the shardings of the module's arrays. A module on the CPU is moved to the
-    default device, with ties and identities kept; one that is on ``"jax"`` already, sharded or
-    not, stays as it is, and one on ``"meta"`` is left to ``TorchaxCheckpoint``. After training
-    the module stays where it is. Enables torchax globally, if the program has not.
+    One process drives all its devices. Lightning sees them as one device, and the shardings of the
+    module's arrays place data on them. The strategy moves a module on the CPU to the default
+    device and keeps tied parameters and object identities. It leaves a module on ``"jax"`` as it
+    is, sharded or not, and leaves a module on ``"meta"`` to ``TorchaxCheckpoint``. After training
+    the module stays on its devices. The strategy enables torchax globally if the program has not.
 
     Raises:
-      MisconfigurationException: a module with automatic optimization is to be trained.
+      MisconfigurationException: the module to train uses automatic optimization.
     """
 
     strategy_name = "torchax"
 
     def __init__(self) -> None:
         super().__init__(device=torch.device("jax", 0), accelerator=_JaxDevices())
-        tensor_patches.complete()  # already here: metrics are often made before training begins
+        # Applied this early because programs often create metrics before training begins.
+        tensor_patches.complete()
 
     def setup_environment(self) -> None:
         """Enables torchax, if the program has not."""
@@ -52,18 +53,19 @@ class TorchaxStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Moves the module, and makes its optimizers.
+        """Moves the module and creates its optimizers.
 
         Raises:
-          MisconfigurationException: automatic optimization was asked for.
+          MisconfigurationException: the module uses automatic optimization.
         """
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module.automatic_optimization:
             raise MisconfigurationException(
-                f"{type(self.lightning_module).__name__} asks for automatic optimization, but "
+                f"{type(self.lightning_module).__name__} uses automatic optimization, but "
                 f"{_HOW_TO_TRAIN}"
             )
-        # Under torch.inference_mode operations reach torchax whole that it knows only in parts.
+        # torch.inference_mode does not decompose composite operations, and torchax implements only
+        # their parts.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         super().setup(trainer)
@@ -74,7 +76,8 @@ class TorchaxStrategy(SingleDeviceStrategy):
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if not any(tensor.device.type == "cpu" for tensor in tensors):
             return
-        # Otherwise torch makes new parameters, which ties and users' references do not follow.
+        # Without swapping, torch would create new parameters, and ties and users' references would
+        # still point to the old ones.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -83,9 +86,9 @@ class TorchaxStrategy(SingleDeviceStrategy):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Tells a sampler its epoch before anybody asks it for indices.
+        """Sets a sampler's epoch before its indices are read.
 
-        Lightning does it afterwards, which is too late for a loader that goes on within an epoch.
+        Lightning sets it later, which is too late for a loader that resumes within an epoch.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -95,7 +98,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         return super().process_dataloader(dataloader)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """What ``manual_backward`` calls; there is no such thing here.
+        """Refuses ``manual_backward``, because torchax has no backward pass from tensors.
 
         Raises:
           MisconfigurationException: always.
@@ -103,26 +106,26 @@ class TorchaxStrategy(SingleDeviceStrategy):
         raise MisconfigurationException(f"manual_backward cannot work: {_HOW_TO_TRAIN}")
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """What ``trainer.save_checkpoint`` and ``ModelCheckpoint`` call.
+        """Refuses ``trainer.save_checkpoint`` and ``ModelCheckpoint``.
 
         Raises:
           MisconfigurationException: always.
         """
         raise MisconfigurationException(
-            "Lightning's own checkpoints are made with torch.save, which cannot store tensors of "
-            "torchax: give the Trainer callbacks=[TorchaxCheckpoint(directory)], or "
+            "Lightning writes its own checkpoints with torch.save, which cannot store torchax "
+            "tensors: give the Trainer callbacks=[TorchaxCheckpoint(directory)], or "
             "enable_checkpointing=False"
         )
 
     def teardown(self) -> None:
-        """Ends training. The module stays on its devices, for whoever uses it next."""
+        """Ends training and leaves the module on its devices for further use."""
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
 
 
 class _JaxDevices(Accelerator):
-    """JAX's devices, which need no setting up."""
+    """JAX's devices, which need no set-up."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
@@ -152,7 +155,7 @@ class _JaxDevices(Accelerator):
 
 
 def _is_enabled() -> bool:
-    # env.enabled does not say: it is reset by the first operation.
+    # env.enabled is no indication, because the first operation resets it.
     try:
         return torch.zeros((), device="jax") is not None
     except (NotImplementedError, RuntimeError):

@@ -1,7 +1,7 @@
-"""Owns what Lightning and its metrics ask of tensors, and torchax 0.0.13 does not answer.
+"""Patches of torchax 0.0.13: tensor operations that Lightning and its metrics use.
 
-With it ``self.log`` takes device scalars as they are, without waiting for the device, and callbacks
-that print or copy what was logged work.
+With them ``self.log`` accepts device scalars without waiting for the device, and callbacks can
+print or copy logged values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchax.tensor import Tensor
 
 @functools.cache
 def complete() -> None:
-    """Adds it to torchax, once per process and for all that uses torchax there."""
+    """Applies the patches once per process, for every user of torchax in it."""
     torchax.default_env().override_op_definition(_EMPTY, _empty)
     for name, method in (("__format__", _format), ("__deepcopy__", _deepcopy)):
         if name not in vars(Tensor):
@@ -25,7 +25,10 @@ def complete() -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """What two tensors that live have in common if one was detached from the other."""
+    """Returns an identifier of a tensor's memory.
+
+    Two live tensors have the same identifier if one was detached from the other.
+    """
     if tensor.device.type == "jax":
         return id(tensor.jax())  # type: ignore[attr-defined]
     return tensor.data_ptr()
@@ -35,10 +38,10 @@ _EMPTY = torch.ops.aten.empty.memory_format
 
 
 def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """An empty tensor on the device asked for.
+    """Returns an empty tensor on the requested device.
 
-    ``copy.deepcopy`` of a plain tensor asks for one on the CPU, which torchax puts on ``"jax"``.
-    Metrics, ``self.log`` among them, copy their initial values.
+    torchax would put a tensor requested on the CPU on ``"jax"``. ``copy.deepcopy`` of a plain
+    tensor requests one, and metrics, including those of ``self.log``, copy their initial values.
     """
     device = kwargs.get("device")
     with no_dispatch(), torch._C.DisableTorchFunction():
@@ -48,12 +51,12 @@ def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _format(self: Tensor, spec: str) -> str:
-    """As of any tensor: a scalar takes a format, ``f"{loss:.3f}"``."""
+    """Formats a scalar as torch does, as in ``f"{loss:.3f}"``."""
     return format(self.item(), spec) if spec and self.ndim == 0 else object.__format__(self, spec)
 
 
 def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Tensor:
-    """A tensor of its own around the same array, which does not change."""
+    """Returns a new tensor around the same array, which is immutable."""
     if id(self) not in memo:
         copied: Any = Tensor(self.jax(), torchax.default_env(), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
