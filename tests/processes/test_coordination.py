@@ -399,7 +399,7 @@ def test_what_each_process_has_for_itself_goes_into_one_document(
     ]
     # If they are all alike, nothing is said of processes, and any number of them may restore it.
     assert per_process_state.joined(sent[::2])[0].keys() == {"rng"}
-    left_out = "restored by 2.*those of processes 2 to 2 are left out"
+    left_out = "restored by 2.*the states of processes 2 to 2 are left out"
     place_of_two = SimpleNamespace(index=0, count=2)
     with pytest.warns(UserWarning, match=left_out):
         expected = per_process_state.document_of(document, place_of_two, "step 1")

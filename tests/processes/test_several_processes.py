@@ -106,7 +106,7 @@ def test_other_numbers_of_processes_restore_it(
             (warned,) = attached["warned"]
             assert "was saved by 2 processes and is restored by 4" in warned
             assert "dataloader, rng" in warned
-            assert "processes 2 to 3 go on as others do" in warned
+            assert "processes 2 to 3 start with the same state as others" in warned
     # This process alone, with eight devices, reads what four have written.
     with (
         TorchaxCheckpointer(directory) as ckpt,

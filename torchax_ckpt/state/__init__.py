@@ -1,1 +1,1 @@
-"""From live torch objects to named leaves, and back in place. Knows nothing of storage."""
+"""Conversion of live torch objects to named leaves, and back in place. No access to storage."""

@@ -1,4 +1,4 @@
-"""The contract between the parts of a training state and the code that saves or restores them."""
+"""The interface between the parts of a training state and the code that saves or restores them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MAX_LISTED = 20
 
 @dataclasses.dataclass
 class Findings:
-    """Differences between a checkpoint and what is attached, by leaf name.
+    """Differences between a checkpoint and the attached objects, by leaf name; true if any exist.
 
     Attributes:
-      missing: attached, but not in the checkpoint.
-      unexpected: in the checkpoint, but not attached.
-      mismatched: on both sides but different: name -> "expected ..., found ...".
-      left_out: optimizer state in the checkpoint whose parameters are not selected. This is what
-        the caller has asked for, so it is no difference.
+      missing: names that are attached, but not in the checkpoint.
+      unexpected: names that are in the checkpoint, but not attached.
+      mismatched: name on both sides whose leaves differ -> "expected ..., found ...".
+      left_out: optimizer state in the checkpoint whose parameters are not selected. It does not
+        count as a difference, because the caller's selection leaves it out.
     """
 
     missing: list[str] = dataclasses.field(default_factory=list)
@@ -48,13 +48,16 @@ class Findings:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def mismatch(self, name: str, expected: object, found: object) -> None:
-        """Records that the attached program has ``expected`` and the checkpoint ``found``."""
+        """Records that the attached object has ``expected`` and the checkpoint ``found``."""
         self.mismatched[name] = f"expected {expected}, found {found}"
 
     def error(self, step: int | None, path: str) -> MismatchError:
-        """All differences in one error, each with its name; without a step, of files."""
+        """Returns one error that lists all differences by name.
+
+        ``step`` is None if the comparison was with weight files, which ``path`` then names.
+        """
         source = path if step is None else f"The checkpoint at step {step} in {path}"
-        lines = [f"{source} does not fit what is attached; nothing was changed."]
+        lines = [f"{source} does not fit the attached objects; nothing was changed."]
         lines += _section("missing from the checkpoint", self.missing)
         lines += _section("in the checkpoint, but not attached", self.unexpected)
         lines += _section(
@@ -62,9 +65,10 @@ class Findings:
             [f"{name}: {text}" for name, text in self.mismatched.items()],
         )
         lines.append(
-            "Attach the program that wrote it; or restore(strict=False) to take what matches, or "
-            "leave out or rename what differs (exclude=, rename=); or use another directory. For "
-            "load, give an abstract_state that fits."
+            "Attach the same objects as the program that wrote it; or call restore(strict=False), "
+            "which restores the leaves that match; or leave out or rename the leaves that differ "
+            "(exclude=, rename=); or use another directory. For load, give an abstract_state that "
+            "fits."
         )
         return MismatchError(
             "\n".join(lines),
@@ -91,10 +95,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """What stays the same from save to save: the node, and the names of its leaves in order.
+    """The structure of a captured component: its node, and the names of its leaves in order.
 
-    Components give the same object as long as nothing changed, so that whatever is derived from
-    it can be kept: it is compared by identity.
+    A component returns the same object at each save as long as its structure is unchanged, so
+    callers may cache what they derive from a form, and compare forms by identity.
     """
 
     node: Node
@@ -103,10 +107,10 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A component at one moment.
+    """The state of a component at one moment.
 
     Attributes:
-      form: its node and the names of its leaves.
+      form: the component's node and the names of its leaves.
       arrays: the leaves, in the form's order: device arrays by reference, host arrays copied.
     """
 
@@ -114,15 +118,15 @@ class Captured:
     arrays: Sequence[Array]
 
     def by_name(self) -> dict[str, Array]:
-        """Name -> array."""
+        """Returns leaf name -> array."""
         return dict(zip(self.form.names, self.arrays, strict=True))
 
 
 def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
-    """Any value, encoded anew.
+    """Encodes any value, without a cached form.
 
     Raises:
-      UnsupportedLeafError: part of it cannot be stored.
+      UnsupportedLeafError: a part of the value cannot be stored.
     """
     encoder = Encoder()
     node = encoder.encode(value, key_path)
@@ -130,14 +134,14 @@ def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
 
 
 def require_alive(captured: Captured) -> None:
-    """Raises UnsupportedLeafError, by name, if a leaf holds no data (any more)."""
+    """Raises UnsupportedLeafError, which names the leaf, if a leaf holds no data (any more)."""
     for name, array in zip(captured.form.names, captured.arrays, strict=True):
         if not isinstance(array, jax.Array):
             continue
         if isinstance(array, jax.core.Tracer):
             raise UnsupportedLeafError(
                 f"{name}: is a JAX tracer, left behind by a jitted function. Put the arrays that "
-                "the function returned into the tensors, and save outside of it.",
+                "the function returned into the tensors, and save outside of the function.",
                 key_path=name,
             )
         if array.is_deleted():
@@ -149,7 +153,11 @@ def require_alive(captured: Captured) -> None:
 
 
 class Combined:
-    """Several captured parts as one, with one form as long as the parts' forms are the same."""
+    """Combines several captured parts into one; its form changes only if a part's form changes.
+
+    Args:
+      build: makes the combined node from the nodes of the parts.
+    """
 
     def __init__(self, build: Callable[[list[Node]], Node]) -> None:
         self._build = build
@@ -157,7 +165,7 @@ class Combined:
         self._form: Form | None = None
 
     def __call__(self, parts: Sequence[Captured]) -> Captured:
-        """The parts' node, as ``build`` makes it from theirs, with all their leaves."""
+        """Returns the combined node with the leaves of all parts, in the order of the parts."""
         forms = [part.form for part in parts]
         if self._form is None or forms != self._parts:
             node = self._build([form.node for form in forms])
@@ -167,7 +175,7 @@ class Combined:
 
 
 Values = Mapping[str, Any]
-"""Name -> array as read: on its placement (a numpy array on the host)."""
+"""Leaf name -> the array that was read, on its placement (on the host, a numpy array)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +183,10 @@ class Read:
     """A leaf to read.
 
     Attributes:
-      name: its name in the checkpoint.
-      spec: what it is there.
-      placement: where it is wanted.
-      dtype: as which it is wanted, if not as it is: only where the caller has asked for that.
+      name: the leaf's name in the checkpoint.
+      spec: the leaf's spec in the checkpoint.
+      placement: the placement of the array that is read.
+      dtype: the dtype to convert to, if the caller asked for one; None keeps the stored dtype.
     """
 
     name: str
@@ -189,15 +197,15 @@ class Read:
 
 @dataclasses.dataclass
 class Write:
-    """One change to live objects, made when everything has been read.
+    """One change to live objects, made after all leaves have been read.
 
-    ``do`` may run user code and fail; then ``undo`` of it and of all writes before it runs.
+    ``do`` may run user code and fail. Then its ``undo`` runs, and that of each write before it.
     Writes that cannot fail have no undo and come last.
 
     Attributes:
       do: makes the change.
-      undo: takes it back.
-      needs: names of the leaves that ``do`` takes.
+      undo: reverts the change.
+      needs: names of the leaves that ``do`` uses.
       release: deletes the device buffers that the change replaces.
     """
 
@@ -209,11 +217,11 @@ class Write:
 
 @dataclasses.dataclass
 class Restoration:
-    """What restoring takes: leaves to read, then writes in order.
+    """The plan of a restore: the leaves to read, then the writes in order.
 
     Attributes:
-      reads: leaf name -> what to read.
-      checks: look at what was read, and raise before anything is changed.
+      reads: leaf name -> the read of this leaf.
+      checks: examine the values that were read, and raise before any live object is changed.
       calls: writes that run user code (``load_state_dict``).
       writes: in-place writes of buffers and hyperparameters, which cannot fail.
       unfilled: names of meta tensors that neither the checkpoint nor ``init`` fills.
@@ -226,10 +234,10 @@ class Restoration:
     unfilled: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
-        """Asks for the leaf of an array node, as it is or as another dtype.
+        """Adds the leaf of an array node to the reads, in its stored dtype or as ``dtype``.
 
         Raises:
-          UnsupportedLeafError: it goes to devices, and JAX would narrow its dtype there.
+          UnsupportedLeafError: the leaf goes to devices, where JAX would narrow its dtype.
         """
         spec = Spec.of_node(node)
         if placement is not Local.HOST:
@@ -238,7 +246,7 @@ class Restoration:
         self.reads[node["array"]] = Read(node["array"], spec, placement, changed)
 
     def extend(self, others: Iterable[Restoration]) -> None:
-        """Appends what others need, in order."""
+        """Appends the reads and writes of other plans, in order."""
         for other in others:
             self.reads.update(other.reads)
             self.checks.extend(other.checks)
@@ -258,9 +266,9 @@ class Restoration:
         )
 
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes, or none: if a call fails, it and those before it are undone.
+        """Makes all changes, or none: if a call fails, it and the calls before it are undone.
 
-        ``agree`` is called once nothing can fail here any more; what it raises undoes all.
+        ``agree`` is called after the last step that can fail. If it raises, all calls are undone.
         """
         self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
@@ -268,12 +276,12 @@ class Restoration:
     @staticmethod
     @torchax_backend.native_torch()
     def apply_writes(writes: Iterable[Write], values: Values) -> None:
-        """Makes changes that cannot fail."""
+        """Makes the changes that cannot fail."""
         for write in writes:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes the changes that run user code, or none of them; ``agree`` as for ``apply``."""
+        """Makes all changes that run user code, or none of them; ``agree`` as in ``apply``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -288,8 +296,8 @@ class Restoration:
                     try:
                         call.undo()
                     except Exception:
-                        # What refuses any state cannot be helped; the others still can.
-                        logger.exception("undoing a failed restore failed")
+                        # One object that refuses its old state must not stop the other undos.
+                        logger.exception("a restore failed, and undoing one of its calls failed")
             raise
 
 
@@ -297,13 +305,13 @@ class Component(Protocol):
     """A part of the training state: a module, an optimizer, the random state, ..."""
 
     def capture(self) -> Captured:
-        """The part as it is now. Runs on the training thread, so it must not wait."""
+        """Returns the present state. Runs on the training thread, so it must not block."""
         ...
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares the node with what is live and says what to do. Changes nothing.
+        """Compares the node with the live object and returns the plan. Changes nothing.
 
-        The selection is over the model's tensors; what does not go by their names ignores it.
+        The selection is by names of the model's tensors; components without such names ignore it.
         """
         ...
 
@@ -317,12 +325,12 @@ def restore_by_call(
     owner: object,
     take: Callable[[Any], Any],
 ) -> Write:
-    """The call that hands a decoded node to user code; asks for the leaves it needs.
+    """Returns the write that passes a decoded node to user code; adds its leaves to the reads.
 
-    It is undone by giving ``owner`` its attributes back, since it may have taken some of a state it
-    then refused, and handing over what is live now. A leaf goes where the live leaf of its name is,
-    or else where arrays of its kind go. Whatever the user's code raises comes out as a
-    MismatchError that names ``where``.
+    The undo resets the attributes of ``owner``, because ``take`` may have set some of them before
+    it refused the state, and then passes ``live`` to ``take``. A device leaf goes to the placement
+    of the live leaf with its name and shape, or else to the default device; other leaves stay on
+    the host. An exception of the user's code becomes a MismatchError that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
@@ -359,13 +367,13 @@ def restore_by_call(
 
 
 def thaw(captured: Captured) -> Any:
-    """A captured value again, sharing nothing that can change with the object it came from."""
+    """Decodes a captured value; it shares no mutable data with the object that was captured."""
     arrays = captured.by_name()
     return decode(captured.form.node, lambda n: revive(n, arrays[n["array"]]))
 
 
 def revive(node: Mapping[str, Any], value: Any) -> Any:
-    """The leaf as it was: a torchax or CPU tensor, a JAX or numpy array, a scalar, a random key."""
+    """Returns the leaf for an array that was read: a tensor, array, scalar or key, by kind."""
     match node["kind"]:
         case "torchax":
             return torchax_backend.wrap(value)
@@ -382,5 +390,5 @@ def revive(node: Mapping[str, Any], value: Any) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """The array with JAX's weak type, which lets the dtype of what it meets win."""
+    """Returns the array with JAX's weak type: in an operation, the other operand's dtype wins."""
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)

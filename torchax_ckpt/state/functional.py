@@ -1,4 +1,4 @@
-"""Owns functional state: any pytree that a training step takes and returns."""
+"""Functional state: any pytree that a training step takes and returns."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
 
 
 class FunctionalState:
-    """Captures functional state, whose structure is mostly the same from step to step.
+    """Captures functional state, whose structure rarely changes between steps.
 
-    The form is kept for as long as structure, kinds, shapes, dtypes and the values that are no
-    arrays stay the same; then a capture only takes references, and copies what is on the host.
+    The form is reused while the structure, the kinds, shapes and dtypes of the arrays, and all
+    other values stay the same. A capture then only takes references to device arrays and copies
+    host arrays.
     """
 
     def __init__(self) -> None:
@@ -43,14 +44,14 @@ class FunctionalState:
         self._order: list[int] = []
 
     def capture(self, state: Any) -> Captured:
-        """The state at this moment.
+        """Returns the state at this moment.
 
         Raises:
-          UnsupportedLeafError: a leaf cannot be stored, or was donated and is gone.
+          UnsupportedLeafError: a leaf cannot be stored, or its buffer was donated.
         """
         try:
             leaves, treedef = jax.tree_util.tree_flatten(state)
-        except (TypeError, ValueError):  # dict keys that JAX cannot sort, such as 1 and "1"
+        except (TypeError, ValueError):  # JAX cannot sort dict keys such as 1 and "1"
             captured = encoded(state, KEY_PATH)
             require_alive(captured)
             return captured
@@ -76,19 +77,20 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """What decides the leaf's node; None where only encoding it anew can tell."""
+    """Returns a value that determines the leaf's node; None if the leaf must be encoded again."""
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
     if isinstance(leaf, jax.Array):
         return type(leaf), leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
     if isinstance(leaf, _ARRAYS):
         return type(leaf), leaf.shape, leaf.dtype
-    # Equal values of these types have equal nodes: 0.0 and -0.0 do not, and sets can change.
+    # Equal values of these types have equal nodes. Floats are left out because 0.0 == -0.0, and
+    # sets because they can change in place.
     return (type(leaf), leaf) if type(leaf) in (int, bool, str, bytes) else None
 
 
 def same_form(abstract: Any, node: Node) -> bool:
-    """Whether the node is of the abstract value's form: a number, a text, a set, ..."""
+    """True if the node has the form of the abstract value: a number, a string, a set, ..."""
     return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
 
 
@@ -100,14 +102,17 @@ def _tag(node: Node) -> str:
 
 
 class Request:
-    """What ``load`` reads for an abstract state, and how it is put together.
+    """The leaves that ``load`` reads for an abstract state, and the assembly of the result.
 
     Args:
       root: the stored node.
-      abstract_state: a pytree of ShapeDtypeStructs, arrays, tensors and Python values, whose
-        structure, kinds and placements the result has; None for everything as it was saved.
+      abstract_state: a pytree of ShapeDtypeStructs, arrays, tensors and Python values. The result
+        has its structure, kinds and placements. None loads everything as it was saved.
       prefix: the key path of the root, for messages.
-      findings: collects what differs.
+      findings: collects the differences.
+
+    Attributes:
+      reads: leaf name -> the read of this leaf.
     """
 
     def __init__(
@@ -172,7 +177,7 @@ class Request:
         self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
 
     def build(self, values: Values) -> Any:
-        """The state, from the arrays that were read."""
+        """Returns the state, built from the arrays that were read."""
 
         def leaf(node: Mapping[str, Any]) -> Any:
             return revive(node, values[node["array"]])
@@ -184,7 +189,7 @@ class Request:
 
 
 def as_read(abstract: Any) -> Read | None:
-    """What an abstract leaf asks for; None for a Python value, which is no array."""
+    """Returns the read for an abstract leaf (with an empty name); None for a Python value."""
     if not isinstance(abstract, _ARRAYS):
         return None
     spec = describe(abstract, "")

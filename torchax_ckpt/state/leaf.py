@@ -1,7 +1,7 @@
-"""Owns leaves: what a tensor or array is (its spec), whether it can be stored, and its array.
+"""Leaves: the spec of a tensor or array, whether it can be stored, and its array.
 
-The kind of a leaf says what it was: ``torchax`` and ``torch`` tensors, ``jax`` and ``numpy``
-arrays, ``numpy_scalar``, or a ``key``, a typed JAX random key stored as its key data.
+The kind of a leaf is the type it had in the program: ``torchax`` and ``torch`` tensors, ``jax`` and
+``numpy`` arrays, ``numpy_scalar``, or ``key``, a typed JAX random key stored as its key data.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 
 
 def freeze(value: Any, name: str) -> Array:
-    """The array of a leaf, as it is now: device arrays by reference, host arrays copied.
+    """Returns the present array of a leaf: device arrays by reference, host arrays copied.
 
     Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
+
+    Raises:
+      UnsupportedLeafError: the leaf is a meta tensor.
     """
     if isinstance(value, torch.Tensor):
         if torchax_backend.is_device_tensor(value):
             return torchax_backend.buffer(value)
         if value.is_meta:
             raise UnsupportedLeafError(
-                f"{name}: is on the meta device and holds no data; attach the module, so that a "
-                "checkpoint or `init` fills it",
+                f"{name}: is on the meta device and holds no data; attach its module, so that a "
+                "checkpoint or init= fills it",
                 key_path=name,
             )
         return torchax_backend.to_numpy(value)
@@ -47,7 +50,7 @@ def freeze(value: Any, name: str) -> Array:
 
 
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
-    """``freeze`` for many tensors; 0-d CPU tensors of one dtype are copied together."""
+    """Calls ``freeze`` on many tensors; copies 0-d CPU tensors of one dtype in one operation."""
     with torchax_backend.native_torch():
         on_device = [torchax_backend.is_device_tensor(tensor) for tensor in tensors]
         counters = torchax_backend.scalars_to_numpy(
@@ -65,7 +68,15 @@ def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a leaf is, apart from its content: kind, dtype, shape (of the stored array), impl."""
+    """The type of a leaf, without its content.
+
+    Attributes:
+      kind: see the module's docstring.
+      dtype: numpy's or ml_dtypes' name of the dtype.
+      shape: the shape of the stored array; for a random key, of its key data.
+      impl: the implementation of a random key; None for other kinds.
+      is_weak: whether a JAX array is weakly typed.
+    """
 
     kind: str
     dtype: str
@@ -74,7 +85,7 @@ class Spec:
     is_weak: bool = False
 
     def node(self, name: str) -> dict[str, Any]:
-        """The array node of a leaf of this spec."""
+        """Returns the array node of a leaf with this spec."""
         node: dict[str, Any] = {
             "array": name,
             "kind": self.kind,
@@ -89,7 +100,7 @@ class Spec:
 
     @classmethod
     def of_node(cls, node: Mapping[str, Any]) -> Spec:
-        """The spec in an array node."""
+        """Returns the spec that an array node describes."""
         return cls(
             node["kind"],
             node["dtype"],
@@ -100,31 +111,31 @@ class Spec:
 
     @property
     def on_device(self) -> bool:
-        """Whether such a leaf lives on devices."""
+        """True if leaves of this kind are on devices."""
         return self.kind in DEVICE_KINDS
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, over all devices."""
+        """The size of the global array in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def content(self) -> str:
-        """Dtype and shape, as they stand in messages."""
+        """Returns dtype and shape (and a key's implementation) as text for messages."""
         impl = f" ({self.impl})" if self.impl else ""
         return f"{self.dtype}{list(self.shape)}{impl}"
 
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """numpy's or ml_dtypes' name of a dtype; numpy computes it anew at every access."""
+    """Returns numpy's or ml_dtypes' name of a dtype; cached because numpy computes it each time."""
     return dtype.name
 
 
 def describe(value: Any, name: str) -> Spec:
-    """The spec of a tensor or array; of a ``jax.ShapeDtypeStruct`` too.
+    """Returns the spec of a tensor, an array or a ``jax.ShapeDtypeStruct``.
 
     Raises:
-      UnsupportedLeafError: it cannot be stored as it is.
+      UnsupportedLeafError: the value cannot be stored as it is.
     """
 
     def refuse(why: str) -> UnsupportedLeafError:
@@ -140,7 +151,7 @@ def describe(value: Any, name: str) -> Spec:
         if torchax_backend.is_device_tensor(value):
             try:
                 array = torchax_backend.buffer(value)
-            except RuntimeError as error:  # a view of a tensor that is gone
+            except RuntimeError as error:  # the value is a view of a deleted tensor
                 raise refuse(
                     f"its buffer was donated to a jitted step and is gone: {error}"
                 ) from error
@@ -148,7 +159,7 @@ def describe(value: Any, name: str) -> Spec:
                 raise refuse(_TRACER)
             require_storable(array.dtype)
             return Spec("torchax", dtype_name(array.dtype), tuple(array.shape))
-        # why_unsupported has looked at the dtype
+        # why_unsupported has already checked the dtype.
         return Spec(
             "torch", dtype_name(torchax_backend.numpy_dtype(value.dtype)), tuple(value.shape)
         )
@@ -163,23 +174,23 @@ def describe(value: Any, name: str) -> Spec:
         return Spec("jax", dtype_name(value.dtype), tuple(value.shape), is_weak=weak)
     require_storable(value.dtype)
     if not value.dtype.isnative:
-        raise refuse(f"has dtype {value.dtype}, in foreign byte order; convert it with astype")
+        raise refuse(f"has dtype {value.dtype}, in non-native byte order; convert it with astype")
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise refuse(f"is a {type(value).__name__}, a subclass of numpy.ndarray")
     kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"
     return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
 
 
-@functools.cache  # JAX keeps something for every shape it is asked for
+@functools.cache  # JAX caches an entry per shape: this asks for one shape, once per dtype
 def _key_data(dtype: Any) -> tuple[str, tuple[int, ...], str]:
-    """Of a key dtype: the dtype of its data, the dims that has besides, and its implementation."""
+    """Returns the dtype of a key dtype's data, its trailing dims, and its implementation."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-    impl = str(jax.random.key_impl(jnp.empty((0,), dtype)))  # which wants an array
+    impl = str(jax.random.key_impl(jnp.empty((0,), dtype)))  # key_impl needs an array
     return dtype_name(data.dtype), tuple(data.shape), impl
 
 
 def require_jax_dtype(dtype: str, name: str) -> None:
-    """Raises UnsupportedLeafError where JAX would narrow the dtype, and 2**40 to 0."""
+    """Raises UnsupportedLeafError if JAX would narrow the dtype: int64 2**40 would become 0."""
     if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
         raise UnsupportedLeafError(
             f"{name}: is {dtype}, which JAX would narrow. Set jax_enable_x64, or, for load, ask "

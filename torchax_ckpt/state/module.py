@@ -1,8 +1,8 @@
 """Attached modules: parameters, persistent buffers, ties and extra state, by torch's names.
 
 The node of a module is ``{"dict": [[fqn, leaf], ...], "ties": [[alias, fqn], ...],
-"extra_state": [[path of the submodule, node], ...]}``: a tensor known by several names is stored
-once, under the first of them.
+"extra_state": [[path of the submodule, node], ...]}``. A tensor with several names is stored once,
+under the first name.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from torchax_ckpt.state.module_tensors import (
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
-"""From a tensor's name and abstract value to its sharding; None leaves it where it is."""
+"""Maps a tensor's name and abstract value to its sharding; None leaves the tensor in place."""
 Init = Callable[[str, jax.ShapeDtypeStruct], Any]
-"""From a tensor's name and abstract value (with its sharding) to its first content."""
+"""Maps a tensor's name and abstract value (with its sharding) to its initial content."""
 
 
 class ModuleComponent:
@@ -56,9 +56,10 @@ class ModuleComponent:
 
     Args:
       module: the module, or a JittableModule around it.
-      key_path: where its leaves stand: ``("model",)``, or with the model's name for several.
-      rule: gives shardings; None keeps what is live.
-      init: fills meta tensors that no checkpoint supplies.
+      key_path: prefix of its leaves' names: ``("model",)``, or ``("model", name)`` if there are
+        several models.
+      rule: returns the sharding of a tensor; None keeps the live shardings.
+      init: returns the content of a meta tensor that no checkpoint supplies.
     """
 
     def __init__(
@@ -110,23 +111,23 @@ class ModuleComponent:
             )
 
     def name(self, fqn: str) -> str:
-        """The leaf name of one of the module's tensors."""
+        """Returns the leaf name of one of the module's tensors."""
         return names.join((*self.key_path, fqn))
 
     def _user_name(self, fqn: str) -> str:
-        """The name as ``shardings`` and ``init`` get it: without the component."""
+        """Returns the name that ``shardings`` and ``init`` receive: without the component."""
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """id of every tensor -> its key paths below ``model``; one object until changed.
+        """Returns id of every tensor -> its key paths below ``model``; one object until changed.
 
-        As of the last ``capture`` or ``prepare``: a walk over all modules once more, for each
-        optimizer, would be a tenth of what a save blocks for.
+        The mapping is as of the last ``capture`` or ``prepare``. Walking over all modules again for
+        each optimizer would take a tenth of the blocking time of a save.
         """
         return self._names
 
     def placements(self) -> dict[int, Placement]:
-        """id of every live tensor object -> where it will be once restored."""
+        """Returns id of every live tensor object -> its placement after a restore."""
         return {
             id(tensor): placement
             for slot in slots(self.module).values()
@@ -137,7 +138,7 @@ class ModuleComponent:
     # --- saving ---
 
     def capture(self) -> Captured:
-        """The module as it is now. Raises UnsupportedLeafError where a tensor holds no data."""
+        """Returns the present state; raises UnsupportedLeafError if a tensor holds no data."""
         tensors = self._capture_tensors()
         require_alive(tensors)
         extra = [
@@ -147,7 +148,7 @@ class ModuleComponent:
         return self._combined([tensors, *extra])
 
     def _capture_tensors(self) -> Captured:
-        """Tensors by reference; the walk over names happens only when the module has changed."""
+        """Takes tensors by reference; walks over their names only if the module has changed."""
         self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
@@ -161,7 +162,8 @@ class ModuleComponent:
         return captured
 
     def _require_one_value(self, slot: Slot) -> None:
-        # Only a JittableModule may hold more than its own tensor and one that replaced it.
+        # The last tensor is the module's own. A JittableModule's params may replace it, under each
+        # of its names.
         if len({id(torchax_backend.buffer(t)) for t in slot.tensors[:-1]}) > 1:
             name = self.name(slot.fqn)
             raise UnsupportedLeafError(
@@ -171,7 +173,7 @@ class ModuleComponent:
             )
 
     def _refresh(self) -> None:
-        """Walks over the names again if the module has changed."""
+        """Collects the names and tensors again if the module has changed."""
         live = registered(self.module)
         if same_objects(live, self._registered):
             return
@@ -202,7 +204,7 @@ class ModuleComponent:
     # --- restoring ---
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares names, ties, shapes and dtypes of what is selected."""
+        """Compares names, ties, shapes and dtypes of the selected tensors."""
         if isinstance(node, dict) and "ties" in node:
             stored = StoredModule.of_node(node, names.join(self.key_path))
         else:
@@ -213,7 +215,7 @@ class ModuleComponent:
     def prepare_from(
         self, stored: StoredModule, findings: Findings, selection: Selection
     ) -> Restoration:
-        """``prepare``, from what is stored anywhere."""
+        """Does the same as ``prepare``, from stored tensors of any origin."""
         self._refresh()
         restoration = Restoration()
         stored = stored.selected(selection, self.key_path[1:])
@@ -230,7 +232,7 @@ class ModuleComponent:
                     continue
                 differing = stored.differing_ties(every_name, sources, considered)
                 considered.update(sources)
-                # Which of several values a tied tensor should get is anyone's guess.
+                # With other ties, nothing says which of several values a tensor should get.
                 if differing is not None:
                     findings.mismatch(self.name(slot.fqn), *differing)
                 elif self._fits(slot, stored, sources[0], findings):
@@ -295,17 +297,17 @@ class ModuleComponent:
                 )
             )
 
-    # --- filling what no checkpoint supplies ---
+    # --- tensors that no checkpoint supplies ---
 
     def prepare_fresh(self) -> Restoration:
-        """A start without a checkpoint: fills meta tensors and applies the sharding rule."""
+        """Plans a start without a checkpoint: fills meta tensors, applies the sharding rule."""
         restoration = Restoration()
         self._fill_rest(restoration, set())
         self._reshard_rest(restoration, set())
         return restoration
 
     def _reshard_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Moves live tensors that the checkpoint does not supply to where the rule wants them."""
+        """Reshards, by the rule, live tensors that the checkpoint does not supply."""
         if self._rule is None:
             return
         for slot in slots(self.module).values():
@@ -322,7 +324,7 @@ class ModuleComponent:
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Has ``init`` fill the meta tensors that the checkpoint does not supply."""
+        """Calls ``init`` for the meta tensors that the checkpoint does not supply."""
         for slot in slots(self.module).values():
             if not slot.is_meta or slot.fqn in supplied:
                 continue
@@ -333,7 +335,7 @@ class ModuleComponent:
             restoration.writes.append(Write(_filler(slot, array)))
 
     def _initial(self, slot: Slot) -> jax.Array | None:
-        """What ``init`` answers for the tensor, checked and placed; None if it declines."""
+        """Returns the array from ``init``, checked and placed; None if ``init`` returns None."""
         assert self._init is not None
         placement = self._placement(slot)
         expected = self._expected(slot)
@@ -355,7 +357,7 @@ class ModuleComponent:
         found = Spec("jax", value.dtype.name, tuple(value.shape))
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             raise UninitializedLeafError(
-                f"{self.name(slot.fqn)}: init answered {found.content()}, expected "
+                f"{self.name(slot.fqn)}: init returned {found.content()}, expected "
                 f"{expected.content()}; return an array of that dtype and shape",
                 key_path=self.name(slot.fqn),
             )

@@ -1,4 +1,4 @@
-"""What a module has registered: its tensors by torch's names, ties, extra state."""
+"""The tensors of a module by torch's names, its ties, and its submodules with extra state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Slot:
     """A place in a module that holds one tensor.
 
     Attributes:
-      fqn: the first name torch gives it.
-      aliases: its other names, when it is tied.
-      tensors: the live objects that hold its value; more than one only in a JittableModule,
-        whose ``params`` may have been replaced by a training step. The first is the newest.
-      persistent: whether it belongs to the state dict.
+      fqn: the tensor's first name in torch.
+      aliases: its other names, if it is tied.
+      tensors: the live objects that hold its value, the newest first. There are several only in a
+        JittableModule, because a training step may have replaced its ``params``.
+      persistent: whether the tensor belongs to the state dict.
     """
 
     fqn: str
@@ -32,21 +32,21 @@ class Slot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The live tensor."""
+        """The newest live tensor."""
         return self.tensors[0]
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether it is a tensor of torch's own, with content."""
+        """True if the tensor is a CPU tensor of torch, with content."""
         return not torchax_backend.is_device_tensor(self.tensor) and not self.tensor.is_meta
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has no content yet."""
+        """True if the tensor has no content yet."""
         return self.tensor.is_meta and not torchax_backend.is_device_tensor(self.tensor)
 
     def fill(self, array: Any) -> None:
-        """Gives the tensors this content, of their shape and dtype."""
+        """Sets the content of the tensors to an array of their shape and dtype."""
         for tensor in self.tensors:
             if torchax_backend.is_device_tensor(tensor):
                 torchax_backend.set_buffer(tensor, array)
@@ -61,13 +61,13 @@ class Slot:
             torchax_backend.set_buffer(tensor, move(torchax_backend.buffer(tensor), sharding))
 
     def release(self) -> None:
-        """Deletes the device buffers; the tensors hold nothing until they are filled."""
+        """Deletes the device buffers; the tensors have no content until ``fill`` is called."""
         for tensor in self.tensors:
             torchax_backend.release(tensor)
 
 
 def slots(module: torch.nn.Module) -> dict[str, Slot]:
-    """Every tensor of the module by its first name, parameters before buffers."""
+    """Returns every tensor of the module by its first name, parameters before buffers."""
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     for fqn, tensor, persistent in _named_tensors(root):
@@ -84,10 +84,10 @@ def slots(module: torch.nn.Module) -> dict[str, Slot]:
 
 
 def registered(module: torch.nn.Module) -> list[Any]:
-    """All that the module tree has registered: keys, tensors and submodules, in order.
+    """Returns all keys, tensors and submodules that the module tree has registered, in order.
 
-    As long as this is the same list of objects, names and ties are the same too. A loop of its
-    own, because ``named_modules`` and ``named_parameters`` build every name.
+    As long as this list has the same objects, names and ties are the same too. It does not use
+    ``named_modules`` and ``named_parameters``, because these are slower: they build every name.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: list[Any] = [*overrides, *overrides.values()]
@@ -104,7 +104,7 @@ def registered(module: torch.nn.Module) -> list[Any]:
 
 
 def same_objects(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the very same objects (or equal strings) in the same order."""
+    """True if two lists hold identical objects (or equal strings) in the same order."""
     return len(a) == len(b) and all(
         x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True)
     )
@@ -121,7 +121,7 @@ def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def extra_state_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Path of every submodule that overrides ``get_extra_state`` -> the submodule."""
+    """Returns path -> submodule, for every submodule that overrides ``get_extra_state``."""
     root, _ = torchax_backend.unwrap_jittable(module)
     return {
         path: submodule

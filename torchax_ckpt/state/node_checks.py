@@ -1,8 +1,8 @@
-"""Owns how stored nodes are looked at before use: what is not as written is a corrupt checkpoint.
+"""Checks of stored nodes before use: a malformed node raises CorruptCheckpointError.
 
-A manifest is data from elsewhere. Whoever reads a node by its parts does it here, so that nothing
-but a CorruptCheckpointError comes of one that no component has written, and that it comes before
-anything live is touched.
+A manifest is untrusted input. Components therefore take stored nodes apart with these functions. A
+node that no component can have written then raises CorruptCheckpointError and nothing else, before
+any live object is changed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from torchax_ckpt.state.component import revive
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec
 from torchax_ckpt.state.pytree import decode
 
-# Kinds whose leaves can be members of sets and keys of dicts.
+# Kinds whose leaves can be members of sets or keys of dicts.
 _HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
 
 
 def check_document(document: Mapping[str, Node]) -> None:
-    """Raises CorruptCheckpointError unless every node can be read and every leaf be made again."""
+    """Raises CorruptCheckpointError unless every node can be decoded and every leaf rebuilt."""
     for component, node in document.items():
         check(node, component)
 
 
 def check(node: Node, where: str) -> None:
-    """Raises CorruptCheckpointError unless the node can be read and its leaves be made again.
+    """Raises CorruptCheckpointError unless the node can be decoded and its leaves rebuilt.
 
     Args:
       node: any node.
-      where: its name, for messages.
+      where: the node's name, for messages.
     """
     for child in array_nodes(node):
         spec = Spec.of_node(child)
         width = spec.shape[-1:] if spec.kind == "key" else ()
-        if why := _why_not_made(spec.kind, spec.dtype, width, spec.impl, spec.is_weak):
-            raise corrupt(child["array"], f"a {spec.kind} leaf that can be made", why)
+        if why := _why_not_rebuilt(spec.kind, spec.dtype, width, spec.impl, spec.is_weak):
+            raise corrupt(child["array"], f"a {spec.kind} leaf that can be rebuilt", why)
     try:
         decode(node, lambda leaf: leaf["array"] if leaf["kind"] in _HASHABLE_KINDS else [])
     except CorruptCheckpointError as error:
@@ -50,33 +50,34 @@ def check(node: Node, where: str) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _why_not_made(
+def _why_not_rebuilt(
     kind: str, dtype: str, width: tuple[int, ...], impl: str | None, is_weak: bool
 ) -> str | None:
-    """Why no leaf of this kind can be made of an array of this dtype; None if one can."""
+    """Returns why an array of this dtype cannot become a leaf of this kind; None if it can."""
     node = {"kind": kind, "impl": impl, "weak": is_weak}
     if sum(width) > 64:
         return f"random keys {width[0]} words wide"
     try:
         array: Any = np.zeros(width, np.dtype(dtype))
         revive(node, jax.device_put(array) if kind in DEVICE_KINDS else array)
-    except Exception as error:  # JAX and torch refuse in many ways
+    except Exception as error:  # JAX and torch raise many types
         return f"{dtype}{'' if impl is None else f' ({impl!r:.40})'}: {error!s:.200}"
     return None
 
 
 def fields(node: Node, where: str) -> dict[str, Node]:
-    """Text -> node, of a dict node.
+    """Returns key -> node for a dict node whose keys are strings.
 
     Raises:
-      CorruptCheckpointError: it is none, or a key is no text or there twice.
+      CorruptCheckpointError: the node is not a dict node, a key is not a string, or a key occurs
+        twice.
     """
     pairs = node.get("dict") if isinstance(node, dict) else None
     return named(pairs, where)
 
 
 def named(pairs: Any, where: str) -> dict[str, Node]:
-    """Text -> node, of a list of pairs; raises as ``fields`` does."""
+    """Returns key -> node for a list of pairs; raises the same errors as ``fields``."""
     if not isinstance(pairs, list):
         raise corrupt(where, "a list of named nodes", _kind(pairs))
     found: dict[str, Node] = {}
@@ -84,13 +85,17 @@ def named(pairs: Any, where: str) -> dict[str, Node]:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise corrupt(where, "a name and a node", _kind(pair))
         if pair[0] in found:
-            raise corrupt(where, "one node of each name", f"two of {pair[0]!r:.80}")
+            raise corrupt(where, "one node for each name", f"two of {pair[0]!r:.80}")
         found[pair[0]] = pair[1]
     return found
 
 
 def leaves(node: Node, where: str) -> dict[str, Node]:
-    """Text -> array node, of a dict node; raises as ``fields`` does."""
+    """Returns key -> array node for a dict node of leaves.
+
+    Raises:
+      CorruptCheckpointError: as ``fields``, or a child is not an array node.
+    """
     found = fields(node, where)
     for name, child in found.items():
         if not (isinstance(child, dict) and "array" in child):
@@ -99,24 +104,29 @@ def leaves(node: Node, where: str) -> dict[str, Node]:
 
 
 def named_texts(pairs: Any, where: str) -> dict[str, str]:
-    """Text -> text, of a list of pairs; raises as ``fields`` does."""
+    """Returns key -> string for a list of pairs.
+
+    Raises:
+      CorruptCheckpointError: as ``fields``, or a value is not a string.
+    """
     found = named(pairs, where)
     texts(list(found.values()), where)
     return found
 
 
 def texts(values: Any, where: str) -> list[str]:
-    """A list of texts; raises CorruptCheckpointError if it is none."""
+    """Returns the value; raises CorruptCheckpointError unless it is a list of strings."""
     if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
         raise corrupt(where, "a list of names", _kind(values))
     return values
 
 
 def keyed(node: Node, where: str) -> dict[Any, Node]:
-    """Key -> node, of a dict node whose keys are anything that can be one.
+    """Returns key -> node for a dict node whose keys may be any hashable value.
 
     Raises:
-      CorruptCheckpointError: it is none, or a key is a leaf, none at all, or there twice.
+      CorruptCheckpointError: the node is not a dict node, a key is a leaf or unhashable, or a key
+        occurs twice.
     """
     pairs = node.get("dict") if isinstance(node, dict) else None
     if not isinstance(pairs, list):
@@ -125,20 +135,20 @@ def keyed(node: Node, where: str) -> dict[Any, Node]:
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise corrupt(where, "a key and a node", _kind(pair))
-        # Leaves become lists here, which cannot be keys.
+        # Decode leaves to lists: these are unhashable, so a leaf is refused as a key.
         key = decode({"tuple": [pair[0]]}, lambda leaf: [])[0]
         try:
             is_new = key not in found
         except TypeError:
-            raise corrupt(where, "a key", _kind(pair[0])) from None
+            raise corrupt(where, "a hashable key", _kind(pair[0])) from None
         if not is_new:
-            raise corrupt(where, "one node of each key", f"two of {key!r:.80}")
+            raise corrupt(where, "one node for each key", f"two of {key!r:.80}")
         found[key] = pair[1]
     return found
 
 
 def corrupt(where: str, expected: str, found: str) -> CorruptCheckpointError:
-    """The error for a node that is not as any component writes it."""
+    """Returns the error for a node that no component can have written."""
     return CorruptCheckpointError(
         f"{where}: expected {expected} in the manifest, found {found}", key_path=where
     )

@@ -1,8 +1,8 @@
-"""Optimizers: their state and hyperparameters, by the names of the parameters they step.
+"""Attached optimizers: state and hyperparameters, by the names of the parameters they step.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
-[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. Order and grouping of
-the parameters do not matter when it is restored; their names do.
+[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
+parameters by name; their order and grouping may differ.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torchax_ckpt.state.pytree import Encoder, decode
 from torchax_ckpt.state.stored_entries import BY_POSITION, StoredGroup, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
-"""Gives id of a live parameter -> its key paths below ``model``, as they are now.
+"""Returns id of every live parameter -> its present key paths below ``model``.
 
-A tied parameter has several, the first of which names it when it is saved. It is the same object
-until a name changes.
+A tied parameter has several key paths; a save uses the first. The result is the same object until a
+name changes.
 """
 ParameterPlacements = Callable[[], Mapping[int, Placement]]
-"""Gives id of a live parameter -> where it will be once its module is restored."""
+"""Returns id of every live parameter -> its placement after its module is restored."""
 
 
 class OptimizerComponent:
@@ -50,9 +50,10 @@ class OptimizerComponent:
 
     Args:
       optimizer: the optimizer.
-      key_path: where its leaves stand: ``("optimizer",)``, or with its name for several.
+      key_path: prefix of its leaves' names: ``("optimizer",)``, or ``("optimizer", name)`` if there
+        are several optimizers.
       parameter_names: names of the attached modules' parameters.
-      placements: where the parameters will be once restored; moments follow them.
+      placements: placements of the parameters after a restore; moments have the same placements.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class OptimizerComponent:
         if not known:
             raise AttachError(
                 f"{where}: {kind} is attached without a module, so its parameters have no names. "
-                "Attach the module it steps with it.",
+                "Attach the module that it trains in the same call.",
                 key_path=where,
             )
         g, i = strangers[0]
-        hint = "Attach the module that owns them, or leave them out of the optimizer."
+        hint = "Attach the module that has them, or leave them out of the optimizer."
         if not torchax_backend.is_device_tensor(self.optimizer.param_groups[g]["params"][i]):
             hint = (
                 "They are not torchax tensors: the optimizer was built before model.to('jax'), "
@@ -115,7 +116,7 @@ class OptimizerComponent:
     # --- saving ---
 
     def capture(self) -> Captured:
-        """The optimizer as it is now."""
+        """Returns the present state."""
         groups = self.optimizer.param_groups
         members = [list(map(id, group["params"])) for group in groups]
         hyperparameters = [{k: v for k, v in g.items() if k not in BY_POSITION} for g in groups]
@@ -131,12 +132,12 @@ class OptimizerComponent:
         return captured
 
     def _capture_state(self, members: list[list[int]]) -> Captured:
-        """State tensors by reference; the walk over names happens only when kinds have changed."""
+        """Takes state tensors by reference; encodes the state again only if its form changed."""
         state = self.optimizer.state
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = [entry for p in parameters if (entry := state.get(p))]
         values = [value for entry in entries for value in entry.values()]
-        # What is no tensor is part of the node, so it is looked at each time.
+        # A value that is not a tensor is part of the node, so the old form may be out of date.
         if len(entries) < len(state) or not all(isinstance(v, torch.Tensor) for v in values):
             return self._encode_state()
         arrays = freeze_all(values, names.join(self.key_path))
@@ -167,7 +168,7 @@ class OptimizerComponent:
                     key_path=name,
                 )
             stepped.append((paths[0], dict(value)))
-        # In the order of the parameters, as the fast way takes them.
+        # Order entries by parameter, because _capture_state collects its arrays in that order.
         order = {paths[0]: i for i, (_, paths) in enumerate(self._parameters())}
         stepped.sort(key=lambda item: order.get(item[0], len(order)))
         encoder = Encoder()
@@ -194,10 +195,10 @@ class OptimizerComponent:
 
     @torchax_backend.native_torch()
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares class, parameters, hyperparameters and, where it exists, state.
+        """Compares class, parameters, hyperparameters and, if there is any, state.
 
-        A parameter that is not selected keeps its state; its group's hyperparameters are those of
-        the others. State in the checkpoint that is not restored is among the findings, under the
+        A parameter that is not selected keeps its state; its group gets the hyperparameters of the
+        selected ones. The findings list state in the checkpoint that is not restored, under the
         name of its parameter: ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
@@ -212,7 +213,7 @@ class OptimizerComponent:
             return restoration
         stored = StoredOptimizer.of_node(node, where).selected(selection)
         group_of, state = stored.group_of, stored.state
-        # A tied parameter may have been saved under another of its names.
+        # A save may have named a tied parameter by another of its names.
         name_of = {
             id(parameter): next((n for n in every if n in group_of), every[0])
             for parameter, paths in self._parameters()
@@ -230,7 +231,7 @@ class OptimizerComponent:
         for name, parameter in live.items():
             if name not in group_of:
                 continue
-            # The model component came first and has said which parameters do not fit.
+            # The model component was prepared first and recorded the parameters that do not fit.
             model_name = first_name[id(parameter)]
             if name in state and model_name in findings.mismatched:
                 expected = f"state of {model_name} as attached"
@@ -249,7 +250,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Gives every live group the hyperparameters its parameters were stepped with."""
+        """Plans to set each live group's hyperparameters to those stored for its parameters."""
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -301,10 +302,10 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """State of one parameter: written into live tensors where they fit, else created.
+        """Plans to restore the state of one parameter: live tensors that fit are written in place.
 
-        Without state in the checkpoint the parameter had none (it was frozen, or no step was
-        made); then it has none again.
+        If the checkpoint has no state for the parameter (it was frozen, or no step was made), the
+        live state is removed.
         """
         live = self.optimizer.state.get(parameter) or {}
         where = f"{names.join(self.key_path)}/{name}"
@@ -315,7 +316,7 @@ class OptimizerComponent:
             if not _compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
         ]
         if unfit:
-            if len(unfit) < len(stored):  # the others are not restored without these
+            if len(unfit) < len(stored):  # none is restored unless all fit
                 differing = ", ".join(map(str, unfit))
                 findings.mismatch(where, "entries that all fit", f"differences in {differing}")
             return
@@ -354,15 +355,18 @@ class OptimizerComponent:
 
 
 def _same(a: Node, b: Node) -> bool:
-    """Whether two hyperparameter nodes hold the same value, as far as the manifest tells.
+    """True if two hyperparameter nodes have the same value, as far as the manifest shows.
 
-    Tensors of two groups are different values: their content is not in the manifest.
+    Tensors of two groups count as different values, because the manifest lacks their content.
     """
     return a == b
 
 
 def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """Whether a stored leaf may take the place of the live one (if there is one)."""
+    """True if a stored leaf can replace the live one; else records a mismatch.
+
+    A stored leaf can replace a live value that is not a tensor, or a missing one.
+    """
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
     expected, found = describe(live, where), Spec.of_node(node)
@@ -373,7 +377,7 @@ def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
 
 
 def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """The stored value; a live tensor of the same kind, shape and dtype is written in place."""
+    """Returns the stored value; writes a live tensor of the same spec in place and returns it."""
 
     def leaf(child: Mapping[str, Any]) -> Any:
         value = values[child["array"]]

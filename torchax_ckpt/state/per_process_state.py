@@ -1,17 +1,17 @@
-"""Owns what each process of a run has for itself: random state, the loader's place, users' objects.
+"""Per-process state: random state, the position of the data loader, and users' objects.
 
-What lies on devices of several processes is one state. Everything else is on every process: of
-modules, optimizers and schedulers it is the same, and that of process 0 is saved; of the components
-named here it differs, and is saved for each process. A process whose state is that of process 0
-costs nothing. In the document the others stand under ``processes``:
+Arrays on devices of several processes form one state, which all processes save together. Everything
+else exists on every process. For modules, optimizers and schedulers it is the same on all
+processes, and process 0 saves it. For the components in ``COMPONENTS`` it differs, and each process
+saves its state, except a process whose state equals that of process 0. The document has the states
+of the processes from 1 on under ``processes``; null means that the state equals that of process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
-one entry for each process from 1 on, null for one whose state is that of process 0. Their leaves
-are named as those of process 0, after ``processes/1/``.
+The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``.
 
-Restored by as many processes, each gets its own. By fewer or more, process i gets that of process
-i modulo their number, with a warning.
+If as many processes restore a step as saved it, each gets its saved state. Otherwise process i gets
+the state of process i modulo the number that saved it, and process 0 warns.
 """
 
 from __future__ import annotations
@@ -39,30 +39,33 @@ COMPONENTS = ("dataloader", "stateful", "rng")
 
 @dataclasses.dataclass(frozen=True)
 class PerProcessState:
-    """What one process has for itself, at one moment.
+    """The per-process state of one process at one moment.
 
     Attributes:
       nodes: component -> node.
-      leaves: name -> array of this process: on the host, or on devices of its own.
+      leaves: name -> array, on the host or on devices of this process alone.
     """
 
     nodes: Mapping[str, Node]
     leaves: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """For another process; waits for devices. Equal for equal states."""
+        """Serializes the state, to send it to another process; blocks on devices.
+
+        Equal states give equal bytes.
+        """
         hosts = {name: np.asarray(leaf) for name, leaf in self.leaves.items()}
-        looks = [[name, host.dtype.name, host.shape] for name, host in hosts.items()]
-        header = json.dumps([self.nodes, looks]).encode()
+        descriptions = [[name, host.dtype.name, host.shape] for name, host in hosts.items()]
+        header = json.dumps([self.nodes, descriptions]).encode()
         return b"".join([len(header).to_bytes(8), header, *(h.tobytes() for h in hosts.values())])
 
     @classmethod
     def of_bytes(cls, sent: bytes) -> PerProcessState:
-        """What ``to_bytes`` gave; the leaves are on the host."""
+        """Returns the state that ``to_bytes`` serialized, with all leaves on the host."""
         start = 8 + int.from_bytes(sent[:8])
-        nodes, looks = json.loads(sent[8:start])
+        nodes, descriptions = json.loads(sent[8:start])
         leaves = {}
-        for name, dtype, shape in looks:
+        for name, dtype, shape in descriptions:
             count = math.prod(shape)
             host = np.frombuffer(sent, np.dtype(dtype), count, start).reshape(shape)
             leaves[name] = host
@@ -71,39 +74,46 @@ class PerProcessState:
 
 
 def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
-    """Names and arrays that all processes save together, and what is this one's."""
+    """Splits captured components into shared arrays and per-process state.
+
+    Returns:
+      The names and the arrays of the shared leaves, and the state of this process.
+    """
     shared: dict[str, Array] = {}
-    own: dict[str, Array] = {}
+    local: dict[str, Array] = {}
     for component, part in captured.items():
         for name, array in part.by_name().items():
             if component not in COMPONENTS:
                 shared[name] = array
             elif not isinstance(array, jax.Array):
-                own[name] = array
+                local[name] = array
             elif array.is_fully_addressable:
-                own[name] = jnp.copy(array)  # a later step may donate it
+                local[name] = jnp.copy(array)  # a later step may donate the original
             else:
                 shared[name] = array
     nodes = {name: part.form.node for name, part in captured.items() if name in COMPONENTS}
-    return list(shared), list(shared.values()), PerProcessState(nodes, own)
+    return list(shared), list(shared.values()), PerProcessState(nodes, local)
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """What all processes have for themselves: components for the document, and host leaves.
+    """Joins the per-process states of all processes.
 
     Args:
-      sent: by process, what ``PerProcessState.to_bytes`` gave.
+      sent: for each process, in order, the result of ``PerProcessState.to_bytes``.
+
+    Returns:
+      Component -> node for the document, and leaf name -> array on the host.
     """
     first = PerProcessState.of_bytes(sent[0])
     leaves: dict[str, np.ndarray] = dict(first.leaves)
     others: list[list[Any]] = []
     for index, message in enumerate(sent[1:], start=1):
-        own = PerProcessState.of_bytes(message) if message != sent[0] else None
+        state = PerProcessState.of_bytes(message) if message != sent[0] else None
         node = None
-        if own is not None:
-            nodes = {name: _renamed(node, own, index) for name, node in own.nodes.items()}
+        if state is not None:
+            nodes = {name: _renamed(node, state, index) for name, node in state.nodes.items()}
             node = {"dict": [list(pair) for pair in nodes.items()]}
-            leaves.update({of_process(index, name): leaf for name, leaf in own.leaves.items()})
+            leaves.update({of_process(index, name): leaf for name, leaf in state.leaves.items()})
         others.append([str(index), node])
     document = dict(first.nodes)
     if any(node is not None for _, node in others):
@@ -111,35 +121,40 @@ def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray
     return document, leaves
 
 
-def _renamed(node: Node, own: PerProcessState, index: int) -> Node:
+def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
     renamed = copy.deepcopy(node)
     for child in array_nodes(renamed):
-        if child["array"] in own.leaves:
+        if child["array"] in state.leaves:
             child["array"] = of_process(index, child["array"])
     return renamed
 
 
 def count_of(document: Mapping[str, Node]) -> int | None:
-    """How many processes with states of their own have saved it; None for one state for all."""
+    """Returns how many processes saved the document; None if it has one state for all of them."""
     if PROCESSES not in document:
         return None
     return 1 + len(node_checks.fields(document[PROCESSES], PROCESSES))
 
 
 class Place(Protocol):
-    """Which process this is, of how many."""
+    """The index of this process, and the number of processes."""
 
     index: int
     count: int
 
 
 def document_of(document: Mapping[str, Node], place: Place, where: str) -> Mapping[str, Node]:
-    """The document as one process restores it.
+    """Returns the document that one process restores, with this process's state in it.
+
+    Warns on process 0 if another number of processes saved the step.
 
     Args:
-      document: of the step.
-      place: the process.
+      document: the document of the step.
+      place: the process that restores.
       where: the step, for messages.
+
+    Raises:
+      CorruptCheckpointError: the entries for the processes are malformed.
     """
     index, count = place.index, place.count
     saved = count_of(document)
@@ -155,14 +170,17 @@ def document_of(document: Mapping[str, Node], place: Place, where: str) -> Mappi
     ]
     if saved != count and index == 0:
         named = ", ".join(sorted(set().union(*differing)))
-        lost = f"those of processes {count} to {saved - 1} are left out"
-        twice = f"processes {saved} to {count - 1} go on as others do, not independently"
+        lost = f"the states of processes {count} to {saved - 1} are left out"
+        twice = (
+            f"processes {saved} to {count - 1} start with the same state as others, so "
+            "their random numbers and data are not independent"
+        )
         user_warnings.warn(
-            f"{where} was saved by {saved} processes and is restored by {count}. What they had for "
-            f"themselves, {named}, goes to the process of the same index, modulo {saved}: "
+            f"{where} was saved by {saved} processes and is restored by {count}. Each process "
+            f"takes the per-process state ({named}) of the process with its index modulo {saved}: "
             f"{lost if count < saved else twice}.",
             stacklevel=2,
         )
-    mine = others.get(str(index % saved))
-    own = {} if mine is None else node_checks.fields(mine, PROCESSES)
-    return {name: own.get(name, node) for name, node in document.items() if name != PROCESSES}
+    entry = others.get(str(index % saved))
+    local = {} if entry is None else node_checks.fields(entry, PROCESSES)
+    return {name: local.get(name, node) for name, node in document.items() if name != PROCESSES}

@@ -1,7 +1,7 @@
-"""Owns the form of a state tree: any Python state as JSON nodes plus named leaves, and back.
+"""The form of a state tree: conversion of Python state to JSON nodes plus named leaves, and back.
 
-A node is JSON. None, bools, ints, finite floats and strings stand for themselves, a list for a
-list. Every JSON object is tagged by its one or first key:
+A node is JSON. None, bools, ints, finite floats, strings and lists represent themselves. The only
+or first key of every JSON object is its tag:
 
     {"array": name, "kind": ..., "dtype": ..., "shape": [...]}   a leaf, stored as an array
     {"dict": [[key, value], ...]}      also "OrderedDict" and "Counter"; keys are nodes too
@@ -34,7 +34,7 @@ from torchax_ckpt.state.leaf import Array, describe, freeze
 
 _MAPPINGS: Mapping[type, str] = {
     dict: "dict",
-    collections.defaultdict: "dict",  # its factory is code
+    collections.defaultdict: "dict",  # its factory is code, which is not stored
     collections.OrderedDict: "OrderedDict",
     collections.Counter: "Counter",
 }
@@ -55,33 +55,33 @@ _FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
     "pytree": dict,
 }
 _PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
-# Larger ints go through hex: other JSON readers round them, and Python limits decimal digits.
+# Larger ints are stored as hex: other JSON readers round them, and Python limits decimal digits.
 _MAX_PLAIN_INT = 2**53
-# What components put around the states they encode.
+# The levels that components add around the states they encode.
 _COMPONENT_DEPTH = 16
 
 
 class Encoder:
-    """Turns values into nodes and collects their leaves by name.
+    """Converts values to nodes and collects their leaves by name.
 
     Attributes:
-      leaves: name -> the array itself. Device arrays are taken by reference, CPU tensors and
-        numpy arrays, which can change in place, are copied.
+      leaves: name -> array. Device arrays are taken by reference. CPU tensors and numpy arrays
+        are copied, because they can change in place.
     """
 
     def __init__(self) -> None:
         self.leaves: dict[str, Array] = {}
 
     def encode(self, value: Any, key_path: tuple[object, ...]) -> Node:
-        """The node of a value; its leaves join ``leaves``, named by their key paths.
+        """Returns the node of a value; adds its leaves to ``leaves``, named by their key paths.
 
         Raises:
-          UnsupportedLeafError: names the first part that cannot be stored, and why.
+          UnsupportedLeafError: a part cannot be stored. The message names the first such part.
         """
         return self.encode_all([(key_path, value)])[0]
 
     def encode_all(self, items: Iterable[tuple[tuple[object, ...], Any]]) -> list[Node]:
-        """The nodes of many (key path, value); switches to native torch once for all of them."""
+        """Encodes many (key path, value) pairs; switches to native torch once for all of them."""
         key_path: tuple[object, ...] = ()
         nodes = []
         with torchax_backend.native_torch():
@@ -131,7 +131,7 @@ class Encoder:
             return {"complex": [self._encode(value.real, path), self._encode(value.imag, path)]}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
-        if not jax.tree_util.all_leaves([value]):  # a node type that is registered with JAX
+        if not jax.tree_util.all_leaves([value]):  # a node type registered with JAX
             children, _ = jax.tree_util.tree_flatten_with_path(
                 value, is_leaf=lambda child: child is not value
             )
@@ -143,20 +143,20 @@ class Encoder:
                 "type": kind.__qualname__,
             }
         raise UnsupportedLeafError(
-            f"{names.join(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Stored "
-            "are tensors, arrays, numbers, strings, bytes, None, and dicts, lists, tuples and "
-            "sets of them: keep the rest out of the state, or convert it.",
+            f"{names.join(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored. "
+            "Tensors, arrays, numbers, strings, bytes, None, and dicts, lists, tuples and sets of "
+            "them can be stored. Leave other values out of the state, or convert them.",
             key_path=names.join(path),
         )
 
     def _encode_items(self, values: Collection[Any], path: tuple[object, ...]) -> list[Node]:
-        # The state of Python's generator is 625 numbers: they need not be looked at one by one.
+        # Python's generator has a state of 625 ints. This avoids encoding them one by one.
         if set(map(type, values)) == {int} and max(map(abs, values)) < _MAX_PLAIN_INT:
             return list(values)
         return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
 
     def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
-        """The node of a key of a dict: numpy's numbers stand in it, and are no leaves."""
+        """Returns the node of a dict key; a numpy scalar is stored in the node, not as a leaf."""
         if len(path) + depth > MAX_DEPTH:
             raise _TooDeepError
         if isinstance(key, np.generic):
@@ -177,11 +177,11 @@ class Encoder:
 
 
 def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """The value of a node; ``leaf`` gives the value of each array node.
+    """Returns the value of a node; ``leaf`` returns the value of each array node.
 
     Raises:
-      CorruptCheckpointError: the node has no known form, or is nested deeper than any that is
-        written.
+      CorruptCheckpointError: the node has no known form, or is nested deeper than ``Encoder``
+        allows.
     """
     return _decode(node, leaf, 0)
 
@@ -238,14 +238,14 @@ def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) ->
 
 
 class _TooDeepError(Exception):
-    """A value is nested deeper than a manifest may be."""
+    """A value is nested deeper than a manifest allows."""
 
 
 class Finder:
-    """Finds nodes by the keys and indices that lead down to them; looks through each node once.
+    """Finds nodes by their keys and indices, from the root down; lists each node's children once.
 
     Args:
-      root: where all of them begin. It does not change meanwhile.
+      root: the root node. It must not change while the finder is in use.
     """
 
     def __init__(self, root: Node) -> None:
@@ -253,21 +253,21 @@ class Finder:
         self._children: dict[int, dict[str, Node]] = {}
 
     def __call__(self, parts: Iterable[str]) -> Node:
-        """The node that keys and indices lead to.
+        """Returns the node at these keys and indices.
 
         Raises:
-          KeyError: there is no such node.
+          KeyError: the tree has no node there.
         """
         node = self._root
         for part in parts:
-            if id(node) not in self._children:  # nodes below the root stay, and so do their ids
+            if id(node) not in self._children:  # the root keeps its nodes alive, so ids stay valid
                 self._children[id(node)] = _children(node)
             node = self._children[id(node)][part]
         return node
 
 
 def _children(node: Node) -> dict[str, Node]:
-    """The nodes right below one, by key or index as text; of equal ones the first."""
+    """Returns the children of a node, by key or index as text; of equal keys, the first wins."""
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if isinstance(node, list) or tag == "tuple":
         return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
@@ -277,7 +277,7 @@ def _children(node: Node) -> dict[str, Node]:
 
 
 def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Name and keys of every leaf below a node, of plain values too; None is no leaf."""
+    """Yields name and keys of every leaf below a node; plain values except None count as leaves."""
 
     def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
         tag = next(iter(node), None) if isinstance(node, dict) else None
@@ -300,7 +300,7 @@ def _key(node: Node) -> Any:
 
 
 def key_part(entry: Any) -> str:
-    """The key of one step of a JAX key path, as it stands in names."""
+    """Returns one entry of a JAX key path as the key that leaf names contain."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -308,7 +308,7 @@ def key_part(entry: Any) -> str:
 
 
 def _distinct(parts: list[str]) -> list[str]:
-    """The parts, told apart where two keys of one dict (1 and "1") look the same as text."""
+    """Returns the parts, with suffixes where two keys of a dict (1 and "1") are equal as text."""
     if len(set(parts)) == len(parts):
         return parts
     taken = set(parts)

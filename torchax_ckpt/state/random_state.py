@@ -1,4 +1,4 @@
-"""Owns random state: torchax's key, and the generators of torch, numpy and Python."""
+"""Random state: torchax's key, and the states of torch's, numpy's and Python's generators."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ _STATES = frozenset({"torchax", "torch", "numpy", "python"})
 
 
 class RandomStateComponent:
-    """The random state of the calling thread's torchax key and of the process's generators."""
+    """The component for the calling thread's torchax key and the process's random generators."""
 
     key_path = ("rng",)
 
     def capture(self) -> Captured:
-        """All four; the key stays on its device, so nothing waits for it."""
+        """Returns all four states; the key stays on its device, so this does not block."""
         if isinstance(torchax_backend.prng_key(), jax.core.Tracer):
             raise UnsupportedLeafError(
                 "rng/torchax: torchax's random key is a JAX tracer: a random operation (dropout, "
                 "say) ran inside a jitted function and left its traced key behind. Draw a key "
-                "outside, env.get_and_rotate_prng_key(), pass it in, and run the operations in "
-                "`with env.override_property(prng=key):`. This also makes every step draw anew.",
+                "outside with env.get_and_rotate_prng_key(), pass it in as an argument, and run "
+                "the operations in `with env.override_property(prng=key):`. Each step then also "
+                "draws new random numbers.",
                 key_path="rng/torchax",
             )
         return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Writes all four, last of all: loading other state may draw random numbers.
+        """Plans to write all four states after everything else.
 
-        What is to be written is first tried on generators that nobody uses.
+        The order matters because loading other state may draw random numbers. A check first sets
+        the states on throwaway generators, so an invalid state changes nothing.
         """
         restoration = Restoration()
         stored = node_checks.fields(node, "rng")
@@ -75,9 +77,10 @@ class RandomStateComponent:
 
 
 class RandomState:
-    """The random state that ``attach`` saves, for programs that must put it back at another time.
+    """The random state that ``attach`` saves, for programs that restore it themselves.
 
-    Of the calling thread's torchax key, and of the generators of torch, numpy and Python::
+    It consists of the calling thread's torchax key and the states of torch's, numpy's and Python's
+    generators::
 
         before = RandomState().state_dict()
         ...                                     # draws random numbers
@@ -85,14 +88,14 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """All four states; later draws do not change them."""
+        """Returns all four states; later draws do not change the result."""
         return _get()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Puts all four back.
+        """Restores all four states.
 
         Raises:
-          CorruptCheckpointError: one is not what its generator takes; nothing was changed.
+          CorruptCheckpointError: a generator refuses its state; nothing was changed.
         """
         _check(state_dict)
         _set(state_dict)
@@ -110,7 +113,7 @@ def _get() -> dict[str, Any]:
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    """Raises CorruptCheckpointError unless ``_set`` will take the state."""
+    """Raises CorruptCheckpointError unless ``_set`` can set the state."""
     for part, attempt in (
         ("torchax", _try_key),
         ("torch", _try_torch),
@@ -119,13 +122,13 @@ def _check(state: Mapping[str, Any]) -> None:
     ):
         try:
             attempt(state[part])
-        except Exception as error:  # each generator has its own ways to refuse
+        except Exception as error:  # the generators raise many types
             raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
 
 
 def _try_key(key: Any) -> None:
     if not isinstance(key, jax.Array):
-        raise TypeError(f"a {type(key).__name__} for a key")
+        raise TypeError(f"expected a JAX array as the key, found a {type(key).__name__}")
     jax.eval_shape(jax.random.split, key)
 
 
@@ -135,7 +138,7 @@ def _try_torch(state: Any) -> None:
 
 
 def _try_numpy(state: Any) -> None:
-    # numpy takes any position, and would then read words from beyond the end.
+    # numpy accepts any position, and would then read words beyond the end of the buffer.
     twister = state["state"]
     for position, words in (
         (twister.get("pos"), twister.get("key")),  # MT19937
@@ -150,7 +153,9 @@ def _try_numpy(state: Any) -> None:
 def _try_python(state: Any) -> None:
     random.Random().setstate(state)
     if not isinstance(state[2], float | None):
-        raise TypeError(f"a {type(state[2]).__name__} for the next Gaussian")
+        raise TypeError(
+            f"expected a float or None as the next Gaussian, found a {type(state[2]).__name__}"
+        )
 
 
 def _set(state: Mapping[str, Any]) -> None:
@@ -163,9 +168,10 @@ def _set(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_alone(*, on_success: bool) -> Iterator[None]:
-    """Takes back what user code draws within: always if it fails, else if ``on_success``.
+    """Restores the random state after the block: if the block raises, or if ``on_success``.
 
-    Asked for its state, a loader that has not begun draws its seeds.
+    It hides the random numbers that user code draws during a restore. For example, a loader that
+    has not begun draws its seeds in ``state_dict()``.
     """
     before = _get()
     try:

@@ -1,4 +1,4 @@
-"""Owns whatever has ``state_dict`` and ``load_state_dict``: schedulers, loaders, users' objects."""
+"""Objects with ``state_dict`` and ``load_state_dict``: schedulers, loaders, users' objects."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchax_ckpt.state.component import Captured, Findings, Restoration, encode
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives and takes its whole state."""
+    """An object that can return its whole state and load it again."""
 
     def state_dict(self) -> Any:
-        """The whole state."""
+        """Returns the whole state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Takes what ``state_dict`` gave."""
+        """Loads a state that ``state_dict`` returned."""
 
 
 class StatefulComponent:
@@ -27,7 +27,7 @@ class StatefulComponent:
 
     Args:
       value: the object.
-      key_path: where its leaves stand: ``("lr_scheduler",)``, ``("stateful", name)``, ...
+      key_path: prefix of its leaves' names: ``("lr_scheduler",)``, ``("stateful", name)``, ...
     """
 
     def __init__(self, value: Any, key_path: tuple[str, ...]) -> None:
@@ -38,7 +38,7 @@ class StatefulComponent:
             hint = ""
             if key_path[0] == "dataloader":
                 hint = (
-                    " torch's own DataLoader cannot say where it is; use "
+                    " torch.utils.data.DataLoader cannot report its position; use "
                     "torchdata.stateful_dataloader.StatefulDataLoader, which takes the same "
                     "arguments."
                 )
@@ -49,19 +49,19 @@ class StatefulComponent:
             )
 
     def capture(self) -> Captured:
-        """The object's state dict."""
+        """Returns the object's state dict, captured."""
         return encoded(self.value.state_dict(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """A call of ``load_state_dict``, undone with the present state if a later one fails."""
+        """Plans a call of ``load_state_dict``; its undo loads the state from before the restore."""
         restoration = Restoration()
 
         def take(state: Any) -> None:
             self.value.load_state_dict(state)
             if self.key_path[0] == "dataloader":
-                # torchdata's loader draws from torch's random state when it first acts on a
-                # loaded state. Asked for its state it does so now, before the random state is
-                # restored, and not in the middle of the resumed run.
+                # torchdata's loader draws from torch's random state when it first uses a loaded
+                # state. This call makes it draw now, before the random state is restored, instead
+                # of in the middle of the resumed run.
                 self.value.state_dict()
 
         where = names.join(self.key_path)

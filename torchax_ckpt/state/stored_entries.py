@@ -1,6 +1,6 @@
-"""Owns what a checkpoint, or files, hold for a module and for an optimizer.
+"""The stored entries for a module and for an optimizer, from a checkpoint or from files.
 
-For a module: tensors, ties, extra state. For an optimizer: groups and state, by parameter names.
+A module has tensors, ties and extra state. An optimizer has groups and state, by parameter name.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ EXTRA_STATE = "_extra_state"
 
 @dataclasses.dataclass(frozen=True)
 class StoredModule:
-    """Tensors for one module, by torch's names.
+    """The stored tensors and extra state for one module, by torch's names.
 
     Attributes:
-      tensors: name -> array node, whose own name says what to read.
-      ties: another name of a tensor -> the name that it stands under in ``tensors``.
-      extra_state: path of a submodule -> node; None: there is none to be had, nor is it missed.
-      are_ties_known: whether ``ties`` are all that there are. Files of other programs do not say:
-        then whatever stands for one tensor may be one.
-      converts: whether a tensor of the one dtype may be read as the other; never, by default.
+      tensors: name -> array node; the name in the node is the leaf to read.
+      ties: alias of a tensor -> the name of this tensor in ``tensors``.
+      extra_state: path of a submodule -> node. None if the source has no extra state; a restore
+        then does not report it as missing.
+      are_ties_known: whether ``ties`` lists all ties. Files of other programs do not record ties.
+        Then a live tensor may have any ties, if all its names that are stored refer to one stored
+        tensor, which no other live tensor takes.
+      converts: (stored dtype, live dtype) -> whether the stored tensor may be read as the live
+        dtype. By default only if the two are equal.
     """
 
     tensors: Mapping[str, Node]
@@ -40,7 +43,7 @@ class StoredModule:
 
     @classmethod
     def of_node(cls, node: Mapping[str, Node], where: str) -> StoredModule:
-        """What a module's node says; raises CorruptCheckpointError if it is not one."""
+        """Parses a module's node; raises CorruptCheckpointError if it is malformed."""
         return cls(
             node_checks.leaves(node, where),
             node_checks.named_texts(node["ties"], where),
@@ -48,16 +51,17 @@ class StoredModule:
         )
 
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:
-        """The part that is selected, under the names it is to have.
+        """Returns the selected part, under the names it has in the program.
 
-        A tied tensor is there as long as one of its names is; the first of them is its own.
+        A tied tensor is included if one of its names is selected. The first selected name becomes
+        its name, and the others become aliases.
 
         Args:
-          selection: what is selected.
-          prefix: keys before the module's names, where several are attached.
+          selection: the selection.
+          prefix: keys before the module's names, if several modules are attached.
 
         Raises:
-          SelectionError: two tensors would have the same name, or one would leave its module.
+          SelectionError: two tensors would have the same name, or one would move to another module.
         """
 
         def taken(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
@@ -87,19 +91,25 @@ class StoredModule:
         return dataclasses.replace(self, tensors=tensors, ties=ties, extra_state=extra_state)
 
     def sources(self, every_name: Iterable[str]) -> list[str]:
-        """The tensors that a live tensor's names stand for; several only if it is tied anew."""
+        """Returns the stored tensors that a live tensor's names refer to.
+
+        There are several only if the live module ties tensors that are not tied in the source.
+        """
         owners = [self.ties.get(name, name) for name in every_name]
         return list(dict.fromkeys(owner for owner in owners if owner in self.tensors))
 
     def differing_ties(
         self, every_name: Iterable[str], sources: Iterable[str], used: Collection[str]
     ) -> tuple[str, str] | None:
-        """How a live tensor is tied and how its sources are, where one cannot be made of them.
+        """Describes the ties of a live tensor and of its sources; None if they agree.
 
         Args:
           every_name: the live tensor's names.
-          sources: what they stand for.
-          used: tensors that were taken for others already.
+          sources: the stored tensors that these names refer to.
+          used: the stored tensors that other live tensors already take.
+
+        Returns:
+          The expected (live) and the found (stored) ties, for messages.
         """
         groups = [{s, *(alias for alias, fqn in self.ties.items() if fqn == s)} for s in sources]
         expected = set(every_name)
@@ -113,26 +123,26 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """torch's name in the name that a tensor is to have; raises SelectionError if it has none."""
-    with contextlib.suppress(ValueError):  # of a % before what is no text
+    """Returns torch's name in a tensor's new name; raises SelectionError if it has none."""
+    with contextlib.suppress(ValueError):  # an escape that is not valid UTF-8
         *model, fqn = names.split(new)
         if tuple(model) == prefix:
             return fqn
-    form = f"{names.join(prefix)}/ and torch's name" if prefix else "torch's name alone"
+    form = f"{names.join(prefix)}/ followed by torch's name" if prefix else "torch's name alone"
     raise SelectionError(
         f"rename: {old} of the checkpoint would be {new}: expected {form}, escaped; to take "
-        "another model's weights, warm_start(at=...)",
+        "another model's weights, use warm_start(at=...)",
         key_path=old,
     )
 
 
 def extra_state_key(path: str) -> str:
-    """torch's name of a submodule's extra state."""
+    """Returns torch's name of a submodule's extra state."""
     return f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
 
 
 def path_of_key(key: str) -> str:
-    """Inverse of ``extra_state_key``."""
+    """Returns the path of the submodule; inverse of ``extra_state_key``."""
     return key.removesuffix(EXTRA_STATE).removesuffix(".")
 
 
@@ -141,7 +151,7 @@ def _tied(group: Iterable[str]) -> str:
     return f"{first} tied to {', '.join(rest)}" if rest else f"{first} on its own"
 
 
-# Lists beside each other, in the group's own order; parameters are matched by name instead.
+# Parallel lists in the order of the group. A restore matches parameters by name instead.
 BY_POSITION = frozenset({"params", "param_names"})
 
 
@@ -155,12 +165,12 @@ class StoredGroup:
 
 @dataclasses.dataclass(frozen=True)
 class StoredOptimizer:
-    """An optimizer as it is stored.
+    """The stored groups and state of one optimizer.
 
     Attributes:
-      groups: all of them, in order.
+      groups: all groups, in order.
       group_of: parameter -> its group.
-      state: parameter -> the node of its state, where it had any.
+      state: parameter -> the node of its state, for parameters that had state.
       left_out: parameters with state that are not selected, under the program's names.
     """
 
@@ -171,7 +181,7 @@ class StoredOptimizer:
 
     @classmethod
     def of_node(cls, node: Node, where: str) -> StoredOptimizer:
-        """What an optimizer's node says; raises CorruptCheckpointError if it is not one."""
+        """Parses an optimizer's node; raises CorruptCheckpointError if it is malformed."""
         content = node_checks.fields(node, where)
         described = content.get("param_groups")
         if not isinstance(described, list):
@@ -188,14 +198,16 @@ class StoredOptimizer:
                 found.get("params"), f"{where}/param_groups/{index}/params"
             ):
                 if member in group_of:
-                    raise node_checks.corrupt(f"{where}/{member}", "one group with it", "two")
+                    raise node_checks.corrupt(
+                        f"{where}/{member}", "one group that contains it", "two"
+                    )
                 group_of[member] = stored
         return cls(
             tuple(groups), group_of, node_checks.fields(content.get("state"), f"{where}/state")
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:
-        """The parameters that are selected, under the names they are to have."""
+        """Returns the selected parameters, under the names they have in the program."""
         taken = selection.taken(self.group_of)
         return StoredOptimizer(
             self.groups,

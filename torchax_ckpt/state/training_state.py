@@ -1,4 +1,4 @@
-"""Owns what is attached: the components of one training run, saved and restored as one document."""
+"""The attached objects: components of one training run, saved and restored as one document."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import StatefulComponent
 
 FUNCTIONAL = functional.KEY_PATH[0]
-# Held by the functional state instead, when there is one.
+# The functional state, if there is one, replaces these components.
 _TRAINED = ("model", "optimizer")
 
 
 class TrainingState:
     """The attached components, by name: ``model``, ``optimizer``, ..., ``rng`` last.
 
-    Args: as of ``TorchaxCheckpointer.attach``.
+    Args: as in ``TorchaxCheckpointer.attach``.
 
     Raises:
       AttachError, UnsupportedLeafError: the objects do not belong together or cannot be stored.
@@ -92,7 +92,7 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Everything attached, by component; ``state`` in place of modules and optimizers."""
+        """Captures each component; ``state``, if given, replaces modules and optimizers."""
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
@@ -104,10 +104,10 @@ class TrainingState:
     def prepare(
         self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
     ) -> Restoration:
-        """Compares the document with what is attached and says what to do. Changes nothing.
+        """Compares the document with the attached objects and returns the plan. Changes nothing.
 
         Raises:
-          SelectionError: patterns that match nothing, or names that meet.
+          SelectionError: a pattern matches nothing, or two tensors would have the same name.
         """
         selection = selection or Selection()
         restorations = []
@@ -129,14 +129,14 @@ class TrainingState:
         return result
 
     def prepare_fresh(self) -> Restoration:
-        """A start without a checkpoint: fills meta tensors and applies the sharding rule."""
+        """Plans a start without a checkpoint: fills meta tensors, applies the sharding rule."""
         result = Restoration()
         result.extend(module.prepare_fresh() for module in self._modules)
         return result
 
 
 class _Group:
-    """Several components of one kind, by the names the user gave them."""
+    """Several components of one kind, by the names that the user gave them."""
 
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
         self._members = members
@@ -181,14 +181,14 @@ def _component(
 
 
 def _as_mapping(value: Any) -> Any:
-    """A list of schedulers as a mapping, by position."""
+    """Returns a list of schedulers as position -> scheduler, and any other value unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return {str(index): member for index, member in enumerate(value)}
     return value
 
 
 def as_rule(shardings: Any) -> Rule | None:
-    """The user's ``shardings`` as a rule; raises AttachError if it is none."""
+    """Returns the user's ``shardings`` as a rule; raises AttachError for any other type."""
     if shardings is None:
         return None
     if found := torchax_backend.torchax_mesh(shardings):
@@ -203,13 +203,13 @@ def as_rule(shardings: Any) -> Rule | None:
 
 
 def require_module(value: Any, path: tuple[str, ...]) -> None:
-    """Raises AttachError unless it is a module."""
+    """Raises AttachError unless the value is a torch module."""
     if not issubclass(type(value), torch.nn.Module):
         raise _wrong_type(path, "a torch.nn.Module", value)
 
 
 def require_init(init: Any) -> None:
-    """Raises AttachError unless it is callable, or None."""
+    """Raises AttachError unless ``init`` is callable or None."""
     if init is not None and not callable(init):
         raise AttachError(f"init: expected a callable, found {init!r:.80}")
 
