@@ -45,7 +45,7 @@ def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[An
 def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     """Has every device say that it has no more left over than this."""
     monkeypatch.setattr(restore, "free_device_bytes", lambda device: free_bytes)
-    monkeypatch.setattr(restore, "_LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(restore, "_MIN_PART_BYTES", 1)
 
 
 def live_bytes() -> int:

@@ -65,9 +65,9 @@ def reading(
 ) -> Iterator[None]:
     """Wraps the reading of a step in a round of the processes.
 
-    If the step is damaged, this is recorded, and the error lists other steps of the directory. If
-    each host has its own directory, neither is done, because another host's failure does not mean
-    that this host's copy is damaged.
+    If the step is damaged, this is recorded. If it is damaged or storage cannot read it, the error
+    lists other steps of the directory. If each host has its own directory, neither is done, because
+    another host's failure does not mean that this host's copy is damaged.
 
     Args:
       committed: the step.

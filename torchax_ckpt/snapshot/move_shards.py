@@ -1,4 +1,4 @@
-"""Moves shards between the host, the devices of this process and those of other processes.
+"""Movement of shards between the host, this process's devices and other processes' devices.
 
 This file builds all programs that move shards on devices during a restore; other files decide which
 leaves go where. Cheapest first:
