@@ -76,7 +76,7 @@ def test_include_and_exclude_go_by_the_programs_names() -> None:
 
 
 def test_two_tensors_never_get_one_name() -> None:
-    with pytest.raises(SelectionError, match="a and b of the checkpoint would both be b"):
+    with pytest.raises(SelectionError, match="a and b of the checkpoint would both be named b"):
         Selection(rename={"a": "b"}).taken(["a", "b"])
     assert Selection(rename={"a": "b", "b": "a"}).taken(["a", "b"]) == {"a": "b", "b": "a"}
     assert Selection(exclude="b", rename={"a": "b"}).taken(["a", "b"]) == {}
@@ -86,14 +86,14 @@ def test_two_tensors_never_get_one_name() -> None:
     ("argument", "value", "message"),
     [
         ("include", "", "expected a pattern, found ''"),
-        ("include", [], "expected a pattern at least"),
+        ("include", [], "expected at least one pattern"),
         ("exclude", [3], "expected a pattern, found 3"),
         ("exclude", 3, "expected a pattern, found 3"),
         ("rename", [("a", "b")], "expected a mapping"),
         ("rename", {"a": 3}, "expected a name, found 3"),
         ("rename", {"a": ""}, "expected a name, found ''"),
-        ("rename", {"a.*": "b"}, "as many"),
-        ("rename", {"a": "b.*"}, "as many"),
+        ("rename", {"a.*": "b"}, "equally many"),
+        ("rename", {"a": "b.*"}, "equally many"),
     ],
 )
 def test_what_is_no_pattern_is_refused(argument: str, value: Any, message: str) -> None:

@@ -285,7 +285,7 @@ def test_a_partition_spec_uses_the_ambient_mesh(directory: Path) -> None:
     [
         (NamedSharding(fsdp_mesh(), P("fsdp")), r"odd\.weight.*\(7, 16\) cannot be sharded"),
         (P("a", "b"), "no mesh is known"),
-        ("fsdp", "must answer a jax Sharding"),
+        ("fsdp", "must return a jax Sharding"),
     ],
 )
 def test_a_sharding_that_does_not_fit_is_refused_by_name(

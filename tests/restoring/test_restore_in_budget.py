@@ -45,7 +45,7 @@ def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[An
 def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     """Has every device say that it has no more left over than this."""
     monkeypatch.setattr(restore, "free_device_bytes", lambda device: free_bytes)
-    monkeypatch.setattr(restore, "_LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(restore, "_MIN_PART_BYTES", 1)
 
 
 def live_bytes() -> int:
@@ -106,7 +106,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     ckpt = TorchaxCheckpointer(directory, options=IN_BUDGET)
     ckpt.attach(model, optimizer, rng=True)
     monkeypatch.setattr(read_arrays, "read_arrays", fail_later)
-    with pytest.raises(UnusableStateError, match=r"step 2 .* holds no state any more"):
+    with pytest.raises(UnusableStateError, match=r"step 2 .* hold no state any more"):
         ckpt.restore(2)
     for parameter in model.parameters():
         assert torchax_backend.buffer(parameter).is_deleted()

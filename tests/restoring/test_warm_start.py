@@ -157,7 +157,7 @@ def test_patterns_that_match_nothing_are_misspelled(trained: Any) -> None:
             {"rename": {"haed": "x"}},
             {"rename": {"0": "2"}},
         ):
-            with pytest.raises(SelectionError, match=r"haed|would both be 2\."):
+            with pytest.raises(SelectionError, match=r"haed|would both be named 2\."):
                 ckpt.restore(strict=False, **arguments)
         assert_trees_identical(training_state(fresh), before)
 

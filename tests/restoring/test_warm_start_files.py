@@ -426,7 +426,7 @@ def test_wide_integers_are_narrowed_only_where_they_fit(tmp_path: Path) -> None:
     before = bits(model.ids)
     assert before[1:] == bits(np.array([1, -(2**31), 2**31 - 1], np.int32))[1:]
     safetensors.numpy.save_file({"ids": np.array([1, 2, 2**31])}, path)
-    with pytest.raises(MismatchError, match="ids: expected int64 that fits into int32"):
+    with pytest.raises(MismatchError, match="ids: expected int64 values that fit into int32"):
         warm_start(model, path)
     assert bits(model.ids) == before
     safetensors.numpy.save_file({"ids": np.zeros(3, np.float32)}, path)
@@ -578,7 +578,7 @@ def test_buffers_can_be_freed_first(origins: Any, tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_files.FileTensor, "read", broken)
-        with pytest.raises(UnusableStateError, match="holds no state any more"):
+        with pytest.raises(UnusableStateError, match="hold no state any more"):
             warm_start(model, source, options=options)
 
 

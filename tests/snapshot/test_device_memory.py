@@ -292,7 +292,7 @@ def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
 def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path) -> None:
     failed, steps, stacked = saved_while_full("auto", [None, None, 1, 1, None, 1, 0], directory)
     (text,) = failed.values()
-    assert "From the next save on leaves are copied and stored one by one" in text
+    assert "From the next save on, leaves are copied and stored one by one" in text
     assert (steps, stacked) == ([1, 2, 4, 5, 6, 7], [True, True, False, False, False, False])
 
 

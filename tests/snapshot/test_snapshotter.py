@@ -276,7 +276,7 @@ def test_each_way_is_said_once(mode: Any, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
         for _ in range(2):
             snapshotter.take(list(state), list(state.values()))
-    assert caplog.messages == [f"snapshots are taken by {mode}: the options say so"]
+    assert caplog.messages == [f"snapshots are taken by {mode}: the options require it"]
 
 
 @pytest.mark.parametrize("way", ["copy", "transfer"])

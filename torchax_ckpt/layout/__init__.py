@@ -1,4 +1,4 @@
-"""How named leaves are laid out in storage: names, the storage plan, the manifest's form.
+"""The storage layout of named leaves: names, the storage plan and the manifest.
 
-Knows neither torch nor devices.
+This package knows neither torch nor devices.
 """

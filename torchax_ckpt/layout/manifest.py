@@ -1,13 +1,13 @@
-"""Owns the manifest: the JSON that explains every array of a step, and its checks.
+"""The manifest: the JSON that explains every array of a step, and its checks.
 
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
      "digests": {stored name: {"block": [dims], "xxh3_64": base64}}}
 
-``digests`` has 8 octets, little-endian, for every block of an array, in C order of the blocks.
+``digests`` holds 8 octets, little-endian, for each block of an array, in C order of the blocks.
 
-``document`` describes the whole state; its array nodes name the leaves. What a node looks like
-is owned by ``state/tree.py``, which writes and reads them.
+``document`` describes the whole state; its array nodes name the leaves. ``state/pytree.py`` writes
+and reads the nodes, and defines their form.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.storage_plan import Plan
 
 FORMAT = "torchax_ckpt"
-# Specified in docs/format.md. Readers refuse what is newer than they are, and read what is older.
+# Specified in docs/format.md. A reader refuses versions newer than its own and reads older ones.
 VERSION = 1
 
-# The component of a step that was made from other files: it holds a model's weights and no more,
-# and what else is attached starts anew.
+# The component that marks a step made from other files. Such a step holds only a model's weights;
+# all other attached objects start anew.
 IMPORTED = "imported"
 
 KINDS = frozenset({"torchax", "torch", "jax", "numpy", "numpy_scalar", "key"})
-# What TensorStore holds: numpy's dtypes but float128 and complex256, and most of ml_dtypes'.
+# The dtypes that TensorStore can store: numpy's without float128 and complex256, and most of
+# ml_dtypes'.
 STORABLE_DTYPES = frozenset(
     ["bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
      "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn",
@@ -41,9 +42,9 @@ STORABLE_DTYPES = frozenset(
      "float8_e8m0fnu"]
 )  # fmt: skip
 
-# How far a state may be nested, in containers. Whoever reads JSON recurses three times as deep.
+# How deep containers in a state may be nested. A JSON reader recurses three times as deep.
 MAX_DEPTH = 100
-# More elements than any machine holds, and few enough that no size computed from them overflows.
+# More elements than fit into any machine, and few enough that no size computed from them overflows.
 _MAX_ELEMENTS = 2**56
 _MAX_RANK = 32  # TensorStore's
 
@@ -56,7 +57,7 @@ class Digests:
     """The digests of a stored array.
 
     Attributes:
-      block: the shape of the blocks it is cut into.
+      block: the shape of the blocks into which the array is divided.
       values: 8 octets, little-endian, for each block, in C order of the blocks.
     """
 
@@ -66,13 +67,14 @@ class Digests:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a step holds.
+    """The content of a step, as its manifest describes it.
 
     Attributes:
       document: component (``model``, ``optimizer``, ...) -> its node.
       plan: where each leaf is stored.
-      versions: the libraries that wrote the step, by name; for people, not for decisions.
-      digests: stored name -> the digests of its bytes.
+      versions: library -> its version when the step was written. For people only; no code may
+        decide by it.
+      digests: stored name -> the digests of the array's bytes.
     """
 
     document: Mapping[str, Node]
@@ -81,7 +83,7 @@ class Manifest:
     digests: Mapping[str, Digests]
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as JSON-able Python."""
+        """Returns the manifest as Python values that JSON can represent."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -102,8 +104,13 @@ class Manifest:
     def from_json(cls, raw: Any, *, path: str) -> Manifest:
         """Checks and reads a manifest.
 
+        Args:
+          raw: the parsed JSON.
+          path: the manifest's path, for messages.
+
         Raises:
-          CorruptCheckpointError: not a manifest, or one of a version this package cannot read.
+          CorruptCheckpointError: it is not a valid manifest, or this package cannot read its
+            version.
         """
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(
@@ -133,7 +140,7 @@ class Manifest:
         for component in document:
             for node in array_nodes(document[component]):
                 _check_array_node(node, path)
-                # What lies on devices of several processes is part of the state of each.
+                # An array on devices of several processes is part of the state of each of them.
                 if component == names.PROCESSES and leaves.get(node["array"]) == node:
                     continue
                 if node["array"] in leaves:
@@ -144,7 +151,7 @@ class Manifest:
         return cls(document=document, plan=plan, versions=raw["versions"], digests=digests)
 
     def leaves(self) -> dict[str, dict[str, Any]]:
-        """Name -> array node of every leaf."""
+        """Returns name -> array node, for all leaves."""
         return {
             node["array"]: node
             for component in self.document.values()
@@ -152,7 +159,7 @@ class Manifest:
         }
 
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Stored name -> shape and dtype of the arrays that hold these leaves."""
+        """Returns stored name -> shape and dtype, for the stored arrays that hold these leaves."""
         located = self.plan.locate()
         specs = {
             name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()
@@ -169,7 +176,7 @@ class Manifest:
 
 
 def array_nodes(node: Node) -> Iterator[dict[str, Any]]:
-    """Every array node at or below this node, in order, however deep."""
+    """Yields every array node at or below this node, in order, at any depth."""
     stack = [node]
     while stack:
         current = stack.pop()
@@ -242,29 +249,31 @@ def _digests(raw: Any, path: str) -> dict[str, Digests]:
 
 
 def _check_plan(plan: Plan, leaves: Mapping[str, dict[str, Any]], path: str) -> None:
-    """Every stack holds leaves that are there, are alike, and are stored nowhere else."""
+    """Checks that each stack holds existing leaves of one form, and no leaf is stored twice."""
     for name in plan.empty ^ {n for n, node in leaves.items() if 0 in node["shape"]}:
         if name not in leaves:
-            raise _corrupt(path, name, "a leaf of the name listed in 'empty'", "none")
-        expected, found = "not in 'empty'", "there"
+            raise _corrupt(path, name, "a leaf of this name, which is listed in 'empty'", "none")
+        expected, found = "no entry in 'empty', because the leaf has elements", "one"
         if name not in plan.empty:
-            expected, found = "in 'empty', having no elements", "not there"
+            expected, found = "an entry in 'empty', because the leaf has no elements", "none"
         raise _corrupt(path, name, expected, found)
     stacked: set[str] = set()
     for stored, members in plan.stacks.items():
         if not names.is_name(stored.replace("*", "-")) or stored in leaves:
-            raise _corrupt(path, stored, "a stack's name", "another")
+            raise _corrupt(
+                path, stored, "a valid stack name that no leaf has", "an invalid or taken one"
+            )
         if not members:
-            raise _corrupt(path, stored, "a stack of leaves", "an empty one")
+            raise _corrupt(path, stored, "a stack of leaves", "an empty stack")
         for member in members:
             if member not in leaves:
                 raise _corrupt(path, member, f"a leaf in stack {_brief(stored)}", "none")
             if member in stacked or member in plan.empty:
-                raise _corrupt(path, member, "a leaf stored in one place", "one stored twice")
+                raise _corrupt(path, member, "a leaf stored in one place", "a leaf stored twice")
             stacked.add(member)
-        looks = {(leaves[m]["dtype"], tuple(leaves[m]["shape"])) for m in members}
-        if len(looks) > 1:
-            raise _corrupt(path, stored, "leaves of one dtype and shape", _brief(sorted(looks)))
+        forms = {(leaves[m]["dtype"], tuple(leaves[m]["shape"])) for m in members}
+        if len(forms) > 1:
+            raise _corrupt(path, stored, "leaves of one dtype and shape", _brief(sorted(forms)))
 
 
 def _corrupt(path: str, name: str, expected: str, found: str) -> CorruptCheckpointError:
@@ -278,12 +287,12 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _brief(value: Any) -> str:
-    """A value of whatever size and depth, for a message."""
+    """Returns a short text for a message, for a value of any size and depth."""
     return _REPR.repr(value)
 
 
 def installed_versions() -> dict[str, str]:
-    """The libraries at work, for the manifest."""
+    """Returns library -> installed version, or "unknown", for the manifest."""
     found = {}
     for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
         try:

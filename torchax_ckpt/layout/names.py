@@ -1,9 +1,9 @@
-"""Owns the names of leaves: from a key path to the one string a leaf is known by, everywhere.
+"""The names of leaves: each key path has one name, which is used everywhere.
 
 A key path is a tuple of keys, the component first: ``("model", "encoder.0.weight")``. Its name
-joins the escaped keys with ``/``: ``model/encoder.0.weight``. Escaping is percent-encoding of
-the few characters that would make a name ambiguous or unusable as a storage key; torch's
-ordinary parameter names pass unchanged.
+joins the escaped keys with ``/``: ``model/encoder.0.weight``. Escaping percent-encodes the few
+characters that would make a name ambiguous or invalid as a storage key; torch's usual parameter
+names stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterable
 # "/" separates keys, "%" starts an escape, "*" stands for a layer index in stacked names,
 # control characters and lone surrogates are not valid in storage keys.
 _UNSAFE = re.compile(r"[%/*\x00-\x1f\x7f\ud800-\udfff]")
-# A key of no characters; "%" alone is never produced by an escape.
+# The escape of the empty key. No other key has it: elsewhere hex digits follow a "%".
 _EMPTY = "%"
-# What no name holds; "%" and "/" are part of names.
+# Characters that occur in no name; "%" and "/" do occur in names.
 _FOREIGN = re.compile(r"[*\x00-\x1f\x7f\ud800-\udfff]")
 _SEPARATOR = "/"
 
-# The component of what processes other than the first have for themselves.
+# The component that holds the per-process state of all processes but the first.
 PROCESSES = "processes"
 
 
 def escape(key: str) -> str:
-    """The key with ambiguous characters percent-encoded; inverse of ``unescape``."""
+    """Returns the key with ambiguous characters percent-encoded; inverse of ``unescape``."""
     if not key:
         return _EMPTY
     return _UNSAFE.sub(
@@ -34,7 +34,7 @@ def escape(key: str) -> str:
 
 
 def unescape(part: str) -> str:
-    """The key that ``escape`` turned into this part."""
+    """Returns the key whose escaped form this part of a name is; inverse of ``escape``."""
     if part == _EMPTY:
         return ""
     return re.sub(
@@ -45,32 +45,32 @@ def unescape(part: str) -> str:
 
 
 def join(key_path: Iterable[object]) -> str:
-    """The name of the leaf at this key path; every key is escaped."""
+    """Returns the name of the leaf at this key path; escapes every key."""
     return _SEPARATOR.join(escape(str(key)) for key in key_path)
 
 
 def split(name: str) -> tuple[str, ...]:
-    """The key path of a name, as strings; inverse of ``join``."""
+    """Returns the key path of a name, as strings; inverse of ``join``."""
     return tuple(unescape(part) for part in name.split(_SEPARATOR))
 
 
 def is_name(text: str) -> bool:
-    """Whether a text could be a leaf's name: not empty, and nothing in it that is escaped."""
+    """Returns whether a text can be a leaf's name: not empty, no character that names escape."""
     return bool(text) and not _FOREIGN.search(text)
 
 
 def of_process(index: int, name: str) -> str:
-    """The name under which the leaf of another process than the first is stored."""
+    """Returns the stored name of a per-process leaf of process ``index`` (1 or above)."""
     return _SEPARATOR.join((PROCESSES, str(index), name))
 
 
 def without_process(name: str) -> str:
-    """The name that a leaf has on the process that it belongs to."""
+    """Returns the name that a leaf has on its own process; inverse of ``of_process``."""
     component, rest = component_and_rest(name)
     return rest.partition(_SEPARATOR)[2] if component == PROCESSES else name
 
 
 def component_and_rest(name: str) -> tuple[str, str]:
-    """The first, unescaped part of a name and the still escaped rest ("" if there is none)."""
+    """Returns the first part of a name and the rest ("" if there is none), both as they stand."""
     component, _, rest = name.partition(_SEPARATOR)
     return component, rest

@@ -1,9 +1,9 @@
-"""Owns which weights a restore takes, and under which names: patterns over torch's names.
+"""Selections: patterns over torch's names that say which weights a restore takes, and renames.
 
-A pattern names a tensor, or a module and with it everything below: ``encoder`` covers
-``encoder.0.weight``. ``*`` stands for one or more characters of any kind, dots too, as few as
-possible: ``*.bias``, ``layers.*.attention``. Nothing else is special. Names are escaped as
-everywhere (``names.escape``), and where several models are attached, they begin with the model's
+A pattern names a tensor, or a module and everything below it: ``encoder`` covers
+``encoder.0.weight``. ``*`` matches one or more characters of any kind, dots included, as few as
+possible: ``*.bias``, ``layers.*.attention``. No other character is special. Names are escaped as
+in leaf names (``names.escape``). If several models are attached, the names begin with the model's
 name and ``/``.
 """
 
@@ -20,23 +20,25 @@ _MAX_LISTED = 5
 
 
 class Selection:
-    """Which tensors a restore is about; one restore each, since it notes what it has seen.
+    """The tensors that one restore selects. Use a new one for each restore: it records names.
 
-    It holds for both sides alike: what is not selected is neither taken from the checkpoint nor
-    expected there, and what is selected must fit.
+    The selection applies to the checkpoint and to the program. A tensor that is not selected is
+    neither taken from the checkpoint nor expected there; a selected tensor must fit.
 
     Args:
-      include: patterns; only what one of them matches is selected. None for everything.
-      exclude: patterns; what one of them matches is not selected.
-      rename: pattern of names in the checkpoint -> their names in the program, with as many ``*``,
-        which stand for the same, in order. The first pattern that matches a name counts. The
-        others are written for the program's names.
+      include: patterns; only tensors that match one of them are selected. None selects all.
+      exclude: patterns; tensors that match one of them are not selected.
+      rename: pattern for names in the checkpoint -> the names in the program. Both sides have
+        equally many ``*``; the n-th ``*`` on one side stands for the same text as the n-th on the
+        other. The first pattern that matches a name counts. ``include`` and ``exclude`` are
+        patterns for the program's names.
 
     Attributes:
-      left_out: names that were seen, on either side, and are not selected.
+      left_out: names of tensors, in the checkpoint or the program, that were asked for and are not
+        selected.
 
     Raises:
-      SelectionError: a pattern is none.
+      SelectionError: an argument is not a valid pattern.
     """
 
     def __init__(
@@ -52,13 +54,14 @@ class Selection:
         self._rename = _patterns("rename", rename or {})
         self._targets = dict(rename or {})
         if include is not None and not self._include:
-            raise SelectionError("include: expected a pattern at least, found none")
+            raise SelectionError("include: expected at least one pattern, found none")
         for pattern, target in self._targets.items():
             if not isinstance(target, str) or not target:
                 raise SelectionError(f"rename: {pattern!r}: expected a name, found {target!r:.80}")
             if pattern.count(_ANY) != target.count(_ANY):
                 raise SelectionError(
-                    f"rename: {pattern!r}: expected as many * in {target!r}, to carry them over"
+                    f"rename: {pattern!r}: expected equally many * in {target!r}, because each * "
+                    "is replaced by the text that it matched"
                 )
         self._unused = {
             f"{argument}: {pattern!r}"
@@ -72,8 +75,8 @@ class Selection:
         self.left_out: dict[str, None] = {}
 
     def takes(self, name: str) -> bool:
-        """Whether a tensor of this name, as the program has it, is selected."""
-        # All of them, since every pattern that matches something has done its part.
+        """Returns whether the tensor with this name in the program is selected."""
+        # Both are evaluated, because require_used needs to know every pattern that matched a name.
         included = self._include is None or self._matches("include", self._include, name)
         excluded = self._matches("exclude", self._exclude, name)
         if included and not excluded:
@@ -82,14 +85,15 @@ class Selection:
         return False
 
     def taken(self, stored: Iterable[str], ties: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Name in the checkpoint -> name in the program, of those that are selected.
+        """Returns name in the checkpoint -> name in the program, for the selected tensors.
 
         Args:
           stored: names in the checkpoint.
-          ties: another name of a tensor -> its own: these may become one.
+          ties: further name of a tied tensor -> the name under which the tensor is stored. Names of
+            one tensor may get the same new name.
 
         Raises:
-          SelectionError: two tensors would have the same name.
+          SelectionError: two tensors would get the same name.
         """
         ties = ties or {}
         found: dict[str, str] = {}
@@ -101,27 +105,27 @@ class Selection:
             other = origins.setdefault(target, name)
             if ties.get(other, other) != ties.get(name, name):
                 raise SelectionError(
-                    f"{other} and {name} of the checkpoint would both be {target}; "
-                    "exclude one of them, or rename it to something else",
+                    f"{other} and {name} of the checkpoint would both be named {target}; "
+                    "exclude one of them, or give it another name",
                     key_path=name,
                 )
             found[name] = target
         return found
 
     def require_used(self) -> None:
-        """Raises SelectionError if a pattern has matched nothing: it is misspelled, or too much."""
+        """Raises SelectionError if a pattern matched no name: it is misspelled or superfluous."""
         if not self._unused:
             return
         listed = ", ".join(sorted(self._unused)[:_MAX_LISTED])
         more = len(self._unused) - _MAX_LISTED
         raise SelectionError(
             f"nothing matches {listed}{f' and {more} more' if more > 0 else ''}, neither in the "
-            "checkpoint nor in what is attached; names are torch's (encoder.0.weight), after the "
-            "model's own and / where there are several. Nothing was changed."
+            "checkpoint nor in the attached model. Names are torch's (encoder.0.weight). If "
+            "several models are attached, the model's name and / come first. Nothing was changed."
         )
 
     def renamed(self, name: str) -> str:
-        """The program's name of a tensor that has this name in the checkpoint."""
+        """Returns the name in the program for a tensor with this name in the checkpoint."""
         for pattern, compiled in self._rename.items():
             if match := compiled.match(name):
                 self._unused.discard(f"rename: {pattern!r}")
@@ -147,6 +151,6 @@ def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Patt
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """It matches from the beginning of a name to the end of one of its parts."""
+    """Returns an expression that matches from a name's beginning to the end of one of its parts."""
     text = "(.+?)".join(re.escape(part) for part in pattern.split(_ANY))
     return re.compile(rf"{text}(?=[./]|\Z)", re.DOTALL)

@@ -1,11 +1,12 @@
-"""Owns the plan: under which stored array each leaf is found.
+"""The storage plan: which stored array holds each leaf.
 
-Storage pays per array: a thousand small ones cost seconds, whatever their bytes. So leaves whose
-names differ only in indices (``layers.0.wq.weight``, ``layers.1.wq.weight``, ...) and whose shape,
-dtype and sharding are equal are stored as one stack, an array with a leading axis of members, named
-by their pattern: ``layers.*.wq.weight``. 0-d host arrays (an optimizer's ``step`` counters) share
-one vector per dtype. Large leaves stay on their own: copying them together would cost more than it
-saves. Leaves without elements are not stored; the manifest holds their shape and dtype.
+Storage has a cost per array: a thousand small arrays take seconds, whatever their size. Therefore
+leaves are stored as one stack if their names differ only in indices (``layers.0.wq.weight``,
+``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal. A stack is an array with
+a leading axis of members; its name is the members' pattern, ``layers.*.wq.weight``. 0-d host arrays
+(an optimizer's ``step`` counters) share one vector per dtype. Large leaves are stored by
+themselves, because copying them into a stack would cost more than it saves. Leaves without elements
+are not stored; the manifest has their shape and dtype.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
 
-# An array costs storage some milliseconds, whatever its size: copying leaves together pays as long
-# as that takes less. Measured by benchmarks/stacking.py; at 8 MiB it no longer does.
+# Each array costs some milliseconds in storage, whatever its size. Stacking pays if copying a leaf
+# takes less; benchmarks/stacking.py measures that it no longer does at 8 MiB.
 MAX_STACKED_LEAF_BYTES = 4 << 20
-# A stack passes through host memory as a whole when it is restored.
+# Bounded, because a restore passes a whole stack through host memory.
 MAX_STACK_BYTES = 64 << 20
 
 _HOST_SCALARS = "host_scalars"
-# An index is a run of digits that is a whole part of a name.
+# An index is a part of a name that consists of digits only.
 _INDEX = re.compile(r"(?<=[./])\d+(?=[./]|$)")
-_ANY = "*"  # never part of a name: names.escape escapes it
+_ANY = "*"  # in no leaf's name, because names.escape escapes it
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What the plan needs to know of a leaf.
+    """The properties of a leaf that the plan depends on.
 
     Attributes:
       shape: the leaf's dims.
       dtype: numpy's or ml_dtypes' name of its dtype.
-      nbytes: its size, over all devices.
-      placement: equal for leaves that may share a stack; None for one that may not.
-      on_host: whether it is a host array rather than an array on devices.
+      nbytes: its size in bytes, over all devices.
+      placement: equal for leaves that may share a stack; None for a leaf that may not be stacked.
+      on_host: True for a host array, False for an array on devices.
     """
 
     shape: tuple[int, ...]
@@ -55,15 +56,15 @@ class Plan:
     """Where each leaf is stored.
 
     Attributes:
-      stacks: stored name -> names of its members, in the order of the leading axis.
-      empty: names of the leaves that have no elements and so are not stored.
+      stacks: stored name of a stack -> names of its members, in the order of the leading axis.
+      empty: names of the leaves that have no elements and are therefore not stored.
     """
 
     stacks: Mapping[str, tuple[str, ...]]
     empty: frozenset[str]
 
     def locate(self) -> dict[str, tuple[str, int]]:
-        """Name of every stacked leaf -> its stored name and index on the leading axis."""
+        """Returns name of each stacked leaf -> its stack's name, its index on the leading axis."""
         return {
             member: (stored, index)
             for stored, members in self.stacks.items()
@@ -79,7 +80,11 @@ def plan_leaves(
 ) -> Plan:
     """Decides where each leaf is stored; the same leaves always give the same plan.
 
-    ``taken`` are the names of stacks that there are already.
+    Args:
+      leaf_names: the names of the leaves.
+      specs: their properties, in the same order.
+      layout: which leaves are stacked (``CheckpointOptions.layout``).
+      taken: names of existing stacks, which new stacks do not use.
     """
     groups: dict[tuple[Hashable, ...], list[tuple[str, LeafSpec]]] = {}
     for name, spec in zip(leaf_names, specs, strict=True):
@@ -99,7 +104,7 @@ def plan_leaves(
 
 
 def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | None:
-    """What a leaf has in common with those it is stacked with; None for one on its own."""
+    """Returns a key that is equal for leaves of one stack; None for a leaf stored by itself."""
     if layout == "flat" or spec.placement is None or math.prod(spec.shape) == 0:
         return None
     if spec.on_host and spec.shape == ():
@@ -117,7 +122,10 @@ def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tupl
 
 
 def _unused(pattern: str, taken: Collection[str]) -> str:
-    """The pattern, told apart from stacks of the same pattern but another shape or sharding."""
+    """Returns a stack name for a pattern, distinct from the names in ``taken``.
+
+    Stacks of other shapes or shardings can have the same pattern; a suffix distinguishes them.
+    """
     if pattern not in taken:
         return pattern
     return next(n for i in itertools.count(2) if (n := f"{pattern}{_ANY}{i}") not in taken)

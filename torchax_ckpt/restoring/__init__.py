@@ -1,1 +1,1 @@
-"""The life of a restore."""
+"""Restores and loads: from a step, or from files, to live objects or returned values."""

@@ -1,4 +1,4 @@
-"""The choice of the step to read: the newest readable one, with a warning for each one skipped."""
+"""The choice of the step to read: the newest readable one, with a warning for each skipped step."""
 
 from __future__ import annotations
 
@@ -25,22 +25,27 @@ T = TypeVar("T")
 def newest_readable(
     candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
 ) -> tuple[T, tuple[int, ...]]:
-    """Returns what ``attempt`` gives for the newest readable step, and the numbers skipped.
+    """Returns the result of ``attempt`` for the newest readable step, and the steps skipped.
 
-    Candidates come oldest first; of one number there may be one in each tier. A skipped step is
-    logged and issued as a UserWarning; no warning filter keeps an older step from being read.
+    Each skipped step is logged and issued as a UserWarning. Even if a filter turns this warning
+    into an error, the older steps are tried.
+
+    Args:
+      candidates: steps, oldest first. Each tier may contribute a step of the same number.
+      attempt: reads a step and returns the result.
 
     Raises:
-      CorruptCheckpointError: none of them can be read; the error of the newest.
-      UnusableStateError: nor can they, and what they were to be restored into is gone already.
-      StepNotFoundError: all were deleted meanwhile.
+      CorruptCheckpointError: no candidate can be read; this is the error of the newest.
+      UnusableStateError: no candidate can be read, and the state that the restore was to replace is
+        deleted already.
+      StepNotFoundError: all candidates were deleted in the meantime.
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
     for left, committed in reversed(list(enumerate(candidates))):
         try:
             return attempt(committed), tuple(skipped)
-        except StepNotFoundError as error:  # whoever writes here has deleted it meanwhile
+        except StepNotFoundError as error:  # the writing program deleted it in the meantime
             first_error = first_error or error
         except (CorruptCheckpointError, UnusableStateError) as error:
             if not is_damage(error):
@@ -58,16 +63,23 @@ def newest_readable(
 def reading(
     committed: CommittedStep, directory: RunDirectory, processes: Processes
 ) -> Iterator[None]:
-    """A round in which a step is read; notes it if the step is damaged, and offers others.
+    """Wraps the reading of a step in a round of the processes.
 
-    Where each process has a place of its own, a failure says nothing of the copy there.
+    If the step is damaged, this is recorded. If it is damaged or storage cannot read it, the error
+    lists other steps of the directory. If each host has its own directory, neither is done, because
+    another host's failure does not mean that this host's copy is damaged.
+
+    Args:
+      committed: the step.
+      directory: the directory that contains it.
+      processes: the processes that read it together.
 
     Raises:
-      StepNotFoundError: it was deleted while it was read.
+      StepNotFoundError: the step was deleted while it was read.
     """
-    looked = contextlib.nullcontext() if processes.is_per_host else still_there(committed)
+    existing = contextlib.nullcontext() if processes.is_per_host else still_there(committed)
     try:
-        with looked, processes.round(f"reading step {committed.step}"):
+        with existing, processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
         is_readable = not is_damage(error) and not isinstance(error, DirectoryError)
@@ -75,15 +87,16 @@ def reading(
             raise
         if is_damage(error):
             directory.verified.note(committed, is_sound=False)
-        with contextlib.suppress(Exception):  # the storage may not answer: this error counts
+        # If storage does not answer, the error at hand matters more than the list of steps.
+        with contextlib.suppress(Exception):
             others = [s for s in directory.steps() if s.step != committed.step]
-            text = f". Other steps there: {directory.verified.named(others)}."
+            text = f". Other steps in the directory: {directory.verified.named(others)}."
             error.message = error.message.rstrip(".") + text
         raise
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a restore or load has failed because the step is damaged."""
+    """Returns whether this error of a restore or load means that the step is damaged."""
     if isinstance(error, UnusableStateError):
         return isinstance(error.__cause__, CorruptCheckpointError)
     return isinstance(error, CorruptCheckpointError)

@@ -1,12 +1,13 @@
-"""Owns the parts of leaves in a step that one host has saved for itself: what it says of them.
+"""One host's parts of leaves: how a step in a local tier describes them.
 
-Such a step holds what the host's devices hold. The node of a leaf that lies on several hosts has a
-field more in the manifest, and, where the host does not hold the whole, the shape of the part and
-another two:
+Such a step holds the shards of one host's devices. In its manifest the node of a leaf that lies on
+several hosts has the further field ``spec``. If the host does not hold the whole leaf, the node's
+shape is that of the host's part, and it has the fields ``whole`` and ``starts`` too:
 
-    spec      over which mesh axes each of its dims was sharded
+    spec      the mesh axes over which each dim of the leaf was sharded
     whole     the shape of the leaf
-    starts    where in it the shard of each device begins, in the order of the host's own mesh
+    starts    for each device, in the order of the host's own mesh, the index in the leaf at which
+              the device's shard begins
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from torchax_ckpt.state.leaf import Spec
 def described(
     document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Array]
 ) -> Mapping[str, Node]:
-    """The document of a step that holds this host's parts of these stored arrays."""
+    """Returns the document of a step that holds this host's parts of the stored arrays.
+
+    Args:
+      document: component -> node, for the whole leaves.
+      plan: which stored array holds each leaf.
+      arrays: stored name -> array over all hosts.
+    """
     document = copy.deepcopy(dict(document))
     located = plan.locate()
     for component in document.values():
@@ -53,7 +60,7 @@ def described(
 
 
 def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
-    """The document as it would be had all hosts saved together."""
+    """Returns the document as a save by all hosts together would write it."""
     document = copy.deepcopy(dict(document))
     for component in document.values():
         for node in array_nodes(component):
@@ -64,17 +71,17 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
 
 
 def specs(document: Mapping[str, Node]) -> dict[str, Any]:
-    """How the leaves were sharded that lay on several hosts."""
+    """Returns leaf -> field ``spec``, for the leaves that lay on several hosts."""
     return {name: node["spec"] for name, node in _nodes(document).items() if "spec" in node}
 
 
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
-    """The reads, onto the shardings that leaves had when they were saved, on the mesh of now."""
+    """Returns the reads with the shardings that the leaves had when saved, on the current mesh."""
     found = dict(reads)
     for name, read in reads.items():
         now = read.placement
         if name in specs and isinstance(now, NamedSharding):
-            # Another mesh, on which that cannot be; or no spec: the manifest of a step is data.
+            # The current mesh may not allow the sharding, and the manifest may hold anything.
             with contextlib.suppress(ValueError, TypeError):
                 dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
                 then = NamedSharding(now.mesh, PartitionSpec(*dims), memory_kind=now.memory_kind)
@@ -85,7 +92,7 @@ def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, R
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
-    """What this host reads of its own step, where that holds a part of a leaf."""
+    """Returns the reads of this host's own step, for the leaves of which it holds a part."""
     found, nodes = {}, _nodes(document)
     for name, read in reads.items():
         if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
@@ -95,11 +102,14 @@ def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[st
     return found
 
 
-def needed(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
-    """By leaf that lies on several hosts: where the shard of each of this host's devices begins.
+def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
+    """Returns the starts of the shards that this host's devices need.
+
+    The result maps each leaf that lies on several hosts to the start of each device's shard, in the
+    form of the field ``starts``.
 
     Raises:
-      ValueError: a leaf lies on no mesh, or this host's devices are no block of it.
+      ValueError: a leaf has no mesh, or this host's devices do not form a block of the mesh.
     """
     return {
         name: [list(start) for start in host_part(read.placement, read.spec.shape).starts]
@@ -108,41 +118,47 @@ def needed(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
     }
 
 
-def held(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, list[list[int]]]:
-    """Which parts of these leaves a host's step holds, as ``needed`` says it.
+def stored_starts(
+    reads: Mapping[str, Read], document: Mapping[str, Node]
+) -> dict[str, list[list[int]]]:
+    """Returns the starts of the shards that a host's step holds, in the form of ``needed_starts``.
 
-    They may be those of another place of the mesh. Of what it holds whole, it holds what is needed.
+    They may belong to another position of the mesh. Leaves stored whole satisfy any request, so
+    they have the starts that are needed.
 
     Raises:
-      ValueError: a part is of another size, or does not lie on this host's devices as one of now
-        would.
+      ValueError: a part has another size than the host's current part, or is divided differently
+        among its devices; or a whole leaf is requested, and the step holds a part of it.
     """
-    found, nodes = needed(reads), _nodes(document)
+    found, nodes = needed_starts(reads), _nodes(document)
     for name in reads:
         starts = nodes.get(name, {}).get("starts")
         if starts is None:
             continue
         if name not in found:
-            raise ValueError(f"{name} is a part, and it is wanted whole")
+            raise ValueError(f"{name} is one host's part, and the whole leaf is requested")
         part = host_part(reads[name].placement, reads[name].spec.shape)  # type: ignore[arg-type]
         is_alike = list(part.shape) == nodes[name]["shape"]
         if not is_alike or _blocks(starts) != _blocks(found[name]):
-            raise ValueError(f"{name} is cut otherwise than on this host now")
+            raise ValueError(f"{name} is divided differently than among this host's devices now")
         found[name] = starts
     return found
 
 
 def _blocks(starts: Any) -> list[list[int]]:
-    """Which block of a host's part each of its devices has, counted along each dim."""
+    """Returns, for each device of a host, the position of its block in the host's part."""
     try:
         along = [sorted(set(dim)) for dim in zip(*starts, strict=True)]
         return [[dim.index(at) for dim, at in zip(along, s, strict=True)] for s in starts]
-    except TypeError as error:  # the manifest of a step is data
-        raise ValueError(f"expected where shards begin, found {starts!r:.80}") from error
+    except TypeError as error:  # the manifest may hold anything
+        raise ValueError(f"expected lists of shard starts, found {starts!r:.80}") from error
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
-    """Reads of leaves, as far as the step has them, to be sent to another host."""
+    """Returns reads onto the host for those of the named leaves that the step has.
+
+    The host reads them to send them to another host.
+    """
     nodes = _nodes(document)
     return {n: Read(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}
 

@@ -1,4 +1,4 @@
-"""Owns the life of a load: a step's functional state, returned by value."""
+"""The load of a step: its functional state, returned by value."""
 
 from __future__ import annotations
 
@@ -34,10 +34,18 @@ def load_state(
     options: CheckpointOptions,
     processes: Processes,
 ) -> Any:
-    """Reads the functional state of one step, or all components of one that was attached.
+    """Returns the functional state of a step, or the components that were attached when it saved.
+
+    Args:
+      committed: the step.
+      opened: opens a step for reading.
+      abstract_state: the structure, dtypes, shapes and placements that the result has; None for
+        everything as it was saved. For attached components, its keys select the components.
+      options: how the step is read.
+      processes: the processes that load it together, in a round.
 
     Raises:
-      MismatchError: the step does not have what the abstract state asks for.
+      MismatchError: the step lacks a leaf of the abstract state, or has it in another form.
       CorruptCheckpointError: it cannot be read.
     """
     try:
@@ -66,10 +74,10 @@ def load_state(
 def _load_foreign(
     committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
 ) -> Any:
-    """Reads a step of bare Orbax; its pytree must have the abstract state's structure."""
+    """Reads a step that Orbax alone wrote; its pytree must have the abstract state's structure."""
     if abstract_state is None:
         return foreign.load_foreign(committed, None, options, processes)
-    _require_there(committed, abstract_state)
+    _require_match(committed, abstract_state)
     leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
     reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
     asked = [
@@ -86,8 +94,11 @@ def _load_foreign(
     return jax.tree_util.tree_unflatten(treedef, {**found, **revived}.values())
 
 
-def _require_there(committed: CommittedStep, abstract_state: Any) -> None:
-    """Raises MismatchError; Orbax would give what was asked for, cast, or as it was asked."""
+def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
+    """Raises MismatchError if the step lacks a leaf or has it with another shape or dtype.
+
+    Orbax does not refuse these: it casts values, or returns the abstract value itself.
+    """
     stored = foreign.foreign_metadata(committed)
     findings = Findings()
     for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
@@ -120,5 +131,5 @@ _ABSENT = object()
 
 
 def _sharding(read: Read) -> Sharding | None:
-    """What storage is asked for: a sharding, or None for a host array that is moved afterwards."""
+    """Returns the sharding to request from Orbax; None for a host array that is moved later."""
     return None if isinstance(read.placement, Local) else read.placement

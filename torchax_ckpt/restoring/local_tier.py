@@ -1,11 +1,12 @@
-"""Restoring from the steps that hosts have saved for themselves, each what its devices hold.
+"""Restores from a local tier, in which each host saved a step with the shards of its own devices.
 
-Slices hold the same, so what one host has lost another still has: the one at its place in another
-slice. And hosts may come back at other places of the mesh than they had: which part of the state a
-host holds stands in its step, and which part it needs follows from the shardings. Each host reads
-what it holds, and who needs another part gets it over the device network from one that has it;
-nothing goes to storage, and where all hosts have their own, nothing goes anywhere. What is sharded
-otherwise now than it was is put together as it was, and then moved by the devices.
+Slices hold equal data. If a host has lost its step, the host at its position in another slice still
+has that data. After a restart hosts may also have other positions in the mesh. A host's step says
+which part of the state it holds, and the shardings say which part the host needs. Each host reads
+its own step. A host that needs another part receives it from another host over the device network.
+Nothing is read from shared storage, and if each host has the part it needs, nothing is sent. If a
+leaf's sharding has changed, the leaf is restored to its former sharding first, and then the devices
+reshard it.
 """
 
 from __future__ import annotations
@@ -39,21 +40,23 @@ logger = logging.getLogger(__name__)
 
 
 class HostSteps:
-    """One step, of which every host may have what its devices held; a source for a restore.
+    """One step in the local tiers of all hosts, each with the shards of its devices.
 
-    Use it in a round, on all processes.
+    This is a ``Source``. Use it in a round, on all processes. Some hosts may lack the step.
 
     Args:
-      committed: the step, where this host would have it.
-      options: how it is read.
-      index: of this process.
-      processes: of the run.
-      replica_axis: the mesh axis along which slices lie: a part comes from the own one, if it can.
-      verified: is told if this host's copy is damaged; that of another says nothing of it.
+      committed: the step, at its path on this host; it need not exist there.
+      options: how the step is read.
+      index: the index of this process.
+      processes: the processes of the run.
+      replica_axis: the mesh axis along which slices lie. A part comes from a host in the same slice
+        if possible.
+      verified: records damage of this host's copy. Damage of another host's copy is not recorded,
+        because it does not mean that this copy is damaged.
 
     Raises:
-      CorruptCheckpointError: no host can read its manifest.
-      ForeignCheckpointError: it was not written by this package.
+      CorruptCheckpointError: no host can read the step's manifest.
+      ForeignCheckpointError: this package did not write the step.
     """
 
     def __init__(
@@ -70,109 +73,117 @@ class HostSteps:
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._index = index
         self._processes = processes
-        self._mine: step_reader.StoredLeaves | None = None
+        # This host's copy; None if it does not exist, is damaged or does not fit.
+        self._copy: step_reader.StoredLeaves | None = None
         if committed.path.exists():
-            with self._left_aside():
-                self._mine = step_reader.StoredLeaves(committed, self._options, allow_part=True)
-        said: list[Any] = []
-        if self._mine is not None:
-            said = [host_shards.whole(self._mine.document), host_shards.specs(self._mine.document)]
+            with self._ignoring_damage():
+                self._copy = step_reader.StoredLeaves(committed, self._options, allow_part=True)
+        content: list[Any] = []
+        if self._copy is not None:
+            document = self._copy.document
+            content = [host_shards.whole(document), host_shards.specs(document)]
         self.document: Mapping[str, Node]
-        self.document, self._specs = self._from_first(self._mine is not None, said)
+        self.document, self._specs = self._from_first(self._copy is not None, content)
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Refuses what is not stored as the manifest says; of this host, which then counts as one
-        that has nothing.
+        """Ignores this host's copy from now on if it is not stored as its manifest says.
+
+        The copy is ignored too if its parts do not fit this host's devices. Other hosts may have
+        copies that do.
         """
-        if self._mine is None:
+        if self._copy is None:
             return
         reads = host_shards.as_saved(reads, self._specs)
         self._needed(reads)
-        mine, self._mine = self._mine, None
+        copy, self._copy = self._copy, None
         try:
-            host_shards.held(reads, mine.document)
+            host_shards.stored_starts(reads, copy.document)
         except ValueError as error:
-            logger.warning("%s is of no use here: %s", self.committed.path, error)
+            logger.warning("cannot use %s on this host: %s", self.committed.path, error)
             return
-        with self._left_aside():
-            mine.require_plausible({**reads, **host_shards.of_reads(reads, mine.document)})
-            self._mine = mine
+        with self._ignoring_damage():
+            copy.require_plausible({**reads, **host_shards.of_reads(reads, copy.document)})
+            self._copy = copy
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Whether these reads, checked, have seen every stored byte of this host's step."""
-        return self._mine is not None and self._mine.is_whole(reads, num_processes)
+        """Returns whether these reads, with comparison, cover every byte of this host's copy."""
+        return self._copy is not None and self._copy.is_whole(reads, num_processes)
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Reads leaves, from this host's step or by way of another's, onto their placements."""
+        """Reads leaves onto their placements, from this host's copy or through other hosts."""
         asked, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
         }
         values: dict[str, Any] | None = None
-        if self._mine is not None:
-            with self._left_aside():
-                mine = host_shards.of_reads(reads, self._mine.document)
-                values = self._mine.read({**reads, **mine})
+        if self._copy is not None:
+            with self._ignoring_damage():
+                parts = host_shards.of_reads(reads, self._copy.document)
+                values = self._copy.read({**reads, **parts})
         if values is None:
-            self._mine = None  # what comes from other hosts says nothing of this one's copy
+            self._copy = None  # values from other hosts do not verify this host's copy
         here = {name: read for name, read in reads.items() if name not in spanning}
-        found = self._of_parts(spanning, values)
-        is_moved = [n for n in found if asked[n].placement != reads[n].placement]
-        reshard(found, {name: _target(asked[name]) for name in is_moved})
-        return {**self._of_one(here, values), **found}
+        found = self._spanning_leaves(spanning, values)
+        moved = [n for n in found if asked[n].placement != reads[n].placement]
+        reshard(found, {name: _target(asked[name]) for name in moved})
+        return {**self._local_leaves(here, values), **found}
 
-    # --- what is the same on all hosts ---
+    # --- content that each host's step has ---
 
-    def _of_one(self, reads: Mapping[str, Read], values: dict[str, Any] | None) -> dict[str, Any]:
-        """Leaves of single hosts: each host's step has those of all."""
+    def _local_leaves(
+        self, reads: Mapping[str, Read], values: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Returns leaves that do not span hosts; each host's step has these leaves of all hosts."""
         lacking = [] if values is not None else sorted(reads)
         asked = [json.loads(sent) for sent in self._processes.gather(json.dumps(lacking).encode())]
         wanted = sorted({name for names in asked for name in names})
         if wanted:
             found = None
-            if values is not None and self._mine is not None:
-                hosts = self._mine.read(host_shards.on_host(self._mine.document, wanted))
-                found = PerProcessState({}, hosts).to_bytes()
+            if values is not None and self._copy is not None:
+                arrays = self._copy.read(host_shards.on_host(self._copy.document, wanted))
+                found = PerProcessState({}, arrays).to_bytes()
             sent = PerProcessState.of_bytes(self._bytes_from_first(found)).leaves
             if values is None:
                 placements = {name: read.placement for name, read in reads.items()}
                 return put({name: np.array(sent[name]) for name in reads}, placements)
         return {} if values is None else {name: values[name] for name in reads}
 
-    def _from_first(self, has_it: bool, value: Any) -> Any:
-        """A JSON value of the first process that has one, on all."""
-        sent = json.dumps(value).encode() if has_it else None
+    def _from_first(self, has_value: bool, value: Any) -> Any:
+        """Returns, on all processes, the JSON value of the first process that has one."""
+        sent = json.dumps(value).encode() if has_value else None
         return json.loads(self._bytes_from_first(sent))
 
     def _bytes_from_first(self, value: bytes | None) -> bytes:
-        has_it = self._processes.gather(b"" if value is None else b"1")
-        if not any(has_it):
-            raise self._lost(
-                "no host has it undamaged, and as it is wanted: whole leaves are on no host alone; "
-                "give an abstract_state with shardings over all hosts"
+        flags = self._processes.gather(b"" if value is None else b"1")
+        if not any(flags):
+            raise self._unreadable(
+                "no host has an undamaged copy that fits the request. No host alone has whole "
+                "leaves: give an abstract_state with shardings over all hosts"
             )
-        first = next(index for index, said in enumerate(has_it) if said)
-        mine = value if value is not None and first == self._index else b""
-        return self._processes.gather(mine)[first]
+        first = next(index for index, flag in enumerate(flags) if flag)
+        sent = value if value is not None and first == self._index else b""
+        return self._processes.gather(sent)[first]
 
-    # --- what is spread over hosts ---
+    # --- leaves that span hosts ---
 
-    def _of_parts(self, reads: Mapping[str, Read], values: dict[str, Any] | None) -> dict[str, Any]:
-        held = None
-        if values is not None and self._mine is not None:
-            held = _digest(host_shards.held(reads, self._mine.document))
-        place = _slice_of(reads, self._axis)
-        mine = json.dumps([_digest(self._needed(reads)), held, place]).encode()
-        told = [json.loads(sent) for sent in self._processes.gather(mine)]
-        needs, holds, slices = zip(*told, strict=True)
+    def _spanning_leaves(
+        self, reads: Mapping[str, Read], values: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        stored = None
+        if values is not None and self._copy is not None:
+            stored = _digest(host_shards.stored_starts(reads, self._copy.document))
+        slice_index = _slice_of(reads, self._axis)
+        message = json.dumps([_digest(self._needed(reads)), stored, slice_index]).encode()
+        messages = [json.loads(sent) for sent in self._processes.gather(message)]
+        needs, holds, slices = zip(*messages, strict=True)
         try:
             rounds = routes(needs, holds, slices)
         except LookupError:
-            lost = [i for i, part in enumerate(needs) if part not in holds]
-            raise self._lost(f"no host has what processes {lost} need") from None
+            lacking = [i for i, part in enumerate(needs) if part not in holds]
+            raise self._unreadable(f"no host has the parts that processes {lacking} need") from None
         logger.info(
-            "step %d: processes %s restore from their own hosts, the others from these or each "
-            "other's",
+            "step %d: processes %s restore from their own host's copy, the others receive their "
+            "parts from other hosts",
             self.committed.step,
             [i for i, part in enumerate(needs) if part == holds[i]],
         )
@@ -181,7 +192,7 @@ class HostSteps:
             try:
                 permute_over_processes(found, {n: _target(r) for n, r in reads.items()}, rounds)
             except ValueError as error:
-                raise self._lost(str(error)) from error
+                raise self._unreadable(str(error)) from error
             return found
         assert values is not None
         return {
@@ -191,21 +202,24 @@ class HostSteps:
 
     def _needed(self, reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
         try:
-            return host_shards.needed(reads)
+            return host_shards.needed_starts(reads)
         except ValueError as error:
-            raise self._lost(str(error)) from error
+            raise self._unreadable(str(error)) from error
 
     @contextlib.contextmanager
-    def _left_aside(self) -> Iterator[None]:
-        """Says damage, and goes on: another host may have the same, undamaged."""
+    def _ignoring_damage(self) -> Iterator[None]:
+        """Records and logs damage of this host's copy, and suppresses the error.
+
+        Another host may have the same data undamaged.
+        """
         try:
             with self._verified.noting_damage(self.committed):
                 yield
         except CorruptCheckpointError as error:
-            logger.warning("this host's copy is left aside: %s", error)
+            logger.warning("this host's copy is ignored: %s", error)
 
-    def _lost(self, why: str) -> CorruptCheckpointError:
-        place = self.committed.path.parent  # the step itself may not lie on this host
+    def _unreadable(self, why: str) -> CorruptCheckpointError:
+        place = self.committed.path.parent  # the step itself may not exist on this host
         return CorruptCheckpointError(
             f"step {self.committed.step} of the local tier, {place}: {why}",
             step=self.committed.step,
@@ -218,12 +232,12 @@ def _target(read: Read) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=read.placement)
 
 
-def _digest(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _slice_of(reads: Mapping[str, Read], axis: str) -> int:
-    """The slice in which this process lies; 0 for all where there is no such axis."""
+    """Returns the slice that this process is in; 0 if no mesh has the axis."""
     meshes = {
         read.placement.mesh for read in reads.values() if isinstance(read.placement, NamedSharding)
     }

@@ -1,7 +1,7 @@
-"""Owns the life of a restore: checked, read, written back, or nothing touched at all.
+"""The restore of a step: compares, reads, then changes the live objects, or leaves all unchanged.
 
-Each process reads what goes to its devices and host. They agree once all have read, and before any
-of them touches what is live.
+Each process reads the leaves for its own devices and host. The processes agree after all have read,
+and before any of them changes a live object.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import Findings, Read, Restoration, Values, Write
 from torchax_ckpt.state.training_state import TrainingState
 
-# What is freed and read at a time under restore_in_budget, per device, where no more is free or
-# nobody knows. Smaller parts would read stacks more often.
-_LEAST_PART_BYTES = 64 << 20
+# With restore_in_budget: the fewest bytes per device that are freed and read at a time, also if the
+# free memory is unknown. Smaller parts would read stacks more often.
+_MIN_PART_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did.
+    """The result of a restore.
 
     Attributes:
-      step: the step restored; None of weights that came from files.
-      missing: names attached but not in the checkpoint; they keep what they held.
-      unexpected: names in the checkpoint that nothing attached takes.
-      mismatched: names that differ -> "expected ..., found ..."; they keep what they held. State of
-        an optimizer stands under its parameter's name, ``optimizer/head.weight``.
-      left_out: names of the model's tensors, on either side, that the patterns do not select; and
-        of optimizer state in the checkpoint that is not restored for that reason.
+      step: the restored step; None for weights from files.
+      missing: names that are attached but not in the checkpoint; they keep their values.
+      unexpected: names in the checkpoint that no attached object takes.
+      mismatched: names that differ -> "expected ..., found ..."; they keep their values. Optimizer
+        state is listed under its parameter's name, ``optimizer/head.weight``.
+      left_out: names of the model's tensors, in the program or the checkpoint, that the patterns do
+        not select; and names of the optimizer state in the checkpoint that belongs to them.
       skipped_steps: newer steps that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
-      tier: which tier it was read from, "durable" or "local".
+      tier: the tier from which the step was read, "durable" or "local".
     """
 
     step: int | None
@@ -67,17 +67,27 @@ def restore_attached(
     processes: Processes,
     selection: Selection | None = None,
 ) -> RestoreReport:
-    """Restores a step into what is attached: all that is selected, or nothing, on all alike.
+    """Restores a step into the attached objects: on all processes, or on none.
+
+    Args:
+      source: the step.
+      attached: the attached objects.
+      strict: whether any difference raises.
+      options: ``verify``, ``restore_in_budget``.
+      processes: the processes that restore together, in a round.
+      selection: the selected tensors; None for all.
 
     Raises:
       MismatchError: something differs and ``strict``.
-      SelectionError: patterns that match nothing, or names that meet.
-      CorruptCheckpointError, ForeignCheckpointError, UninitializedLeafError
+      SelectionError: a pattern matches nothing, or two tensors would get the same name.
+      CorruptCheckpointError, ForeignCheckpointError: the step cannot be read.
+      UninitializedLeafError: a meta tensor that neither the step nor ``init`` fills.
+      UnusableStateError: the restore failed midway, with ``restore_in_budget``.
     """
     committed = source.committed
     findings, selection = Findings(), selection or Selection()
-    brings_rng = "rng" in attached.components and "rng" in source.document
-    with step_reader.about(committed), random_state.left_alone(on_success=not brings_rng):
+    restores_rng = "rng" in attached.components and "rng" in source.document
+    with step_reader.about(committed), random_state.left_alone(on_success=not restores_rng):
         document = per_process_state.document_of(
             source.document, processes, f"step {committed.step}"
         )
@@ -95,7 +105,7 @@ def restore_attached(
 def report_of(
     step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
 ) -> RestoreReport:
-    """The report of a restore with these findings, of the tensors that are selected."""
+    """Returns the report of a restore with these findings and this selection."""
     return RestoreReport(
         step,
         missing=tuple(findings.missing),
@@ -114,17 +124,17 @@ def apply(
     step: int | None,
     path: str,
 ) -> None:
-    """Reads what a restoration asks for and makes its changes: all of them, or none.
+    """Reads the leaves of a restoration and makes its changes: all of them, or none.
 
     Args:
-      restoration: what to do.
+      restoration: the leaves to read and the changes to make.
       reader: reads leaves, each onto its placement.
       options: ``restore_in_budget``.
-      processes: those that do it together, in a round.
-      step, path: where the leaves come from, for messages.
+      processes: the processes that restore together, in a round.
+      step, path: the source of the leaves, for messages.
 
     Raises:
-      UnusableStateError: it failed on the way, under ``restore_in_budget``.
+      UnusableStateError: it failed midway, with ``restore_in_budget``.
     """
     if options.restore_in_budget:
         _apply_in_budget(restoration, reader, processes, step, path)
@@ -139,10 +149,10 @@ def _apply_in_budget(
     step: int | None,
     path: str,
 ) -> None:
-    """Applies a restoration part by part, deleting what each part replaces before it is read.
+    """Applies a restoration part by part; deletes the buffers a part replaces before reading it.
 
     Raises:
-      UnusableStateError: it failed on the way; then every buffer concerned is deleted.
+      UnusableStateError: it failed midway. Every buffer that the restore replaces is then deleted.
     """
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
@@ -160,20 +170,21 @@ def _apply_in_budget(
             if write.release is not None:
                 write.release()
         if isinstance(error, UnusableStateError):
-            raise  # that of another process
+            raise  # the error of another process
         raise UnusableStateError(
             f"restoring {'' if step is None else f'step {step} '}from {path} failed after buffers "
-            f"had been freed for it (restore_in_budget=True): {error}. What is attached holds no "
-            "state any more. Restore another step, or start the program again.",
+            f"had been freed for it (restore_in_budget=True): {error}. The attached objects hold "
+            "no state any more. Restore another step, or start the program again.",
             step=step,
             path=path,
         ) from error
 
 
 def _part_bytes(reads: Iterable[Read]) -> int:
-    """How much to free and read at a time, per device: half of what devices have left over.
+    """Returns the bytes to free and read at a time, per device: half of the free device memory.
 
-    What is left over at their peak: a restore must not need more than the training it is for.
+    Free is what remains beyond the peak, because a restore must not need more memory than the
+    training that it precedes.
     """
     placements = {read.placement for read in reads}
     devices: set[Any] = {
@@ -183,13 +194,13 @@ def _part_bytes(reads: Iterable[Read]) -> int:
         devices.add(jax.local_devices()[0])
     free = [f for device in devices if (f := free_device_bytes(device)) is not None]
     shared = len(devices) if any(d.platform == "cpu" for d in devices) else 1
-    return max(_LEAST_PART_BYTES, min(free, default=0) // shared // 2)
+    return max(_MIN_PART_BYTES, min(free, default=0) // shared // 2)
 
 
 def _parts(
     writes: Sequence[Write], reads: Mapping[str, Read], part_bytes: int
 ) -> Iterator[list[Write]]:
-    """The writes in parts of at most so many bytes per device, or of one write."""
+    """Yields the writes in parts of at most ``part_bytes`` per device, or of a single write."""
     part: list[Write] = []
     size = 0
     for write in writes:
@@ -204,7 +215,7 @@ def _parts(
 
 
 def _device_bytes(read: Read) -> int:
-    """What a leaf takes on each of its devices."""
+    """Returns the bytes that a leaf takes on each of its devices."""
     if isinstance(read.placement, Sharding):
         shard = read.placement.shard_shape(read.spec.shape)
         return math.prod(shard) * np.dtype(read.spec.dtype).itemsize

@@ -1,7 +1,8 @@
-"""Which host sends its part of the state to which other, where hosts lack the part they need.
+"""The exchange of parts between hosts: which host sends its part of the state to which other host.
 
-A host receives what one other has. Nothing is added up or gathered, and a host that need not send
-or receive keeps what it has. ``move_shards`` sends.
+A host that lacks the part it needs receives that part from one other host. Nothing is summed or
+gathered, and a host that neither sends nor receives keeps its part. ``move_shards`` does the
+transfer.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from torchax_ckpt.snapshot.move_shards import Rounds
 
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
-    """How every process gets the part that it needs, in few rounds.
+    """Returns permutes, in few rounds, that give each process the part that it needs.
 
-    In one round a process sends to one other, and receives from one. What it receives takes the
-    place of what it had. A part stays somewhere until all have it: who has got the part that it
-    needs receives no more, and sends on.
+    In one round a process sends to at most one process and receives from at most one. The received
+    part replaces the part that the process had. No part is lost before all processes that need it
+    have it: a process that has received the part it needs receives no other, and sends it on.
 
     Args:
-      needs: by process, which part it needs.
-      holds: by process, which part it has; None for none.
-      slices: by process, in which slice it lies. In each round, who can receive from its own slice
-        does: the way from another is longer.
+      needs: by process, the part that it needs.
+      holds: by process, the part that it has; None if it has no part.
+      slices: by process, the slice that it is in. In each round a process receives from its own
+        slice if a process there can send, because the connection to another slice is slower.
 
     Raises:
-      LookupError: a part that is needed is nowhere.
+      LookupError: no process has a part that is needed.
     """
     if not set(needs) <= set(holds):
-        raise LookupError("a part that is needed is nowhere")
+        raise LookupError("no process has a part that is needed")
     holds, rounds = list(holds), []
     while lacking := [i for i, part in enumerate(needs) if holds[i] != part]:
         free: dict[str | None, list[int]] = collections.defaultdict(list)

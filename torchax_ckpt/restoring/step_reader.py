@@ -1,4 +1,4 @@
-"""Owns a stored step as leaves: its manifest, and reading leaves onto placements, all checked."""
+"""The reader of a step: checks its manifest and reads its leaves onto placements."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torchax_ckpt.stored.stored_step import about, digests_of, parse_manifest, r
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
-    """The manifest of a step; what it says was checked, and can be used.
+    """Returns the manifest of a step, after checking that each leaf can be made again.
 
     Raises:
-      ForeignCheckpointError: the step has none: bare Orbax wrote it.
-      CorruptCheckpointError: it is not one that this package has written.
+      ForeignCheckpointError: the step has no manifest, because Orbax alone wrote it.
+      CorruptCheckpointError: it is not a manifest that this package can have written.
     """
     manifest = parse_manifest(committed)
     require_made(committed, manifest)
@@ -42,23 +42,23 @@ def require_made(committed: CommittedStep, manifest: Manifest) -> None:
 
 
 class Source(Protocol):
-    """A step that can be read: ``StoredLeaves``, or ``local_tier.HostSteps``."""
+    """A step that can be read: ``StoredLeaves`` or ``local_tier.HostSteps``."""
 
     committed: CommittedStep
     document: Mapping[str, Node]
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Refuses what is not stored as the manifest says, before memory is taken for it."""
+        """Refuses arrays not stored as the manifest says, before memory is allocated for them."""
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Reads leaves and puts each on its placement."""
+        """Reads leaves onto their placements; returns name -> array."""
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Whether these reads, checked, have seen every stored byte."""
+        """Returns whether these reads, with comparison, cover every stored byte."""
 
 
 class StoredLeaves:
-    """A step that is read as it is stored.
+    """A step that is read directly from its directory.
 
     Attributes:
       committed: the step.
@@ -68,10 +68,12 @@ class StoredLeaves:
       committed: the step.
       options: how it is read.
       agree: raises if another process has failed.
-      allow_part: whether it may be one host's part of a step, as for ``StoredStep``.
+      allow_part: whether the step may be one host's part, as for ``StoredStep``.
 
     Raises:
-      ForeignCheckpointError, CorruptCheckpointError: as ``read_manifest``; or it is a part.
+      ForeignCheckpointError: as ``read_manifest``.
+      CorruptCheckpointError: as ``read_manifest``; or the step is one host's part and
+        ``allow_part`` is False.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class StoredLeaves:
         self.document = self._manifest.document
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """See the function of this name."""
+        """See the module's function ``require_plausible``."""
         require_plausible(self.committed, self._manifest, reads)
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
@@ -99,20 +101,20 @@ class StoredLeaves:
         return read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """See the function of this name."""
+        """See the module's function ``is_whole``."""
         return is_whole(self._manifest, reads, num_processes)
 
 
 def require_plausible(
     committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
 ) -> None:
-    """Refuses arrays that are not stored as the manifest says, before memory is taken for them.
+    """Refuses arrays not stored as the manifest says, before memory is allocated for them.
 
     Raises:
-      CorruptCheckpointError: an array is not there, has another dtype or shape, or a layout this
-        package does not write; or more would pass through this host than it has memory, and than
-        what is on storage can be.
-      OutOfMemoryError: it can be, and this host is too small.
+      CorruptCheckpointError: an array does not exist, has another dtype or shape, or has a layout
+        that this package does not write; or the leaves exceed this host's memory and the bytes on
+        storage cannot expand to that size.
+      OutOfMemoryError: the leaves exceed this host's memory, and the step may be sound.
     """
     stored = manifest.stored(reads)
     with step_files.as_corrupt(committed, "array metadata"):
@@ -131,18 +133,20 @@ def require_plausible(
 
 
 def _is_whole_here(placement: Placement) -> bool:
-    """Whether all of a leaf passes through this host at one time."""
+    """Returns whether the whole leaf passes through this host's memory at one time."""
     return placement is not Local.HOST and (
         isinstance(placement, Local) or placement.is_fully_replicated
     )
 
 
 def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
-    """Whether these reads, checked, have seen every stored byte, together with other processes."""
+    """Returns whether these reads, with comparison, cover every stored byte.
+
+    The reads of all processes count together.
+    """
     needed = set(manifest.leaves())
-    if (
-        per_process_state.count_of(manifest.document) == num_processes
-    ):  # each reads what was its own
+    # With the number of processes that saved, each process reads its own per-process state.
+    if per_process_state.count_of(manifest.document) == num_processes:
         needed = {name for name in needed if names.without_process(name) == name}
         reads = {names.without_process(name): read for name, read in reads.items()}
     return manifest.stored(needed).keys() <= manifest.stored(reads).keys()
@@ -155,10 +159,17 @@ def read_leaves(
     options: CheckpointOptions,
     agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads leaves and puts each on its placement; ``agree`` raises if another process has failed.
+    """Reads leaves onto their placements; returns name -> array.
+
+    Args:
+      committed: the step.
+      manifest: its manifest.
+      reads: name -> which leaf to read, and onto which placement.
+      options: ``verify`` and the memory bounds.
+      agree: raises if another process has failed.
 
     Raises:
-      CorruptCheckpointError: one is not stored as the manifest says.
+      CorruptCheckpointError: a leaf is not stored as the manifest says.
     """
     located = manifest.plan.locate()
     stacks: dict[str, dict[str, Placement]] = {}

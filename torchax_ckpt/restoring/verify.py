@@ -1,4 +1,4 @@
-"""Verification: a step is read back whole, and the result is noted for keep rules and readers."""
+"""Verification: reads a whole step back and records the result for keep rules and readers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ def verify_step(
     processes: Processes,
     options: CheckpointOptions,
 ) -> None:
-    """Compares every byte of a step with its digests, and notes what was found.
+    """Compares every byte of a step with its digests and records the result.
 
     Args:
       committed: the step.
-      directory: the directory that it is in.
-      processes: those that verify it together, each its share or, in a local tier, its part.
-      options: how steps are read; ``read_only`` leaves no mark for later programs.
+      directory: the directory that contains it.
+      processes: the processes that verify it together: each a share of the step, or in a local tier
+        its own host's part.
+      options: how steps are read. With ``read_only`` no mark is written for later programs.
 
     Raises:
-      CorruptCheckpointError: it is damaged.
-      ForeignCheckpointError: bare Orbax wrote it, without digests.
-      StepNotFoundError: it was deleted meanwhile.
-      DirectoryError: it cannot be read now.
+      CorruptCheckpointError: the step is damaged.
+      ForeignCheckpointError: Orbax alone wrote it, without digests.
+      StepNotFoundError: it was deleted in the meantime.
+      DirectoryError: storage cannot read it now.
     """
-    # Of the local tier another host may have a step that this one has not.
+    # In a local tier another host may have a step that this host lacks.
     is_here = not processes.is_per_host or committed.path.exists()
     verified = directory.verified
     try:

@@ -1,7 +1,7 @@
-"""Owns warm starts: a model's first weights, from another run's checkpoint or from files.
+"""Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Whatever they come from becomes a ``StoredModule`` and a reader of its leaves; the rest is as in a
-restore.
+Each kind of source is converted to a ``StoredModule`` and a reader of its leaves; the rest is the
+same as in a restore.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
 
-_ON_ITS_WAY_BYTES = 1 << 30
-# What .to("jax") makes of 64-bit integers.
+_MAX_TRANSIT_BYTES = 1 << 30
+# The dtypes to which .to("jax") converts 64-bit integers.
 _NARROWED = {"int64": "int32", "uint64": "uint32"}
 
 
@@ -69,64 +69,66 @@ def warm_start(
     cast: bool = False,
     options: CheckpointOptions | None = None,
 ) -> RestoreReport:
-    """Gives a model its first weights, in place: another run's, or pretrained ones from files.
+    """Sets a model's initial weights, in place: from another run or from pretrained files.
 
-    Only weights: nothing is written, no lease is taken, and no run resumes. Optimizers, random
-    state and a module's extra state stay as they are. The new run begins at its own step 0::
+    Only weights are read: nothing is written, no lease is taken, and no run resumes. Optimizers,
+    random state and a module's extra state stay unchanged. The new run begins at its own step 0::
 
         with TorchaxCheckpointer("runs/finetune") as ckpt:
             if ckpt.latest_step() is None:
                 warm_start(model, "runs/pretrain", exclude="head")
             start = ckpt.attach(model, optimizer)
 
-    What is selected must fit, and what is not is left alone: neither taken from the source nor
-    missed in it. Everything is compared first; nothing live is touched unless everything can be, so
-    that a model that is not on ``"meta"`` takes its memory twice meanwhile (``restore_in_budget``).
-    Files are read part by part, as devices hold them, and put there; digests of a checkpoint are
-    compared as in every restore.
+    The selected tensors must fit. All others are neither taken from the source nor expected in it.
+    Everything is compared before any tensor of the model is changed. Therefore a model that is not
+    on ``"meta"`` temporarily takes its memory twice, unless ``restore_in_budget`` is set. Files are
+    read in the parts that the devices hold, and each part goes directly to its device. Digests of a
+    checkpoint are compared as in every restore.
 
-    A pattern names a tensor, or a module and so all that is in it; ``*`` stands for any characters,
-    as few as possible. ``include`` and ``exclude`` go by the model's names: ``exclude="*.lora_A"``
-    for tensors that the source lacks. ``rename`` goes from the source's names to the model's, and
-    carries ``*`` over: ``{"transformer.h.*.attn": "layers.*.attention"}``; the first pattern that
-    matches counts.
+    A pattern names a tensor, or a module and everything in it; ``*`` matches any characters, as few
+    as possible. ``include`` and ``exclude`` are patterns for the model's names:
+    ``exclude="*.lora_A"`` for tensors that the source lacks. ``rename`` maps the source's names to
+    the model's, and copies the text that each ``*`` matches:
+    ``{"transformer.h.*.attn": "layers.*.attention"}``. The first pattern that matches counts.
 
-    Tied weights take the value of what one of their names stands for, if that is one tensor.
+    A tied weight takes the tensor that the source has under any of its names, if it is the same
+    tensor under all names that the source has.
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
-      source: a run's directory, ``gs://`` too; a safetensors file; a directory or index as Hugging
-        Face writes them; a file of ``torch.save``'s; or a directory that
-        ``torch.distributed.checkpoint`` has written.
-      step: of a run's directory: completed steps; None for the newest that can be read.
-      at: where the weights are, if not in the one attached model: ``model/generator``,
-        ``state/params`` of functional state; ``app/model`` in what torch has written.
-      include: patterns; only tensors that one of them matches are taken. None for all.
-      exclude: patterns; tensors that one of them matches are not.
-      rename: pattern of the source's names -> the model's.
+      source: a run's directory, ``gs://`` too; a safetensors file; a directory or index in Hugging
+        Face's format; a file written by ``torch.save``; or a directory written by
+        ``torch.distributed.checkpoint``.
+      step: completed steps of the checkpoint in a run's directory; None for the newest readable.
+      at: the place of the weights, if the source has them elsewhere than in a single attached
+        model: ``model/generator``, ``state/params`` for functional state, ``app/model`` for files
+        written by torch.
+      include: patterns; only tensors that match one of them are taken. None for all.
+      exclude: patterns; tensors that match one of them are not taken.
+      rename: pattern for the source's names -> the model's names.
       shardings, init: as for ``TorchaxCheckpointer.attach``; ``init`` fills tensors on ``"meta"``
         that are not taken.
-      strict: raise on any difference; if not, take what matches and report the rest.
+      strict: raise on any difference; otherwise take the matching tensors and report the rest.
       cast: convert floating tensors of another dtype to the model's. 64-bit integers in files
-        become the 32-bit ones that devices have in their place if their values fit; nothing else
-        is ever converted.
+        always become the 32-bit integers that devices have in their place, if the values fit;
+        nothing else is ever converted.
       options: memory bounds (``max_host_bytes``), ``verify``, ``restore_in_budget``.
 
     Returns:
-      What was done; ``step`` is None for files.
+      The report of the restore; its ``step`` is None for files.
 
     Raises:
       MismatchError: the weights do not fit; nothing was changed.
-      SelectionError: a pattern matches nothing, two tensors would have one name, or ``step`` or
-        ``at`` were given for files that have none.
-      AttachError: no model, or one on the CPU.
-      UninitializedLeafError: a meta tensor that nothing fills.
+      SelectionError: a pattern matches nothing, two tensors would get one name, or ``step`` or
+        ``at`` was given for files that have no steps or places.
+      AttachError: the model is not a module, or is on the CPU.
+      UninitializedLeafError: nothing fills a tensor on ``"meta"``.
       StepNotFoundError: there is no such step, or nothing to read at all.
-      CorruptCheckpointError: the source is damaged, or is none that can be trusted.
+      CorruptCheckpointError: the source is damaged, or is not safe to read.
       DirectoryError: it cannot be read now.
-      ForeignCheckpointError: a step of bare Orbax, whose names say nothing about torch.
-      UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be held.
-      ImportError: safetensors are given, and the library is not installed.
+      ForeignCheckpointError: Orbax alone wrote the step, so its names say nothing about torch.
+      UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be read.
+      ImportError: the source is safetensors, and that library is not installed.
     """
     torchax_backend.check_internals()
     require_module(model, (MODEL,))
@@ -144,7 +146,7 @@ def warm_start(
     path = Path(source)
     if opening.is_known(path):
         if step is not None:
-            raise SelectionError(f"{path}: files have no steps, such as {step}")
+            raise SelectionError(f"{path}: files have no steps: expected step=None, found {step}")
         files = opening.open_files(path, at)
         with processes.round("taking weights from files"):
             return start(_of_files(files, str(path), cast, options))
@@ -160,8 +162,8 @@ def warm_start(
         return start_from(*history.found(lambda: [run.find(number)]))
     if not (steps := history.found(run.steps)):
         raise StepNotFoundError(
-            f"{run.path}: expected a run with checkpoints, safetensors, or what torch.save or "
-            "torch's DCP has written; found none of them",
+            f"{run.path}: expected a run's directory with checkpoints, safetensors files, or files "
+            "written by torch.save or torch.distributed.checkpoint; found none of them",
             path=run.path,
         )
     report, skipped = newest_readable(steps, start_from)
@@ -170,14 +172,14 @@ def warm_start(
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where weights come from.
+    """The source of the weights.
 
     Attributes:
-      module: what there is.
-      step, path: of what, for messages.
-      check: raises where what is to be read cannot be what it says it is.
-      read: reads leaves onto their placements, as the dtypes wanted.
-      is_whole: whether these reads see, and check, all that there is.
+      module: the tensors that the source has.
+      step, path: which step or files they are, for messages.
+      check: raises if leaves cannot be stored as the source says.
+      read: reads leaves onto their placements, in the requested dtypes.
+      is_whole: returns whether these reads, with comparison, cover all bytes of the source.
     """
 
     module: StoredModule
@@ -258,7 +260,7 @@ def _of_files(files: TensorFiles, path: str, cast: bool, options: CheckpointOpti
         ),
         None,
         path,
-        check=lambda reads: None,  # every size was compared with the model's
+        check=lambda reads: None,  # every size was already compared with the model's
         read=functools.partial(_read_files, named, options=options),
         is_whole=lambda reads: False,
     )
@@ -271,14 +273,15 @@ def _are_floating(*dtypes: str) -> bool:
 def _read_files(
     tensors: Mapping[str, FileTensor], reads: Mapping[str, Read], options: CheckpointOptions
 ) -> dict[str, Any]:
-    """Reads tensors part by part, as devices hold them, and puts each onto its placement.
+    """Reads tensors in the parts that devices hold, and puts each tensor on its placement.
 
-    On its way at one time are ``max_host_bytes``, or what the largest part takes.
+    The parts in transit at one time take at most ``max_host_bytes`` (1 GiB if there is no bound),
+    or the bytes of the largest part if that is more.
     """
     leaves: dict[str, Any] = {}
     empty: dict[str, Any] = {}
     moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
-    max_bytes, on_its_way = options.max_host_bytes or _ON_ITS_WAY_BYTES, 0
+    max_bytes, transit_bytes = options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
     for name, read in reads.items():
         shape, dtype = read.spec.shape, read.dtype or read.spec.dtype
         if math.prod(shape) == 0:
@@ -287,19 +290,21 @@ def _read_files(
         part = read.placement.shard_shape(shape) if isinstance(read.placement, Sharding) else shape
         target = SingleLeaf(name, Wanted(shape, dtype, {name: read.placement}, None), leaves)
         for piece in target.pieces(part):
-            while moving and on_its_way + piece.nbytes > max_bytes:
+            while moving and transit_bytes + piece.nbytes > max_bytes:
                 nbytes, arrays = moving.popleft()
                 jax.block_until_ready(arrays)
-                on_its_way -= nbytes
+                transit_bytes -= nbytes
             host = _as_dtype(tensors[name].read(piece.index), dtype, name)
             moving.append(target.arrived(piece, host))
-            on_its_way += moving[-1][0]
+            transit_bytes += moving[-1][0]
     return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}
 
 
 def _as_dtype(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
     changed = array.astype(np.dtype(dtype), copy=False)
     if array.dtype.name in _NARROWED and not np.array_equal(changed, array):
-        problem = f"expected {array.dtype.name} that fits into {dtype}, found values beyond"
+        problem = (
+            f"expected {array.dtype.name} values that fit into {dtype}, found values out of range"
+        )
         raise MismatchError(f"{name}: {problem}", mismatched={name: problem})
     return changed

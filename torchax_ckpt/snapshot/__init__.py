@@ -1,1 +1,1 @@
-"""The moment of a save: references, copies and stacks of device arrays."""
+"""The snapshot of a save: references to device arrays, copies of them, and stacks of them."""

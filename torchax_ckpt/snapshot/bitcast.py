@@ -1,7 +1,8 @@
-"""Arrays as the integers of their bits: what arithmetic and conversions would change is kept.
+"""Conversion of arrays to integers of their bits and back.
 
-Sums of floats lose the sign of zeros and the bits of NaNs, XLA converts small floats on the way,
-and sums of narrow integers come out wide.
+Programs that move values use it, because arithmetic and conversions on the values would change
+them: sums of floats lose the sign of zeros and the bits of NaNs, XLA may convert small floats
+inside a program, and sums of narrow integers have a wider dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import jax.numpy as jnp
 
 
 def to_bits(array: jax.Array) -> jax.Array:
-    """Unsigned integers of at least a byte; of complex numbers two, in a last dim."""
+    """Returns the bits of an array as unsigned integers of at least one byte each.
+
+    Bools and integers below 8 bits become uint8. A complex array gains a last dim of length 2, the
+    bits of its real and imaginary parts.
+    """
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
     if array.dtype == jnp.bool_:
@@ -24,7 +29,7 @@ def to_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """What ``to_bits`` was given."""
+    """Returns the array of this dtype whose bits ``to_bits`` returned."""
     target = jnp.dtype(dtype)
     if target == jnp.bool_:
         return bits != 0
@@ -37,7 +42,10 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether it is a float that XLA may convert to a wider one on the way, which changes NaNs."""
+    """Returns whether the dtype is a float below 32 bits.
+
+    XLA may convert such floats to a wider dtype inside a program, which changes NaNs.
+    """
     return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
 
 

@@ -1,4 +1,4 @@
-"""The memory that devices have left for copies beside the step that runs meanwhile."""
+"""Free device memory: whether copies of a state fit beside the training step that runs next."""
 
 from __future__ import annotations
 
@@ -17,66 +17,71 @@ from torchax_ckpt.runtime import host_memory
 
 Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
 
-# Room that copies must leave on a device for the step that runs meanwhile.
+# Free memory must exceed the size of the copies by this factor: a training step runs beside them.
 _HEADROOM = 1.25
 
 
 def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
-    """What the device says of its memory; None if it says nothing, as CPUs do."""
+    """Returns the device's memory statistics, or None if it reports none, as CPU devices do."""
     return device.memory_stats()
 
 
 def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | None:
-    """Free memory of a device in bytes: what its peak so far has left over, or the host's.
+    """Returns the free memory of a device in bytes; None if the device reports no statistics.
 
-    The peak counts, not what is in use between two steps: the next step needs its room again.
+    For a CPU device this is the host's available memory. For other devices it is the limit minus
+    the peak so far. The peak counts, not the use between two steps, because the next training step
+    needs that memory again.
     """
-    beside_peak = _free_beside_peak(stats(device))
-    if beside_peak is None and device.platform == "cpu":
+    beyond_peak = _free_beyond_peak(stats(device))
+    if beyond_peak is None and device.platform == "cpu":
         return host_memory.available_host_bytes()
-    return beside_peak
+    return beyond_peak
 
 
-def _free_beside_peak(said: Mapping[str, int] | None) -> int | None:
-    if not said or "bytes_limit" not in said or "bytes_in_use" not in said:
+def _free_beyond_peak(stats: Mapping[str, int] | None) -> int | None:
+    if not stats or "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
-    return said["bytes_limit"] - said.get("peak_bytes_in_use", said["bytes_in_use"])
+    return stats["bytes_limit"] - stats.get("peak_bytes_in_use", stats["bytes_in_use"])
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether this is how JAX says that a device has no memory."""
+    """Returns whether this is JAX's error for a device that is out of memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 class DeviceMemory:
-    """Says whether copies fit on the devices; is told of those that were made.
+    """Decides whether copies fit on the devices, from memory statistics and a record of the copies.
 
-    A peak never falls, and holds the copies of earlier saves. So this keeps account of what the
-    program itself can have needed at most: of a peak that was reached while there were copies, what
-    is beyond them; of one that was reached while there were none, all of it. To tell them apart it
-    looks when copies are made, and once more when they go. Once memory was exhausted, the whole
-    peak counts.
+    The peak of a device never falls, and it includes the copies of earlier saves. This class
+    therefore keeps an upper bound of the memory that the program itself has needed. If a peak was
+    reached while copies existed, the bound counts the peak without the copies. If none existed, the
+    bound counts the whole peak. To distinguish the two, the class reads the statistics when copies
+    are made, and again when they are freed. After a device ran out of memory, the whole peak
+    counts.
 
-    What it cannot see is that the program has come to need more between two saves, but no more than
-    it and the copies had needed together: no device says so. May be used by several threads.
+    Limit: between two saves the program can come to need more memory. As long as that is no more
+    than program and copies needed together before, no statistic shows it. Safe to use from several
+    threads.
 
     Args:
-      stats: what a device says of its memory.
+      stats: device -> its memory statistics, or None if it reports none.
     """
 
     def __init__(self, stats: Stats = memory_stats) -> None:
         self._stats = stats
-        # Copies may go, and be accounted for, wherever Python collects garbage: also in here.
+        # Reentrant, because Python may collect copies, and call _forget_copies, inside these
+        # methods too.
         self._lock = threading.RLock()
-        # By device, in bytes: the program's own peak at most, the whole peak when last looked at,
-        # and copies that are there.
-        self._own: dict[jax.Device, int] = {}
-        self._seen: dict[jax.Device, int] = {}
-        self._copied: collections.Counter[jax.Device] = collections.Counter()
+        # In bytes by device: the upper bound of the program's own peak, the whole peak at the last
+        # update, and the copies that exist.
+        self._program_peak: dict[jax.Device, int] = {}
+        self._last_peak: dict[jax.Device, int] = {}
+        self._copy_bytes: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
 
     def holds(self, arrays: Iterable[Any]) -> bool:
-        """Whether the devices have memory for copies of those arrays that are on devices."""
+        """Returns whether the devices have memory for copies of the device arrays among these."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)
@@ -86,77 +91,79 @@ class DeviceMemory:
             )
 
     def described(self, arrays: Iterable[Any]) -> str:
-        """What copies of arrays need of the device with least to spare, and what it has free."""
+        """Returns a text on the device with the least memory to spare: bytes needed and free."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)
         short = min(needed, key=lambda d: math.inf if (f := free[d]) is None else f - needed[d])
         found = "unknown" if free[short] is None else f"{free[short]} bytes"
         return (
-            f"{short}: expected {needed[short]} bytes free beside what training takes at its peak, "
-            f"found {found}"
+            f"{short}: expected {needed[short]} bytes free beyond the peak of training, found "
+            f"{found}"
         )
 
     def took(self, copies: Iterable[Any]) -> None:
-        """Tells that copies, which come and go together, were made."""
+        """Records copies that were just made. All of them must be freed at the same time."""
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return
         taken = _bytes_on_devices(on_devices)
-        weakref.finalize(on_devices[0], self._gave_back, taken).atexit = False
+        weakref.finalize(on_devices[0], self._forget_copies, taken).atexit = False
         with self._lock:
-            self._copied.update(taken)
-            self._look(taken)
+            self._copy_bytes.update(taken)
+            self._update(taken)
 
-    def _gave_back(self, taken: Mapping[jax.Device, int]) -> None:
-        """Called when copies go."""
+    def _forget_copies(self, taken: Mapping[jax.Device, int]) -> None:
+        """Removes freed copies from the record; ``weakref.finalize`` calls it."""
         with self._lock:
             try:
-                self._look(taken)
+                self._update(taken)
             finally:
-                self._copied.subtract(taken)
+                self._copy_bytes.subtract(taken)
 
     def failed(self) -> None:
-        """Tells that memory did not suffice after all."""
+        """Records that a device ran out of memory although ``holds`` returned True."""
         with self._lock:
             self._has_failed = True
 
     def _free_of_each(self, devices: Collection[jax.Device]) -> dict[jax.Device, int | None]:
-        """What is left on each device; CPU devices share what the host has left."""
-        host_bytes = functools.cache(host_memory.available_host_bytes)  # reads several files
+        """Returns the free bytes of each device; CPU devices share the host's memory equally."""
+        # Cached, because each call reads several files.
+        host_bytes = functools.cache(host_memory.available_host_bytes)
         return {device: self._free(device, len(devices), host_bytes) for device in devices}
 
     def _free(
         self, device: jax.Device, count: int, host_bytes: Callable[[], int | None]
     ) -> int | None:
-        """What is left on one of so many devices."""
-        beside_peak = _free_beside_peak(self._stats(device))
-        if beside_peak is None:
+        """Returns the free bytes of one of ``count`` devices; None if unknown."""
+        beyond_peak = _free_beyond_peak(self._stats(device))
+        if beyond_peak is None:
             free = host_bytes() if device.platform == "cpu" else None
             return None if free is None else free // count
-        self._look([device])
+        self._update([device])
         if self._has_failed:
-            return beside_peak
-        beyond = self._seen[device] - self._own[device] - self._copied[device]
-        return beside_peak + beyond
+            return beyond_peak
+        spare = self._last_peak[device] - self._program_peak[device] - self._copy_bytes[device]
+        return beyond_peak + spare
 
-    def _look(self, devices: Iterable[jax.Device]) -> None:
-        """Accounts for what the devices have needed since the last look."""
+    def _update(self, devices: Iterable[jax.Device]) -> None:
+        """Updates the bounds by what the devices have needed since the last update."""
         for device in devices:
-            said = self._stats(device)
-            if said is None or "bytes_in_use" not in said:
+            stats = self._stats(device)
+            if stats is None or "bytes_in_use" not in stats:
                 continue
-            in_use, copied = said["bytes_in_use"], self._copied[device]
-            peak = max(said.get("peak_bytes_in_use", in_use), self._seen.get(device, 0))
-            # Reached since with the copies that are there now, if not before.
-            is_new = copied or peak > self._seen.get(device, -1)
-            own = max(in_use, peak if is_new else 0) - copied
-            self._own[device] = max(own, self._own.get(device, 0))
-            self._seen[device] = peak
+            in_use, copied = stats["bytes_in_use"], self._copy_bytes[device]
+            peak = max(stats.get("peak_bytes_in_use", in_use), self._last_peak.get(device, 0))
+            # If copies exist, the peak counts without them: a new peak was reached with them. A
+            # peak that was reached earlier is in the bound already, and max keeps that.
+            is_new = copied or peak > self._last_peak.get(device, -1)
+            program = max(in_use, peak if is_new else 0) - copied
+            self._program_peak[device] = max(program, self._program_peak.get(device, 0))
+            self._last_peak[device] = peak
 
 
 def _bytes_on_devices(arrays: Iterable[Any]) -> dict[jax.Device, int]:
-    """What the arrays take of each device of this process."""
+    """Returns the bytes that the arrays take on each device of this process."""
     by_sharding: dict[Sharding, int] = collections.defaultdict(int)
     for array in arrays:
         if isinstance(array, jax.Array):

@@ -1,6 +1,6 @@
-"""Moves shards between the host, the devices of this process and those of other processes.
+"""Movement of shards between the host, this process's devices and other processes' devices.
 
-All programs that move shards on devices during a restore are built here; other files decide which
+This file builds all programs that move shards on devices during a restore; other files decide which
 leaves go where. Cheapest first:
 
     put, move                 Transfers from the host, or between devices of this process; no
@@ -9,20 +9,19 @@ leaves go where. Cheapest first:
     sum_over_replicas         One replica sends its shards to all others, in one all-reduce.
     reshard                   Leaves change their sharding on one mesh; XLA picks the collectives.
 
-The last three have a program each, because none can stand in for another:
+The last three need a program each, because none can replace another:
 
 - Permutes reach n replicas in log2(n) rounds, and each round sends every byte. An all-reduce sends
-  less than twice every byte, for any n.
+  every byte less than twice, for any n.
 - An all-reduce leaves the same shards on all devices of a group. Hosts that swap their parts need
-  different ones, and a host that has its part already should neither send nor receive.
+  different shards, and a host that already has its part should neither send nor receive.
 - Both send whole shards to devices that need whole shards. A resharding cuts shards into parts.
 
 Permutes and sums share the rest: shards lie in slots, one for each device of a grid, and one
 function builds both programs. All three are collectives: every process calls them with the same
 targets, on its training thread. They move one chunk of leaves after the other.
 
-Values travel as integers of their bits where a program would change them: sums lose the sign of
-zeros and the bits of NaNs, and XLA converts small floats on the way.
+Values travel as integers of their bits if a program would change them (``bitcast``).
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
 from torchax_ckpt.snapshot.sharding import Local, Placement, auto_axes, shards_of
 
 Targets = Mapping[str, jax.ShapeDtypeStruct]
-"""Leaf -> shape, dtype and the sharding where it goes, a NamedSharding."""
+"""Leaf -> its shape, its dtype and the NamedSharding that it moves to."""
 
 Rounds = tuple[tuple[tuple[int, int], ...], ...]
-"""One permute after the other: pairs of the process that sends and the one that receives."""
+"""Permutes in their order, each as pairs (sending process, receiving process)."""
 
 Program = Callable[..., tuple[jax.Array, ...]]
 
-# Leaves of one program: the time to compile grows with their number, and the memory that is needed
-# at once with their size on a device.
+# Bounds of the leaves that one program moves: their number determines the compile time, their bytes
+# per device the memory that is needed at once.
 _CHUNK, _CHUNK_BYTES = 64, 256 << 20
 
-# A grid is a mesh of these axes. Shards move between rows, and stay in their column.
+# A grid is a mesh with these axes. Shards move between rows and stay in their column.
 _ROW, _COLUMN = "row", "column"
 _ON_GRID = PartitionSpec((_ROW, _COLUMN))
 
@@ -67,34 +66,34 @@ def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[
     Host arrays are copied, so that the result does not alias memory that the caller may change.
     """
     result = dict(arrays)
-    near: dict[str, Sharding | None] = {}
+    batched: dict[str, Sharding | None] = {}
     for name, array in arrays.items():
         placement = placements[name]
         if isinstance(placement, Local):
             if placement is Local.DEFAULT_DEVICE:
-                near[name] = None
-        elif _leaves_process(array, placement):
+                batched[name] = None
+        elif _crosses_processes(array, placement):
             result[name] = move(array, placement)
         else:
-            near[name] = placement
-    if near:
-        sources, targets = [arrays[name] for name in near], list(near.values())
-        result.update(zip(near, jax.device_put(sources, targets, may_alias=False), strict=True))
+            batched[name] = placement
+    if batched:
+        sources, targets = [arrays[name] for name in batched], list(batched.values())
+        result.update(zip(batched, jax.device_put(sources, targets, may_alias=False), strict=True))
     return result
 
 
 def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
-    """The array on this sharding; one that is there already stays the same."""
-    if not _leaves_process(array, sharding):
+    """Returns the array on this sharding, unchanged if it is there already."""
+    if not _crosses_processes(array, sharding):
         return jax.device_put(array, sharding)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
 
-def _leaves_process(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
-    """Whether the array, which every process has, goes to devices of several processes.
+def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
+    """Returns whether an array that each process has goes to devices of several processes.
 
-    ``jax.device_put`` would first compare what the processes have, on the devices.
+    ``jax.device_put`` would first compare, on the devices, the arrays of the processes.
     """
     is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
     return is_here and not sharding.is_fully_addressable
@@ -104,12 +103,12 @@ def _leaves_process(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
 
 
 def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> None:
-    """Gives the shards of the first replica to all others.
+    """Sends the shards of the first replica to all other replicas.
 
     Args:
-      leaves: leaf -> its array on the first of ``replicas``, on processes that have devices of it.
-        Takes the results.
-      targets: see above; the shardings have several replicas.
+      leaves: leaf -> its array on the first of ``replicas``, on the processes that have devices of
+        that replica. The results are stored here.
+      targets: see ``Targets``; the shardings have several replicas.
     """
     grids = {name: replica_grid(_sharding(target)) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, sum_program)
@@ -118,16 +117,18 @@ def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> Non
 def permute_over_processes(
     leaves: MutableMapping[str, Any], targets: Targets, rounds: Rounds
 ) -> None:
-    """Sends shards from processes to others, each to the device at the same place there.
+    """Sends shards from processes to other processes.
+
+    Each shard goes to the device at the same position in the receiving process's block of the mesh.
 
     Args:
-      leaves: leaf -> an array of the shards that the devices of this process have, or nothing.
-        Takes the results.
-      targets: see above; the meshes have devices of all processes.
+      leaves: leaf -> an array of the shards on the devices of this process; empty if the process
+        has no shards. The results are stored here.
+      targets: see ``Targets``; the meshes have devices of all processes.
       rounds: which process sends to which. A process that receives nothing keeps its shards.
 
     Raises:
-      ValueError: a mesh has more devices of one process than of another, or none of one.
+      ValueError: a mesh has more devices of one process than of another, or none of some process.
     """
     grids = {name: process_grid(_sharding(target).mesh) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, lambda grid: permute_program(grid, rounds))
@@ -135,7 +136,7 @@ def permute_over_processes(
 
 @functools.lru_cache(maxsize=1024)
 def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
-    """The same shards on the devices of one replica: for each replica, in the mesh's order."""
+    """Returns, for each replica in the mesh's order, the sharding over that replica's devices."""
     mesh, spec = sharding.mesh, sharding.spec
     used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
@@ -151,27 +152,36 @@ def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def replica_grid(sharding: NamedSharding) -> Mesh:
-    """One row for each replica."""
+    """Returns a grid with one row for each replica of the sharding."""
     rows = [replica.mesh.devices.ravel() for replica in replicas(sharding)]
     return Mesh(np.array(rows), (_ROW, _COLUMN))
 
 
 @functools.lru_cache(maxsize=64)
 def process_grid(mesh: Mesh) -> Mesh:
-    """One row for each process, in the order of that process's block of the mesh."""
+    """Returns a grid with one row for each process.
+
+    The devices of a row have the order of the process's block of the mesh.
+
+    Raises:
+      ValueError: the mesh has different numbers of devices from the processes.
+    """
     rows: dict[int, list[jax.Device]] = {i: [] for i in range(jax.process_count())}
     for device in mesh.devices.flat:
         rows[device.process_index].append(device)
     if len({len(row) for row in rows.values()}) != 1:
         counts = {process: len(row) for process, row in rows.items()}
-        raise ValueError(f"expected a mesh with as many devices of each process, found {counts}")
+        raise ValueError(
+            f"expected a mesh with equally many devices of each process, found {counts}"
+        )
     return Mesh(np.array(list(rows.values())), (_ROW, _COLUMN))
 
 
 def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
-    """The array that a program on a grid takes and gives for a leaf: a shard on every device.
+    """Returns the form of a leaf in programs on a grid: an array with one shard on each device.
 
-    The shards, [d0, d1, ...], lie one after the other along the first dim: [devices * d0, d1, ...].
+    The shards, of shape [d0, d1, ...], lie in sequence along the first dim: the array has the shape
+    [devices * d0, d1, ...].
     """
     first, *rest = _sharding(target).shard_shape(target.shape) or (1,)
     shape = (grid.size * first, *rest)
@@ -180,13 +190,13 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
 
 @functools.lru_cache(maxsize=256)
 def sum_program(grid: Mesh) -> Program:
-    """From slots to slots: the sum over rows, of which all but one are zeros."""
+    """Returns the program from slots to their sum over the rows; all rows but one hold zeros."""
     return _grid_program(grid, lambda bits: jax.lax.psum(bits, _ROW))
 
 
 @functools.lru_cache(maxsize=64)
 def permute_program(grid: Mesh, rounds: Rounds) -> Program:
-    """From slots to slots, after these rounds between rows."""
+    """Returns the program from slots to the slots after these rounds between rows."""
 
     def permute(bits: jax.Array) -> jax.Array:
         for pairs in rounds:
@@ -200,7 +210,10 @@ def permute_program(grid: Mesh, rounds: Rounds) -> Program:
 
 
 def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Program:
-    """From slots to slots of any leaves; ``move_bits`` runs on every device, with its slot."""
+    """Returns a program from the slots of any leaves to slots.
+
+    ``move_bits`` runs on each device, on the bits of its slot.
+    """
 
     def on_device(*slots: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(from_bits(move_bits(to_bits(slot)), slot.dtype) for slot in slots)
@@ -219,7 +232,7 @@ def _move_on_grids(
         by_grid[grids[name]][name] = target
     for grid, on_grid in by_grid.items():
         for chunk in _chunks(on_grid):
-            zeros = functools.cache(_zeros)  # leaves of one shape and dtype share them
+            zeros = functools.cache(_zeros)  # leaves of one shape and dtype share their zeros
             given = [_filled(slots(chunk[n], grid), leaves.get(n), zeros) for n in chunk]
             moved = program_on(grid)(*given)
             for (name, target), array in zip(chunk.items(), moved, strict=True):
@@ -229,7 +242,7 @@ def _move_on_grids(
 def _filled(
     slots: jax.ShapeDtypeStruct, array: jax.Array | None, zeros: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Slots with the shards that this process has of a leaf; zeros on its other devices."""
+    """Returns slots with this process's shards of a leaf, and zeros on its other devices."""
     shape = slots.sharding.shard_shape(slots.shape)
     here = {} if array is None else _in_device_memory(array)
     parts = [
@@ -240,7 +253,7 @@ def _filled(
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
-    """A shard whose bits are zeros: float8_e8m0fnu has no value zero."""
+    """Returns a shard whose bits are all zero, because float8_e8m0fnu has no value zero."""
     bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype))
     return from_bits(jnp.zeros(bits.shape, bits.dtype, device=device), dtype)
 
@@ -252,8 +265,8 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
     """Moves leaves to other shardings on their meshes.
 
     Args:
-      leaves: leaf -> array with a NamedSharding. Takes the results.
-      targets: see above.
+      leaves: leaf -> array with a NamedSharding. The results are stored here.
+      targets: see ``Targets``.
     """
     for chunk in _chunks(targets):
         onto = [_sharding(target) for target in chunk.values()]
@@ -269,13 +282,15 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
 def reshard_program(
     sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> Program:
-    """From arrays on these shardings to the same on those: in device memory, on Auto axes."""
+    """Returns the program from arrays on ``sources`` to the same arrays on ``targets``.
+
+    All arrays lie in device memory, on meshes with Auto axes.
+    """
 
     def moved(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
         if not is_small_float(array.dtype):
             return array
-        # XLA would move the conversion to bits behind the collective, if it were not told where
-        # the bits lie before.
+        # Without this constraint XLA moves the conversion to bits behind the collective.
         bits = jax.lax.with_sharding_constraint(to_bits(array), source)
         bits = jax.lax.with_sharding_constraint(bits, target)
         return from_bits(bits, array.dtype)
@@ -287,33 +302,33 @@ def reshard_program(
 
 
 def _relabelled(array: jax.Array) -> jax.Array:
-    """The same shards on Auto axes, which ``with_sharding_constraint`` asks for."""
-    assert isinstance(array.sharding, NamedSharding), "no other is moved"
+    """Returns the same shards on Auto axes, which ``with_sharding_constraint`` requires."""
+    assert isinstance(array.sharding, NamedSharding), "only NamedShardings are moved"
     shards = list(_in_device_memory(array).values())
     sharding = _on_auto_axes(array.sharding)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def _on_auto_axes(sharding: NamedSharding) -> NamedSharding:
-    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+    assert isinstance(sharding.mesh, Mesh), "expected the mesh of an array"
     return NamedSharding(auto_axes(sharding.mesh), sharding.spec)
 
 
-# --- for all ---
+# --- shared by all programs ---
 
 
 def _sharding(target: jax.ShapeDtypeStruct) -> NamedSharding:
-    assert isinstance(target.sharding, NamedSharding), "no other is moved"
+    assert isinstance(target.sharding, NamedSharding), "only NamedShardings are moved"
     return target.sharding
 
 
 def _in_device_memory(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """The shards on devices of this process; of an array in host memory copies on the devices."""
+    """Returns the shards of this process in device memory, copied there from host memory."""
     return {shard.device: _in_memory(shard.data, shard.device, None) for shard in shards_of(array)}
 
 
 def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """The leaf that has the shards of an array, which are in device memory."""
+    """Returns the leaf with the shards of an array; the array is in device memory."""
     sharding = _sharding(target)
     shape, kind = sharding.shard_shape(target.shape), sharding.memory_kind
     shards = [
@@ -323,7 +338,10 @@ def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Array:
-    """The shard in this kind of its device's memory, None for the default; copied if need be."""
+    """Returns the shard in this kind of memory of its device, copied if it is elsewhere.
+
+    The kind None is the device's default memory.
+    """
     kind = kind or device.default_memory().kind
     if shard.sharding.memory_kind == kind:
         return shard
@@ -331,7 +349,7 @@ def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Ar
 
 
 def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Leaves that one program moves; the same on every process."""
+    """Yields the leaves that one program moves at a time, equal on every process."""
     chunk: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
     for name, target in targets.items():

@@ -1,6 +1,6 @@
-"""Where arrays lie: the placement of a leaf on the host or on devices, and the user's rule.
+"""Placements: where a leaf lies, on the host or on devices, and the user's rule for that.
 
-Knows neither torch nor storage.
+This module knows neither torch nor storage.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from torchax_ckpt.errors import MismatchError
 
-_listing = threading.Lock()
-_MAX_LOOKS = 1000
+_listing_lock = threading.Lock()
+_MAX_TRIES = 1000
 
 
 class Local(enum.Enum):
     """Placements that are not a sharding.
 
-    HOST is a numpy array. DEFAULT_DEVICE is a JAX array that is not committed to its device, as
-    ``.to("jax")`` makes them: JAX moves it to where it is used with committed arrays, whereas a
-    committed one would raise there.
+    HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
+    such as ``.to("jax")`` makes. If a program uses it together with committed arrays, JAX moves it
+    to their devices; for an array committed to another device JAX would raise an error.
     """
 
     HOST = "host"
@@ -37,27 +37,31 @@ class Local(enum.Enum):
 
 Placement = Sharding | Local
 ShardingRule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | PartitionSpec"]
-"""From a leaf's name, shape and dtype to where it goes; torchax's sharders are such rules."""
+"""A leaf's name and its shape and dtype -> its sharding; torchax's sharders have this signature."""
 
 
 def placement_of(array: jax.Array | np.ndarray) -> Placement:
-    """Where the array is; also of a deleted (donated) JAX array."""
+    """Returns where the array lies; works for a deleted (donated) JAX array too."""
     if not isinstance(array, jax.Array):
         return Local.HOST
     return array.sharding if array.committed else Local.DEFAULT_DEVICE
 
 
 def replicated_like(placement: Placement) -> Placement:
-    """The same devices, every one holding the whole: for a scalar that belongs to an array."""
+    """Returns the placement of a scalar that belongs to an array with the given placement.
+
+    It covers the same devices, and each of them has the whole scalar.
+    """
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
     return placement
 
 
 def stacked(sharding: Sharding) -> Sharding | None:
-    """The sharding of a stack of arrays of this one, its leading axis whole; None if there is none.
+    """Returns the sharding of a stack of arrays that have this sharding; None if there is none.
 
-    Every shard of the stack is made of shards on its own device, so stacking moves nothing.
+    The leading axis of the stack is not sharded, so each shard of the stack consists of shards on
+    the same device, and stacking moves nothing between devices.
     """
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(None, *sharding.spec)
@@ -67,12 +71,13 @@ def stacked(sharding: Sharding) -> Sharding | None:
 
 @dataclasses.dataclass(frozen=True)
 class HostPart:
-    """What the devices of this host hold of an array that lies on several hosts.
+    """The part of an array on several hosts that the devices of this host hold.
 
     Attributes:
-      sharding: of the part, over this host's devices alone.
-      shape: of the part.
-      starts: where in the array the shard of each of these devices begins, in their mesh's order.
+      sharding: the sharding of the part, over this host's devices only.
+      shape: the shape of the part.
+      starts: for each device, in the order of the part's mesh, the index in the array at which the
+        device's shard begins.
     """
 
     sharding: NamedSharding
@@ -81,15 +86,15 @@ class HostPart:
 
 
 def spans_hosts(placement: Placement) -> bool:
-    """Whether an array there lies on devices of several processes."""
+    """Returns whether an array with this placement lies on devices of several processes."""
     return isinstance(placement, Sharding) and not placement.is_fully_addressable
 
 
 def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
-    """The part of an array of this sharding and shape that this host holds.
+    """Returns the part that this host holds of an array with this sharding and shape.
 
     Raises:
-      ValueError: the sharding is none over a mesh, or the host's devices are no block of the mesh.
+      ValueError: the sharding has no mesh, or the host's devices do not form a block of the mesh.
     """
     if not isinstance(sharding, NamedSharding):
         raise ValueError(f"expected arrays on a mesh (NamedSharding), found {sharding}")
@@ -108,53 +113,55 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
 
 
 def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
-    """The shards of an array on devices of this process, all of them, once each.
+    """Returns all shards of an array on devices of this process, each once.
 
-    JAX makes this list when it is first asked for, and of two threads that ask at the same time one
-    gets what is there so far, or both add to it: with eight devices in eight of a hundred cases
-    where threads change quickly (jax 0.10.2). So whoever has arrays that another thread has, or
-    will have, asks here first.
+    ``array.addressable_shards`` is not thread-safe. JAX builds the list at the first access. If two
+    threads access it at the same time, one of them can get a partial list, or both can append to
+    it. With eight devices and frequent thread switches this happened in eight of a hundred cases
+    (jax 0.10.2). Code that shares an array with another thread must therefore call this function
+    first.
 
     Raises:
-      RuntimeError: code elsewhere has asked at the same time, and left the list wrong.
+      RuntimeError: other code built the list at the same time and left it wrong.
     """
     count = len(array.sharding.addressable_devices)
-    with _listing:
+    with _listing_lock:
         found = array.addressable_shards
-        for _ in range(_MAX_LOOKS):
+        for _ in range(_MAX_TRIES):
             if len(found) >= count:
                 break
-            time.sleep(0.001)  # another thread is making it
+            time.sleep(0.001)  # another thread is building the list
             found = array.addressable_shards
     if len(found) != count:
         raise RuntimeError(
             f"JAX lists {len(found)} shards of an array that lies on {count} devices of this "
-            "process: two threads have asked for them at the same time"
+            "process: two threads accessed array.addressable_shards at the same time"
         )
     return found
 
 
 def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
-    """The same buffers as an array of another sharding and shape; copies nothing.
+    """Returns an array of the same buffers with another sharding and shape; copies nothing.
 
-    Where the array is deleted, by donation for one, so is this one.
+    If the given array is deleted, for example by donation, the returned array is deleted too.
     """
     here = [shard.data for shard in shards_of(array)]
     return jax.make_array_from_single_device_arrays(shape, sharding, here)
 
 
 def unshared(array: jax.Array) -> jax.Array:
-    """The same buffers as an array of its own, with which what is fetched from it goes.
+    """Returns a new array of the same buffers; copies nothing.
 
-    JAX keeps what it fetches from a device beside the array that was asked. Copies nothing.
+    JAX caches the host copy of an array inside that array object. If the host copy is fetched from
+    the new object, it is freed together with that object.
     """
     return shards_as(array, array.sharding, array.shape)
 
 
 def to_host_part(array: jax.Array) -> jax.Array:
-    """The part of an array that this host holds, as an array of its own; copies nothing.
+    """Returns the part of an array that this host holds, as a separate array; copies nothing.
 
-    ``shards_as`` gives the array back: it is made up of this host's part and those of all others.
+    ``shards_as`` turns the part back into the whole array, to which each host contributes its part.
     """
     part = host_part(array.sharding, array.shape)
     return shards_as(array, part.sharding, part.shape)
@@ -163,11 +170,11 @@ def to_host_part(array: jax.Array) -> jax.Array:
 def resolve_rule(
     rule: ShardingRule | None, mesh: Mesh | None, name: str, abstract: jax.ShapeDtypeStruct
 ) -> Sharding | None:
-    """The sharding that the user's rule gives a leaf; None without a rule.
+    """Returns the sharding that the user's rule returns for a leaf; None without a rule.
 
     Raises:
-      MismatchError: the rule answers something else, the dims do not divide, or a PartitionSpec
-        is given where no mesh can be found.
+      MismatchError: the rule returns something else, the mesh axes do not divide the dims, or the
+        rule returns a PartitionSpec and no mesh can be found for it.
     """
     if rule is None:
         return None
@@ -176,7 +183,7 @@ def resolve_rule(
         mesh = mesh or _mesh_for(answer, rule)
         if mesh is None:
             raise MismatchError(
-                f"shardings({name!r}, ...) answered {answer}, and no mesh is known for it. Return "
+                f"shardings({name!r}, ...) returned {answer}, and no mesh is known for it. Return "
                 "a NamedSharding, or attach inside `with jax.set_mesh(mesh):`, or pass a "
                 "torchax.mesh_util.Mesh as shardings.",
                 mismatched={name: f"no mesh for {answer}"},
@@ -184,7 +191,7 @@ def resolve_rule(
         answer = NamedSharding(mesh, answer)
     if not isinstance(answer, Sharding):
         raise MismatchError(
-            f"shardings({name!r}, ...) must answer a jax Sharding or PartitionSpec, found "
+            f"shardings({name!r}, ...) must return a jax Sharding or PartitionSpec, found "
             f"{answer!r}",
             mismatched={name: f"expected a sharding, found {answer!r}"},
         )
@@ -193,19 +200,22 @@ def resolve_rule(
     except ValueError as error:
         raise MismatchError(
             f"{name}: shape {tuple(abstract.shape)} cannot be sharded as {answer}: {error} "
-            "Answer a sharding whose mesh axes divide the dims, or PartitionSpec() to replicate.",
+            "Return a sharding whose mesh axes divide the dims, or PartitionSpec() to replicate.",
             mismatched={name: str(error)},
         ) from error
     return answer
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
-    """The mesh with Auto axes; torchax operations fail on the Explicit ones of jax.make_mesh."""
+    """Returns the mesh with Auto axes: torchax operations fail on Explicit axes (jax.make_mesh)."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
-    """The mesh that a bare PartitionSpec means: the ambient one, or all devices on its one axis."""
+    """Returns the mesh of a PartitionSpec that a rule returned without one; None if there is none.
+
+    This is the ambient mesh. Without one it is a mesh of all devices along the spec's only axis.
+    """
     ambient = jax.sharding.get_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:
         return auto_axes(ambient)

@@ -1,25 +1,27 @@
-"""Owns the moment: what a save holds on to while training goes on, and what may happen after.
+"""Snapshots: the arrays that a save holds while training continues.
 
-JAX arrays cannot change, but a jitted step may donate them, and then they are gone. A snapshot is
-taken in one of three ways:
+JAX arrays are immutable, but a jitted step may donate their buffers, which deletes the arrays. A
+snapshot is taken in one of three ways:
 
-    reference  holds the arrays themselves, which costs nothing; an array that is donated before it
-               was fetched fails the save, since reading a deleted array raises and never lies.
-    copy       copies on the devices, enqueued before anything that follows, stacked on the way as
-               the plan says. Costs device memory, and waits for nothing.
-    transfer   holds the arrays themselves, and the training thread until they were fetched.
+    reference  Holds the arrays themselves, at no cost. If an array is donated before the save has
+               fetched it, the save fails: reading a deleted array raises, it never returns wrong
+               values.
+    copy       Enqueues copies on the devices before any later computation, stacked as the plan
+               says. Costs device memory and does not block.
+    transfer   Holds the arrays themselves and blocks the training thread until they are fetched.
 
-``auto`` copies at first, looks at the next save whether the program had donated what was copied,
-and goes on with references if not. Should a later step donate after all, that one save fails, and
-copies are taken from then on. Where memory does not suffice for copies it transfers.
+``auto`` copies at first. At the next save it checks whether the program donated the arrays that
+were copied, and continues with references if not. If a later step does donate, that one save fails,
+and later saves copy. If device memory does not suffice for copies, ``auto`` transfers.
 
-Whatever is not copied at once is stacked on the devices later, on the save's own thread. Where
-memory does not suffice for that either, the leaves of that save are stored one by one.
+Arrays that are not copied at once are stacked on the devices later, on the save's thread. If memory
+does not suffice for these stacks either, the leaves of that save are stored one by one.
 
-Each of several processes takes its snapshots in its own way, but what they store is laid out alike.
-Whether one of them has no memory for stacks they ask when each has its snapshot, on the saves' own
-threads, so that nobody waits for others in training. Who has copied stacks by then cannot undo it:
-that save fails, on all of them, and from then on none of them stacks.
+Each process chooses the way of its snapshots by itself, but all processes must store the same
+layout. They agree on whether one of them lacks memory for stacks after each has its snapshot, on
+the threads of the saves, so that training never waits for other processes. A process that already
+stacked its copies cannot unstack them: then the save fails on all processes, and later saves do not
+stack.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class Snapshot:
     """The leaves of one save at one moment.
 
     Attributes:
-      way: how it was taken.
-      names: of the leaves.
+      way: how the snapshot was taken.
+      names: the names of the leaves.
     """
 
     way: Way
@@ -59,16 +61,16 @@ class Snapshot:
     _ready: tuple[Plan, Mapping[str, Array]] | None = None
 
     def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Array]]:
-        """The plan, and the arrays to store by stored name. May be called on any thread.
+        """Returns the plan, and stored name -> array to store. May be called on any thread.
 
         Args:
-          agree: from whether something is so on this process, to whether it is on any that stores
-            the same arrays.
+          agree: a flag of this process -> True if the flag is set on any process that stores the
+            same arrays.
 
         Raises:
-          DonatedBufferError: a reference was donated or deleted meanwhile.
-          SaveError: some processes have stacks already, and others no memory for any. From the
-            next snapshot on none makes stacks.
+          DonatedBufferError: an array held by reference was donated or deleted.
+          SaveError: some processes have stacks already, and others have no memory for stacks. From
+            the next snapshot on, no process makes stacks.
         """
         leaves: Mapping[str, Array]
         stored: Mapping[str, Array] | None
@@ -86,8 +88,9 @@ class Snapshot:
         if agree(self._ready is not None and plan != flat):
             self._planner.stack_no_more()
             raise SaveError(
-                "the devices of a process have no memory for stacks, and another has copied stacks "
-                "already. From the next save on leaves are copied and stored one by one"
+                "the devices of one process have no memory for stacks, and another process has "
+                "stacked its copies already. From the next save on, leaves are copied and stored "
+                "one by one"
             )
         if stored is not None and plan == flat:
             return plan, stored
@@ -95,13 +98,14 @@ class Snapshot:
         return flat, execute(flat, leaves, copy=False)
 
     def _stacked(self, plan: Plan, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
-        """The arrays to store; None where the devices have no memory for the stacks among them."""
+        """Returns the arrays to store; None if the devices have no memory for the stacks."""
         members = (leaves[member] for group in plan.stacks.values() for member in group)
         if not self._memory.holds(members):
             return None
         try:
             stored = execute(plan, leaves, copy=False)
-        except Exception as error:  # of a jitted call JAX raises ValueError, of others RuntimeError
+        # For a deleted array JAX raises ValueError from a jitted call, and else RuntimeError.
+        except Exception as error:
             self.require_alive()
             if not is_exhausted(error):
                 raise
@@ -111,7 +115,7 @@ class Snapshot:
         return stored
 
     def require_alive(self) -> None:
-        """Raises DonatedBufferError, with its name, if an array held by reference is gone."""
+        """Raises DonatedBufferError, with the leaf's name, if a referenced array is deleted."""
         if self._ready is not None:
             return
         for name, array in zip(self.names, self._arrays, strict=True):
@@ -124,12 +128,12 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes snapshots, each in the way that the mode and the program call for.
+    """Takes snapshots, in the way that fits the mode and the program.
 
     Args:
       mode: see the module's docstring.
       layout: which leaves are stacked.
-      memory: what there is on the devices.
+      memory: the memory of the devices.
     """
 
     def __init__(
@@ -140,13 +144,13 @@ class Snapshotter:
         self._memory = memory or DeviceMemory()
         self._donates: bool | None = None
         self._samples: list[jax.Array] = []
-        self._told: set[tuple[Way, str]] = set()
+        self._logged: set[tuple[Way, str]] = set()
 
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
-        """A snapshot of the leaves. Runs on the training thread; waits for nothing.
+        """Returns a snapshot of the leaves. Runs on the training thread and does not block.
 
         Raises:
-          OutOfMemoryError: the mode is "copy", and the devices have no memory for that.
+          OutOfMemoryError: the mode is "copy", and the devices have no memory for copies.
         """
         way, why = self._way(names, arrays)
         if way == "copy":
@@ -158,53 +162,56 @@ class Snapshotter:
                 self._memory.failed()
                 if self._mode != "auto":
                     raise OutOfMemoryError(
-                        "no device memory for copies of what is to be saved: "
-                        f"{self._memory.described(arrays)}. Nothing was saved, and what is being "
-                        'trained is as it was. Use CheckpointOptions(snapshot="auto"), which '
-                        "transfers such a save, or a state sharded over more devices."
+                        "no device memory for copies of the state: "
+                        f"{self._memory.described(arrays)}. Nothing was saved, and the state is "
+                        'unchanged. Use CheckpointOptions(snapshot="auto"), which transfers the '
+                        "state to the host in this case, or shard the state over more devices."
                     ) from error
             way, why = "transfer", "the devices ran out of memory for copies"
-        self._tell(way, why)
+        self._log_once(way, why)
         return Snapshot(way, names, arrays, self._planner, self._memory)
 
     def donated(self) -> None:
-        """Tells that a reference was donated: from now on copies are taken."""
+        """Records that the program donated a referenced array: later snapshots are copies."""
         self._donates = True
 
     def _copied(self, names: Sequence[str], arrays: Sequence[Array], why: str) -> Snapshot:
         plan = self._planner(names, arrays)
         ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
         self._memory.took(ready.values())
-        self._tell("copy", why)
+        self._log_once("copy", why)
         return Snapshot("copy", names, (), self._planner, self._memory, (plan, ready))
 
     def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[Way, str]:
-        """How to take a snapshot, and why so."""
+        """Returns how to take a snapshot, and the reason, for the log."""
         if self._mode != "auto":
-            return self._mode, "the options say so"
+            return self._mode, "the options require it"
         if self._donates is None and self._samples:
             self._donates = any(sample.is_deleted() for sample in self._samples)
             self._samples = []
         if self._donates is False:
-            return "reference", "the program donates nothing that is saved"
+            return "reference", "the program does not donate the saved arrays"
         if self._donates is None:
             self._samples = _samples(names, arrays)
             why = "the next save will show whether the program donates"
         else:
-            why = "the program donates what is saved"
+            why = "the program donates the saved arrays"
         if self._memory.holds(arrays):
             return "copy", why
         return "transfer", f"{why}, and there is no memory for copies"
 
-    def _tell(self, way: Way, why: str) -> None:
-        """Says it once."""
-        if (way, why) not in self._told:
-            self._told.add((way, why))
+    def _log_once(self, way: Way, why: str) -> None:
+        """Logs each way and reason once."""
+        if (way, why) not in self._logged:
+            self._logged.add((way, why))
             logger.info("snapshots are taken by %s: %s", way, why)
 
 
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
-    """The smallest device array of every part that a step would donate as a whole."""
+    """Returns the smallest device array of each part that a step would donate as a whole.
+
+    A part is a component, or an entry of the functional state.
+    """
     smallest: dict[tuple[str, ...], jax.Array] = {}
     for name, array in zip(names, arrays, strict=True):
         if isinstance(array, jax.Array):

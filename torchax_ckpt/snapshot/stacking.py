@@ -1,4 +1,4 @@
-"""Owns stacks: which leaves of a save are stored as one array, and the programs that stack them."""
+"""Stacks of a save: the plan of which leaves share one array, and the programs that stack them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _CHUNK = 128
 
 
 class Planner:
-    """Plans the layout of a save; keeps the plan while the leaves look the same.
+    """Plans the layout of a save; reuses the plan while the leaves have the same form.
 
-    The threads of saves to several tiers and the one that trains may ask at the same time.
+    The training thread and the threads of saves to several tiers may call it at the same time.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._may_stack = True
-        # In one attribute, so that no thread sees the plan of other leaves.
+        # One attribute, so that a thread never combines these leaves with the plan of others.
         self._known: tuple[Sequence[str], list[Any], Plan] = ((), [], Plan({}, frozenset()))
 
     def __call__(self, names: Sequence[str], arrays: Sequence[Array]) -> Plan:
-        """Where each of the leaves is stored."""
-        looks = [
+        """Returns the plan: where each of the leaves is stored."""
+        signatures = [
             (a.shape, a.dtype, a.sharding if isinstance(a, jax.Array) else None) for a in arrays
         ]
-        known_names, known_looks, plan = self._known
-        if looks != known_looks or names != known_names:
+        known_names, known_signatures, plan = self._known
+        if signatures != known_signatures or names != known_names:
             plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
-            self._known = (names, looks, plan)
+            self._known = (names, signatures, plan)
         return plan if self._may_stack else unstacked(plan, dict(zip(names, arrays, strict=True)))
 
     def stack_no_more(self) -> None:
-        """From now on no stacks on devices are planned."""
+        """Makes all later plans contain no stacks on devices."""
         self._may_stack = False
 
 
@@ -67,7 +67,13 @@ def _spec(array: Array) -> LeafSpec:
 def beside(
     plan: Plan, leaves: Mapping[str, np.ndarray], layout: Layout
 ) -> tuple[Plan, dict[str, Array]]:
-    """A plan that has more leaves, all on the host, and their arrays to store."""
+    """Returns the plan extended by more leaves, and the arrays to store for these.
+
+    Args:
+      plan: the plan of the leaves so far.
+      leaves: name -> array of each further leaf, all on the host.
+      layout: which of them are stacked.
+    """
     specs = [_spec(array) for array in leaves.values()]
     more = plan_leaves(list(leaves), specs, layout, taken=plan.stacks)
     stored = execute(more, leaves, copy=False)
@@ -75,7 +81,12 @@ def beside(
 
 
 def unstacked(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
-    """The plan without its stacks on devices; of leaves, or of what is stored already."""
+    """Returns the plan without its stacks on devices.
+
+    Args:
+      plan: the plan.
+      arrays: name -> array, either of the leaves or of the arrays that the plan stores.
+    """
     stacks = {
         name: group
         for name, group in plan.stacks.items()
@@ -85,7 +96,13 @@ def unstacked(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
 
 
 def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
-    """The arrays to store: stacks, and all other leaves, which are copied if asked to."""
+    """Returns stored name -> array to store: the plan's stacks, and all other leaves.
+
+    Args:
+      plan: where each leaf is stored.
+      leaves: name -> array of each leaf.
+      copy: whether to copy device arrays that are not stacked.
+    """
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
     stored = _copies(alone) if copy else alone
@@ -112,23 +129,23 @@ def _copies(leaves: Mapping[str, Array]) -> dict[str, Array]:
     arrays = {name: array for name, array in leaves.items() if isinstance(array, jax.Array)}
     parts = {name: _parts(array) for name, array in arrays.items()}
     by_sharding: dict[Sharding, list[tuple[str, int]]] = collections.defaultdict(list)
-    for name, own in parts.items():
-        for place, part in enumerate(own):
-            by_sharding[part.sharding].append((name, place))
+    for name, leaf_parts in parts.items():
+        for index, part in enumerate(leaf_parts):
+            by_sharding[part.sharding].append((name, index))
     for sharding, members in by_sharding.items():
         for chunk in _chunks(members, _CHUNK):
-            copies = _copy_onto(sharding)(*(parts[name][place] for name, place in chunk))
-            for (name, place), copy in zip(chunk, copies, strict=True):
-                parts[name][place] = copy
+            copies = _copy_onto(sharding)(*(parts[name][index] for name, index in chunk))
+            for (name, index), copy in zip(chunk, copies, strict=True):
+                parts[name][index] = copy
     copied = {n: _assembled(a.shape, a.sharding, parts[n]) for n, a in arrays.items()}
     return {**leaves, **copied}
 
 
 def _parts(array: Any) -> list[Any]:
-    """What of an array is computed with at once: of one over several processes, each shard here.
+    """Returns the arrays to compute on: the array itself, or this process's shards.
 
-    Computations on shards are the process's own: it may begin them on any thread, whether others do
-    or not.
+    The shards are returned if the array lies on several processes. A computation on one shard
+    involves this process only, so it may start on any thread, independently of other processes.
     """
     if array.is_fully_addressable:
         return [array]
@@ -136,7 +153,7 @@ def _parts(array: Any) -> list[Any]:
 
 
 def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> jax.Array:
-    """The array of these parts."""
+    """Returns the array that consists of these parts; inverse of ``_parts``."""
     if sharding.is_fully_addressable:
         return parts[0]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
@@ -158,7 +175,7 @@ def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
 
 
 def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-    """Joins arrays; small floats by their bits: XLA converts them on the way and changes NaNs."""
+    """Joins arrays; small floats as bits, because XLA would convert them and change their NaNs."""
     dtype = arrays[0].dtype
     if not is_small_float(dtype):
         return join(arrays)

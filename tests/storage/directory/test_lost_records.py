@@ -81,7 +81,7 @@ def test_a_run_goes_on_from_the_step_before_and_sets_the_damaged_one_aside(
             ckpt.wait_until_finished()
     flip(directory / "3", name)
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
-        with pytest.warns(UserWarning, match=r"skipping .*Other steps there: 1, 2\."):
+        with pytest.warns(UserWarning, match=r"skipping .*Other steps in the directory: 1, 2\."):
             assert ckpt.attach(mlp()) == 2
         ckpt.save(3, force=True)
         ckpt.wait_until_finished()

@@ -120,7 +120,9 @@ def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert [ckpt.verify(step) for step in (1, 2)] == [1, 2]
         damage(directory / "2", state(2)["w"].tobytes()[:64])
-        with pytest.raises(CorruptCheckpointError, match=r"Other steps there: 1 \(verified\)\."):
+        with pytest.raises(
+            CorruptCheckpointError, match=r"Other steps in the directory: 1 \(verified\)\."
+        ):
             ckpt.verify(2)
         assert not (directory / "2" / MARK).exists()
         for step in (3, 4):

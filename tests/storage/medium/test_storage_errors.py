@@ -201,7 +201,7 @@ def test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read(
     monkeypatch.setattr(seals, "read_sealed", read_or_fail)
     reader = TorchaxCheckpointer(directory)
     if is_passing:
-        expected = r"step 2 .*cannot be read now.*kernel's log.*Other steps there: 1\.$"
+        expected = r"step 2 .*cannot be read now.*kernel's log.*Other steps in the directory: 1\.$"
         with pytest.raises(DirectoryError, match=expected):
             reader.attach(model)
     else:
