@@ -27,7 +27,7 @@ from torchax_ckpt.storage.medium.containment import beyond_memory, corrupt
 _PYTREE_METADATA = "_METADATA"
 _MAX_ARRAY_METADATA_BYTES = 1 << 20
 # A shard is one chunk, or several chunks of some MiB. No run has so many devices, or so large an
-# array, that an array has more chunks.
+# array, that an array needs more chunks than this.
 MAX_CHUNKS = 1 << 20
 # The most bytes to which Zstandard expands one byte: four bytes can say that a block of 128 KiB
 # repeats another one.
@@ -107,7 +107,7 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
         return f"at most {MAX_CHUNKS} chunks", f"{count}"
     if codec not in (None, "zstd") or metadata.get("filters") is not None:
         return (
-            "no filters, and Zstandard or no compressor",
+            "Zstandard or no compressor, and no filters",
             f"{codec!r:.40}, {metadata.get('filters')!r:.40}",
         )
     return None
@@ -152,7 +152,7 @@ def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) 
       leaves: name -> Orbax's metadata of an array.
 
     Raises:
-      OutOfMemoryError: the host is too small. Names the array.
+      OutOfMemoryError: the host has too little memory. Names the array.
       CorruptCheckpointError: the files on storage are too small to hold that much, or a chunk is
         larger than its array and than the memory. Names the array.
     """

@@ -102,8 +102,8 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     """Yields the start and the content of each part of the array that this process stores.
 
     For a device array this fetches the parts to the host, unless Orbax has already done so: a
-    fetched copy stays beside the array. If the replicas of a shard on several processes each store
-    a part of it, Orbax and this function both cut and fetch that part.
+    fetched copy stays beside the array. Only if the replicas of a shard on several processes each
+    store a part of it, Orbax and this function cut and fetch that part separately.
     """
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
@@ -125,7 +125,7 @@ def num_host_bytes(array: jax.Array) -> int:
 
 
 def _stored_parts(array: jax.Array) -> Any:
-    shards_of(array)  # so that only one thread lists them; Orbax does so, too
+    shards_of(array)  # before Orbax lists them: two threads at once would conflict
     return orbax_internals.stored_parts(array, use_replica_parallel=chunking.is_shared(array))
 
 
