@@ -61,7 +61,7 @@ class Schedule:
             wanted = 1
             self._local_interval = math.inf  # every snapshot goes to the durable tier
             self.local_interval_secs = None
-        # Begin times, in seconds, of the snapshots that follow a save to the durable tier while
+        # Start times, in seconds, of the snapshots that follow a save to the durable tier while
         # that save is in flight and slows the training. Later snapshots are _local_interval apart.
         self._disturbed = [0.0]
         while self._disturbed[-1] < run.durable.durable_secs * (1 - _ROUNDING):
@@ -102,13 +102,13 @@ class Schedule:
         return first_durable + int(periods) * self.saves_per_durable + m
 
     def last_local(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that is complete in the local tier by then, or 0."""
+        """Returns the last snapshot that is in the local tier ``secs`` after the restart, or 0."""
         if self._local is None:
             return 0
         return self.last_begun(secs - self._local.durable_secs, first_durable)
 
     def last_durable(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that is committed in the durable tier by then, or 0."""
+        """Returns the last snapshot that is durable ``secs`` after the restart, or 0."""
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:
             return 0
@@ -117,7 +117,7 @@ class Schedule:
     def _after(self, begin_secs: float) -> float:
         """Returns when the snapshot after the one at ``begin_secs`` begins.
 
-        Both times count from the begin of a save to the durable tier.
+        Both times count from the start of a save to the durable tier.
         """
         tiers = [(self._durable, begin_secs)]
         if self._local is not None:

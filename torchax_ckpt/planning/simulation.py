@@ -1,4 +1,4 @@
-"""The simulation: a run fails and is restored again and again, and its time is added up.
+"""The simulation: a run fails and restores repeatedly, and the time it spends is added up.
 
 The simulation steps from failure to failure. Between two failures everything is periodic
 (``schedule``). A simulated month therefore costs as much as it has failures, whatever the number of
@@ -69,7 +69,7 @@ class SimulatedRun:
 
 
 Outcome = SimulatedRun
-"""The public name."""
+"""The public name of ``SimulatedRun``."""
 
 
 def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> list[Failure]:
@@ -142,7 +142,7 @@ def simulate(
 
 
 class _Clock:
-    """The state of a run between two failures. It numbers snapshots from the begin of the run."""
+    """The state of a run between two failures. It numbers snapshots from the start of the run."""
 
     def __init__(self, run: Run, schedule: Schedule, has_local: bool) -> None:
         self._run, self._schedule, self._has_local = run, schedule, has_local

@@ -3,7 +3,7 @@
 - ``events``: the kinds of event, and their form as lines of JSON;
 - ``stats``: counts of saves, and quantiles of their costs;
 - ``journal``: the events as files, in ``DIRECTORY/events``;
-- ``recorder``: receives events from the threads that cause them, and handles them on its own;
+- ``recorder``: receives events from other threads, and handles them on a thread of its own;
 - ``hook``: the user's function that is called with each event;
 - ``timeline``: the events of a directory as runs and saves, for reports.
 

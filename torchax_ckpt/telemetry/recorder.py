@@ -1,4 +1,4 @@
-"""The recorder: receives events from the threads that cause them, and handles them on its own.
+"""The recorder: receives events from other threads, and handles them on a thread of its own.
 
 ``emit`` costs the calling thread some microseconds: it counts the event and puts it into a queue. A
 separate thread calls the hook and writes the journal, so neither a slow hook nor stalled storage
@@ -34,8 +34,8 @@ from torchax_ckpt.telemetry.stats import Stats, Tally
 
 logger = logging.getLogger(__name__)
 
-# The most events that wait for the hook, and the most lines that wait for the journal. Beyond it
-# the newest events, or the oldest lines, are dropped.
+# The most events that wait for the hook, and the most lines that wait for the journal. If more
+# come, new events and the oldest lines are dropped.
 _MAX_WAITING = 10_000
 _REACHED_SECS = 60.0
 _RETRY_SECS = 30.0
@@ -278,7 +278,8 @@ class _Worker:
         """Returns a durable event with the bytes the step takes, if it is still on storage."""
         num_bytes = 0
         with contextlib.suppress(Exception):  # bucket clients raise errors of their own
-            settled = self.directory.path / str(event.step)  # where an incoming step is moved
+            # A step in incoming-* may have moved here.
+            settled = self.directory.path / str(event.step)
             num_bytes = containment.stored_bytes(path) or containment.stored_bytes(settled)
         if not num_bytes:
             return event
@@ -292,7 +293,7 @@ class _Worker:
         try:
             self._on_event(event)
             self._is_hook_broken = False
-        except BaseException:  # a hook may exit the program elsewhere, but not end this thread
+        except BaseException:  # a hook may raise SystemExit, which must not end this thread
             # Logged as an error once until the hook works again: it may be called several times a
             # second.
             level = logging.DEBUG if self._is_hook_broken else logging.ERROR

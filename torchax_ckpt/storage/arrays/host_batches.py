@@ -1,8 +1,8 @@
 """Moves the device arrays of a step through the host: fetches, digests, writes and releases them.
 
-The arrays move in batches, of which one is on the host at a time. JAX keeps the fetched bytes
-beside the array as long as that array exists, and Orbax holds all arrays of a step until the step
-is written. Each batch is therefore fetched through temporary arrays, which share the buffers of the
+The arrays move in batches. Only one batch is on the host at a time. JAX keeps the fetched bytes
+beside an array as long as that array exists, and Orbax holds all arrays of a step until the step is
+written. Each batch is therefore fetched through temporary arrays, which share the buffers of the
 originals.
 """
 

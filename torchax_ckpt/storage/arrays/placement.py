@@ -145,9 +145,9 @@ class Target:
         """Returns the host memory that a piece takes.
 
         Returns:
-          Bytes that are taken until the piece has arrived, and bytes of what is put together from
-          it and other pieces. The latter are taken from the first of these pieces until ``arrived``
-          has sent the result to its devices and it is there.
+          Bytes of the piece itself, which count until it has arrived. Bytes of the parts that are
+          put together from this piece and others. The parts count from their first piece until
+          ``arrived`` has sent them on and they are on their devices.
         """
         return piece.nbytes, 0
 
@@ -155,7 +155,8 @@ class Target:
         """Takes a piece that was read.
 
         Returns:
-          Bytes of what is complete with this piece, and the arrays that carry it to devices.
+          Bytes of the parts that are complete with this piece, and the arrays that carry these
+          parts to devices.
         """
         raise NotImplementedError
 

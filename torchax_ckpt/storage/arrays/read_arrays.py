@@ -1,8 +1,8 @@
 """Reads arrays: compares them with their digests, and moves them to devices as they arrive.
 
 This module reads through TensorStore directly, because Orbax gives no access to the bytes between
-storage and devices. There they are compared with their digests. Each process reads only what its
-devices hold, in regions of whole blocks. A limit bounds the bytes in flight.
+storage and devices. Here the host compares these bytes with their digests. Each process reads only
+what its devices hold, in regions of whole blocks. A limit bounds the bytes in flight.
 """
 
 from __future__ import annotations
