@@ -17,7 +17,7 @@ import math
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import arguments
 
-_MTBF_HINT = "give the mean time between failures of the whole run, in seconds"
+_MTBF_HINT = "give the mean time between failures of the whole run in seconds"
 
 
 def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float = 0.0) -> float:
