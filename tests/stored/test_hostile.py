@@ -454,7 +454,7 @@ def resized(size: int, chunk: int) -> Change:
         (lambda m: m.update(compressor={"id": "bz2"}), "Zstandard"),
         (lambda m: m.update(compressor={}), "Zstandard"),
         (lambda m: m.update(compressor="zstd"), "metadata of a Zarr array"),
-        (lambda m: m.update(filters=[{"id": "delta"}]), "plain bytes"),
+        (lambda m: m.update(filters=[{"id": "delta"}]), "no filters"),
         (lambda m: m.pop("shape"), "metadata of a Zarr array"),
     ],
 )

@@ -250,7 +250,7 @@ def test_a_hook_that_hangs_holds_up_neither_saves_nor_close_for_long(
             ckpt.save(step, state=STATE, force=True)
             ckpt.wait_until_finished()
     assert ckpt.all_steps() == [1, 2, 3]
-    assert "still being told or written" in caplog.text
+    assert "still being delivered or written" in caplog.text
     opened.set()
 
 

@@ -1,15 +1,17 @@
-"""Owns planning: what a run's checkpoints weigh, how often to save, what goodput to expect.
+"""Planning: computes checkpoint sizes, the best save interval and the expected goodput.
 
-Arithmetic only: nothing here starts a backend, reads a directory or imports torch, JAX or Orbax.
+This package only does arithmetic: it starts no backend, reads no directory and imports neither
+torch, JAX nor Orbax.
 
-- ``sizes``: bytes of a training state, and of the ramdisk that the two-tier mode needs;
+- ``sizes``: bytes of a training state, and of the ramdisk that two-tier saving needs;
 - ``intervals``: Young's and Daly's intervals, and goodput in closed form;
-- ``runs``: what is simulated: the cluster, its storage tiers, the policies;
+- ``runs``: the input of a simulation: the cluster, its storage tiers, the policies;
 - ``schedule``: when snapshots begin and become durable between two failures;
-- ``simulation``: failures, drawn or replayed, and what is left of the time.
+- ``simulation``: draws or replays failures, and adds up how the run spent its time;
+- ``arguments``: checks of the arguments of all these.
 
-The words: *goodput* is the fraction of wall time that becomes training that is kept; *MTBF* the
-mean time between failures; a save *blocks* the training thread first, and is *durable* once it is
+Terms: *goodput* is the fraction of wall time that is spent on training that is kept. *MTBF* is the
+mean time between failures. A save first *blocks* the training thread; it is *durable* once it is
 committed. Times are in seconds, sizes in bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Owns the checks of what plans are made from: what was expected, what was found, what to do."""
+"""Checks of arguments. Each error says what was expected, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchax_ckpt.errors import PlanError
 
 
 def at_least(name: str, value: float, least: float, hint: str) -> None:
-    """Refuses numbers below ``least``, infinite ones, and what is no number.
+    """Raises unless a value is a finite number that is not below ``least``.
 
     Raises:
       PlanError: with the name, the value and the hint.
@@ -18,7 +18,7 @@ def at_least(name: str, value: float, least: float, hint: str) -> None:
 
 
 def positive(name: str, value: float, hint: str) -> None:
-    """Refuses everything but finite numbers above zero.
+    """Raises unless a value is a finite number above zero.
 
     Raises:
       PlanError: with the name, the value and the hint.
@@ -28,7 +28,7 @@ def positive(name: str, value: float, hint: str) -> None:
 
 
 def count(name: str, value: int, hint: str) -> None:
-    """Refuses everything but ints above zero.
+    """Raises unless a value is an int above zero.
 
     Raises:
       PlanError: with the name, the value and the hint.
@@ -38,7 +38,7 @@ def count(name: str, value: int, hint: str) -> None:
 
 
 def fraction(name: str, value: float, hint: str) -> None:
-    """Refuses numbers outside 0 to 1.
+    """Raises unless a value is a number from 0 to 1.
 
     Raises:
       PlanError: with the name, the value and the hint.
@@ -48,22 +48,22 @@ def fraction(name: str, value: float, hint: str) -> None:
 
 
 def save_times(blocking_secs: float, durable_secs: float, slowdown: float) -> None:
-    """Refuses times that no save can have.
+    """Raises unless a save can take these times.
 
     Raises:
-      PlanError: a time is negative, or the save is durable before it has stopped blocking.
+      PlanError: a time is negative, or the save is durable before it stops blocking.
     """
     at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks training")
     at_least(
         "durable_secs",
         durable_secs,
         blocking_secs,
-        f"it counts from the snapshot to the commit, so it includes the {blocking_secs:g} s of "
-        "blocking_secs; a synchronous save has them equal",
+        f"it lasts from the snapshot to the commit, so it includes the {blocking_secs:g} s of "
+        "blocking_secs; both are equal if saves are synchronous",
     )
-    at_least("slowdown", slowdown, 0, "0.05 means steps that take 5 % longer during a save")
+    at_least("slowdown", slowdown, 0, "0.05 means that steps take 5 % longer during a save")
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number; a bool is none."""
+    """True for an int or a float; False for a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

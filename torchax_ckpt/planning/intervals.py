@@ -1,11 +1,12 @@
-"""Owns the closed forms: how far apart saves should be, and the goodput to expect of them.
+"""The best interval between saves, and the goodput to expect of it, in closed form.
 
-The letters: T wall time from one snapshot to the next, b time a save blocks the training thread,
-P time from the snapshot to the commit, M mean time between failures, R time from a failure until
-training goes on. Failures are independent of each other and of the training (a Poisson process).
+Symbols: T is the wall time from one snapshot to the next. b is the time that a save blocks the
+training thread. P is the time from the snapshot to the commit. M is the mean time between failures.
+R is the time from a failure until training continues. Failures are independent of each other and of
+the training (a Poisson process).
 
-Where steps are slower by a fraction s while a save is in flight, a save costs more than b: training
-also loses (P - b) s / (1 + s). That sum, ``save_cost_secs``, takes the place of b in all formulas.
+If steps take longer by a fraction s while a save is in flight, a save costs more than b: training
+also loses (P - b) s / (1 + s). The sum of both, ``save_cost_secs``, replaces b in all formulas.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _MTBF_HINT = "give the mean time between failures of the whole run in seconds"
 
 
 def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float = 0.0) -> float:
-    """Seconds of training that one save costs: what it blocks, and what it slows down.
+    """Returns the seconds of training that one save costs, by blocking and by slowing it down.
 
     Args:
-      blocking_secs: b, seconds that it blocks the training thread.
-      durable_secs: P, seconds from the snapshot until it is committed.
-      slowdown: s, the fraction by which steps take longer while it is in flight.
+      blocking_secs: b, seconds that the save blocks the training thread.
+      durable_secs: P, seconds from the snapshot to the commit.
+      slowdown: s, the fraction by which steps take longer while the save is in flight.
 
     Raises:
       PlanError: a time is negative, or P is less than b.
@@ -37,35 +38,37 @@ def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float
 def young_interval_secs(
     *, blocking_secs: float, mtbf_secs: float, durable_secs: float = 0.0
 ) -> float:
-    """The best T to first order, max(P, sqrt(2 b M)), which needs no more than one square root.
+    """Returns the best T to first order, max(P, sqrt(2 b M)).
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974).
 
     Args:
-      blocking_secs: b, seconds that a save costs the training.
+      blocking_secs: b, seconds of training that a save costs.
       mtbf_secs: M, mean time between failures of the whole run.
-      durable_secs: P; saves do not overlap, so T is not below it.
+      durable_secs: P. Saves do not overlap, so T is at least P.
     """
     return max(durable_secs, math.sqrt(2 * blocking_secs * mtbf_secs))
 
 
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
-    """Seconds to train between the end of one save's blocking and the start of the next save.
+    """Returns the seconds of training from the end of one save's blocking to the next save.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-    (2006), equation 37. His dump time is the blocking time here, since the rest of an asynchronous
-    save overlaps with training: how long that takes moves the goodput, and not the best T.
+    (2006), equation 37. Daly's dump time is the blocking time here, because the rest of an
+    asynchronous save overlaps with training. The length of that rest changes the goodput, but not
+    the best T.
 
     Args:
-      blocking_secs: b, seconds that a save costs the training.
+      blocking_secs: b, seconds of training that a save costs.
       mtbf_secs: M, mean time between failures of the whole run.
 
     Raises:
-      PlanError: a time makes no sense.
+      PlanError: a time is not a finite number, ``blocking_secs`` is negative, or ``mtbf_secs`` is
+        not positive.
     """
     arguments.at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
     arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
-    if blocking_secs >= 2 * mtbf_secs:  # where the series ends to hold
+    if blocking_secs >= 2 * mtbf_secs:  # beyond the range in which the series holds
         return mtbf_secs
     ratio = blocking_secs / (2 * mtbf_secs)
     series = 1 + math.sqrt(ratio) / 3 + ratio / 9
@@ -74,12 +77,12 @@ def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestInterval:
-    """How far apart saves should be.
+    """The best interval between saves.
 
     Attributes:
       interval_secs: T, wall time from one snapshot to the next.
-      training_secs: the training within it, at full speed: T less what a save costs.
-      is_continuous: saving as soon as the last save is durable is best: T = P.
+      training_secs: training at full speed within the interval: T minus the cost of a save.
+      is_continuous: True if it is best to begin a save as soon as the last one is durable: T = P.
     """
 
     interval_secs: float
@@ -94,16 +97,16 @@ def best_interval(
     durable_secs: float | None = None,
     slowdown: float = 0.0,
 ) -> BestInterval:
-    """The interval that loses the least time: Daly's, and not below P.
+    """Returns the interval that loses the least time: Daly's, but at least P.
 
     Args:
       blocking_secs: b, seconds that a save blocks the training thread.
       mtbf_secs: M, mean time between failures of the whole run.
       durable_secs: P, seconds from the snapshot to the commit; None for a synchronous save, P = b.
-      slowdown: the fraction by which steps take longer while a save is in flight.
+      slowdown: s, the fraction by which steps take longer while a save is in flight.
 
     Raises:
-      PlanError: a time makes no sense.
+      PlanError: a time is not a finite number or out of range, or saves take no time.
     """
     if durable_secs is None:
         durable_secs = blocking_secs
@@ -113,8 +116,8 @@ def best_interval(
     wanted_secs = daly_training_secs(blocking_secs=cost_secs, mtbf_secs=mtbf_secs) + cost_secs
     if wanted_secs == 0:
         raise PlanError(
-            "blocking_secs and durable_secs: expected one of them above 0, found 0 and 0; saves "
-            "that take no time have no best interval: measure one"
+            "blocking_secs and durable_secs: expected one of them above 0, found 0 and 0; there "
+            "is no best interval if saves take no time: measure one save"
         )
     interval_secs = max(durable_secs, wanted_secs)
     return BestInterval(
@@ -134,24 +137,27 @@ def expected_goodput(
     slowdown: float = 0.0,
     restart_can_fail: bool = False,
 ) -> float:
-    """The fraction of wall time that becomes kept training, over a long run of periodic saves.
+    """Returns the fraction of wall time that becomes kept training, over a long run of saves.
 
-    (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)): after a restart, the k-th snapshot is
-    durable at k T + P - b, so exp(-(k T + P - b) / M) is the chance that its T - b seconds of
-    training are ever kept; the sum over k is what one uptime keeps, and uptimes begin M + R apart.
+    The saves are periodic.
+
+    The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)). After a restart, the k-th
+    snapshot becomes durable at k T + P - b. So exp(-(k T + P - b) / M) is the probability that its
+    T - b seconds of training are kept. The sum over k is the training that one uptime keeps.
+    Uptimes begin M + R apart.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.
       blocking_secs: b, seconds that a save blocks the training thread.
       durable_secs: P, seconds from the snapshot to the commit; b if saves are synchronous.
       mtbf_secs: M, mean time between failures of the whole run.
-      restart_secs: R, seconds from a failure until training goes on, reading included.
-      slowdown: the fraction by which steps take longer while a save is in flight.
-      restart_can_fail: failures also happen during R, and begin it anew; then uptimes begin
-        M exp(R / M) apart.
+      restart_secs: R, seconds from a failure until training continues, reading included.
+      slowdown: s, the fraction by which steps take longer while a save is in flight.
+      restart_can_fail: failures also happen during R, and start the restart again; uptimes then
+        begin M exp(R / M) apart.
 
     Raises:
-      PlanError: a time is negative, P is less than b, or T less than P.
+      PlanError: a time is negative, P is less than b, or T is less than P.
     """
     cost_secs = save_cost_secs(
         blocking_secs=blocking_secs, durable_secs=durable_secs, slowdown=slowdown

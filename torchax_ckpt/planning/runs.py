@@ -1,4 +1,4 @@
-"""Owns what is simulated: a cluster and how it fails, its storage tiers, and when it saves."""
+"""The input of a simulation: a cluster and its failures, its storage tiers, and when it saves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torchax_ckpt.planning import arguments
 from torchax_ckpt.planning.intervals import save_cost_secs, young_interval_secs
 
 FailureKind = Literal["process", "slice", "cluster"]
-"""What a failure takes: ``process`` programs only, ramdisks stay; ``slice`` hosts of one slice and
-their ramdisks; ``cluster`` hosts of several slices."""
+"""What a failure destroys.
+
+``process``: programs only, so ramdisks survive. ``slice``: hosts of one slice, with their ramdisks.
+``cluster``: hosts of several slices.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,16 +22,18 @@ class Cluster:
     """The machines of a run, and how they fail.
 
     Attributes:
-      num_chips: in all slices together.
-      host_mtbf_secs: mean time between failures that one host causes; that of the run is smaller
-        by the number of hosts.
+      num_chips: chips of all slices together.
+      host_mtbf_secs: mean time between failures that one host causes. The mean time between
+        failures of the run is this divided by the number of hosts.
       chips_per_host: 4 on most TPUs.
-      num_slices: each holds the whole state, if there are several.
+      num_slices: if there are several, each holds the whole state.
       restart_secs: from a failure until the program runs again, without reading a checkpoint:
-        noticing, scheduling, starting, compiling.
+        detecting the failure, scheduling, starting, compiling.
       process_fraction: share of the failures that are of kind ``process``.
-      cluster_fraction: share of the failures that are of kind ``cluster``. The rest is ``slice``.
-      restart_can_fail: failures during a restart begin it anew; otherwise they do not count.
+      cluster_fraction: share of the failures that are of kind ``cluster``. All others are of kind
+        ``slice``.
+      restart_can_fail: if True, a failure during a restart starts the restart again; otherwise such
+        failures do not count.
     """
 
     num_chips: int
@@ -42,13 +47,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         arguments.count("num_chips", self.num_chips, "give the chips of all slices together")
-        arguments.count("chips_per_host", self.chips_per_host, "4 on most TPUs")
+        arguments.count("chips_per_host", self.chips_per_host, "most TPUs have 4")
         arguments.count("num_slices", self.num_slices, "a run without multislice has one")
         if self.num_chips % (self.chips_per_host * self.num_slices):
             raise PlanError(
                 f"num_chips: expected a multiple of {self.num_slices} slices x "
-                f"{self.chips_per_host} chips per host, found {self.num_chips}; slices are equal "
-                "and hosts whole"
+                f"{self.chips_per_host} chips per host, found {self.num_chips}; all slices "
+                "have the same number of whole hosts"
             )
         arguments.positive("host_mtbf_secs", self.host_mtbf_secs, "a year is 31_536_000 s")
         arguments.at_least("restart_secs", self.restart_secs, 0, "give the seconds without reading")
@@ -62,40 +67,40 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of all slices together."""
+        """Number of hosts of all slices together."""
         return self.num_chips // self.chips_per_host
 
     @property
     def hosts_per_slice(self) -> int:
-        """Hosts that share one copy of the state."""
+        """Number of hosts that share one copy of the state."""
         return self.num_hosts // self.num_slices
 
     @property
     def mtbf_secs(self) -> float:
-        """Mean time between failures of the whole run, which any host's failure ends."""
+        """Mean time between failures of the whole run; the failure of any host ends the run."""
         return self.host_mtbf_secs / self.num_hosts
 
     @property
     def local_loss_fraction(self) -> float:
-        """Share of the failures after which no copy of the local tier is left."""
+        """Share of the failures after which no copy in the local tier survives."""
         return self.cluster_fraction if self.num_slices > 1 else 1 - self.process_fraction
 
     def local_survives(self, kind: FailureKind) -> bool:
-        """Whether a copy of the local tier is left: ramdisks stayed, or another slice has one."""
+        """True if a copy in the local tier survives, on its ramdisk or in another slice."""
         return kind == "process" or (kind == "slice" and self.num_slices > 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One place that checkpoints go to, and what that costs.
+    """One storage tier, and what saves and restores cost there.
 
     Attributes:
       blocking_secs: b, seconds that a save blocks the training thread.
-      durable_secs: P, seconds from the snapshot until the save is committed in this tier.
-      restore_secs: seconds to read the newest checkpoint; a restart takes this and the cluster's
+      durable_secs: P, seconds from the snapshot to the commit in this tier.
+      restore_secs: seconds to read the newest checkpoint. A restart takes these and the cluster's
         ``restart_secs``.
-      slowdown: the fraction by which steps take longer while a save is in flight and does not
-        block. 0.05: 5 % longer.
+      slowdown: the fraction by which steps take longer while a save is in flight but does not
+        block. 0.05 means 5 % longer.
     """
 
     blocking_secs: float
@@ -123,10 +128,10 @@ class Run:
 
     Attributes:
       cluster: its machines.
-      durable: storage that survives everything: a bucket.
-      local: ramdisks of the hosts; used by ``TwoTier`` alone.
-      step_secs: seconds of one step without saves; then saves begin between steps. None leaves
-        time continuous.
+      durable: the tier that survives all failures: a bucket.
+      local: the tier on the hosts' ramdisks; only ``TwoTier`` uses it.
+      step_secs: seconds of one step without saves. If given, saves begin only between steps; None
+        makes time continuous.
     """
 
     cluster: Cluster
@@ -140,15 +145,15 @@ class Run:
 
 
 class Policy(Protocol):
-    """How far apart saves to one tier are."""
+    """Decides how far apart saves to one tier are."""
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Wall time from one snapshot to the next; what is below P counts as P."""
+        """Returns the wall time between snapshots; a value below P counts as P."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedInterval:
-    """Saves every so many steps, or every so many seconds; exactly one of them is given.
+    """Saves after a fixed number of steps or seconds. Exactly one of the two is given.
 
     Attributes:
       num_steps: steps from one snapshot to the next.
@@ -170,7 +175,7 @@ class FixedInterval:
             arguments.positive("secs", self.secs or 0, "give the seconds between two saves")
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """The steps and what a save costs, or the seconds."""
+        """Returns the time of the steps plus a save's cost, or the given seconds."""
         if self.num_steps is None:
             assert self.secs is not None
             return self.secs
@@ -184,10 +189,10 @@ class FixedInterval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuous:
-    """Saves whenever the last save is durable.
+    """Saves again whenever the last save is durable.
 
     Attributes:
-      minimum_interval_secs: seconds from that commit to the next snapshot.
+      minimum_interval_secs: seconds from the commit of a save to the next snapshot.
     """
 
     minimum_interval_secs: float = 0.0
@@ -198,24 +203,26 @@ class Continuous:
         )
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """P, and the pause."""
+        """Returns P plus the pause."""
         return tier.durable_secs + self.minimum_interval_secs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimalInterval:
-    """Saves every max(P, sqrt(2 b M)) seconds; M is that of the failures the tier is read after.
+    """Saves every max(P, sqrt(2 b M)) seconds.
+
+    M is the mean time between those failures after which this tier is read.
 
     Attributes:
-      counts_slowdown: b is all that a save costs, as
-        ``torchax_ckpt.policies.OptimalIntervalPolicy`` measures it; False leaves it at the blocking
-        time.
+      counts_slowdown: if True, b is the whole cost of a save, as
+        ``torchax_ckpt.policies.OptimalIntervalPolicy`` measures it; if False, b is the blocking
+        time alone.
     """
 
     counts_slowdown: bool = True
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """max(P, sqrt(2 b M))."""
+        """Returns max(P, sqrt(2 b M))."""
         return young_interval_secs(
             blocking_secs=tier.cost_secs if self.counts_slowdown else tier.blocking_secs,
             durable_secs=tier.durable_secs,
@@ -225,13 +232,13 @@ class OptimalInterval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoTier:
-    """Saves to the local tier often, and with every k-th of these saves to the durable one.
+    """Saves to the local tier often, and at every k-th of these saves also to the durable tier.
 
-    k is the ratio of the two intervals, rounded, and such that saves of one tier do not overlap.
+    k is the rounded ratio of the two intervals, large enough that saves to one tier do not overlap.
 
     Attributes:
-      local: how often to the ramdisks.
-      durable: how often to the bucket.
+      local: how often to save to the ramdisks.
+      durable: how often to save to the bucket.
     """
 
     local: Policy

@@ -1,8 +1,9 @@
-"""Owns the schedule: when snapshots begin and become durable in the time between two failures.
+"""The schedule: when snapshots begin and become durable between two failures.
 
-That time is periodic, so nothing is stepped through: a schedule answers by arithmetic, however long
-nothing fails. Snapshots are numbered from the last restart: 0 is what was restored, m the m-th
-after it. ``first_durable`` is the m of the first that also goes to the durable tier.
+That time is periodic, so a schedule computes its answers directly instead of stepping through it,
+however long the time is. Snapshots are numbered from the last restart: 0 is the restored state, and
+m is the m-th snapshot after the restart. ``first_durable`` is the number of the first snapshot that
+also goes to the durable tier.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import arguments
 from torchax_ckpt.planning.runs import Policy, Run, Tier, TwoTier
 
-_ROUNDING = 1e-9  # relative; far above the error of a sum of floats, far below any time that counts
+_ROUNDING = 1e-9  # relative: far above rounding errors of sums, far below any relevant time
 
 
 class Schedule:
     """When a run saves under a policy.
 
-    A snapshot is taken after every ``training_secs`` of training at full speed, and every
-    ``saves_per_durable``-th goes to the durable tier (every one where that is the only tier).
+    The run takes a snapshot after every ``training_secs`` of training at full speed. Every
+    ``saves_per_durable``-th snapshot goes to the durable tier; if that is the only tier, every
+    snapshot does.
 
     Args:
       run: the cluster and its tiers.
-      policy: when each tier is saved to.
+      policy: when to save to each tier.
 
     Attributes:
-      training_secs: training, at full speed, from one snapshot to the next.
-      saves_per_durable: snapshots from one save to the durable tier to the next.
-      interval_secs: wall time from one save to the durable tier to the next, undisturbed.
+      training_secs: training at full speed from one snapshot to the next.
+      saves_per_durable: number of snapshots from one save to the durable tier to the next.
+      interval_secs: wall time from one save to the durable tier to the next, without failures.
       local_interval_secs: the same for the local tier; None without one.
 
     Raises:
@@ -59,8 +61,8 @@ class Schedule:
             wanted = 1
             self._local_interval = math.inf  # every snapshot goes to the durable tier
             self.local_interval_secs = None
-        # Begins of the snapshots after one that goes to the durable tier, as long as that save is
-        # in flight and slows the training; from then on they are _local_interval apart.
+        # Start times, in seconds, of the snapshots that follow a save to the durable tier while
+        # that save is in flight and slows the training. Later snapshots are _local_interval apart.
         self._disturbed = [0.0]
         while self._disturbed[-1] < run.durable.durable_secs * (1 - _ROUNDING):
             self._disturbed.append(self._after(self._disturbed[-1]))
@@ -72,7 +74,7 @@ class Schedule:
             self.interval_secs += quiet * self._local_interval
 
     def begin_secs(self, m: int, first_durable: int) -> float:
-        """Seconds from the restart until snapshot m begins; 0 for what was restored."""
+        """Returns the seconds from the restart to snapshot m; 0 for the restored state."""
         if m == 0:
             return 0.0
         # Nothing is in flight after a restart, so the first interval is all training.
@@ -86,7 +88,7 @@ class Schedule:
         return begin_secs + _times(rest - disturbed, self._local_interval)
 
     def last_begun(self, secs: float, first_durable: int) -> int:
-        """The last snapshot that has begun so many seconds after the restart."""
+        """Returns the last snapshot that begins within ``secs`` seconds of the restart."""
         if secs < self.training_secs:
             return 0
         rest = secs - self.begin_secs(first_durable, first_durable)
@@ -96,24 +98,27 @@ class Schedule:
         m = bisect.bisect_right(self._disturbed, rest) - 1
         if m == self._num_disturbed:
             m += math.floor((rest - self._disturbed[m]) / self._local_interval)
-        m = min(m, self.saves_per_durable - 1)  # rounding must not reach the next period
+        m = min(m, self.saves_per_durable - 1)  # a rounding error must not reach the next period
         return first_durable + int(periods) * self.saves_per_durable + m
 
     def last_local(self, secs: float, first_durable: int) -> int:
-        """The last snapshot that is complete in the local tier by then; 0 if there is none."""
+        """Returns the last snapshot that is in the local tier ``secs`` after the restart, or 0."""
         if self._local is None:
             return 0
         return self.last_begun(secs - self._local.durable_secs, first_durable)
 
     def last_durable(self, secs: float, first_durable: int) -> int:
-        """The last snapshot that is committed in the durable tier by then; 0 if there is none."""
+        """Returns the last snapshot that is durable ``secs`` after the restart, or 0."""
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:
             return 0
         return first_durable + int(begun // self.interval_secs) * self.saves_per_durable
 
     def _after(self, begin_secs: float) -> float:
-        """When the snapshot after this one begins, both counted from a durable save's begin."""
+        """Returns when the snapshot after the one at ``begin_secs`` begins.
+
+        Both times count from the start of a save to the durable tier.
+        """
         tiers = [(self._durable, begin_secs)]
         if self._local is not None:
             tiers.append((self._local, 0.0))
@@ -125,7 +130,7 @@ class Schedule:
 def _training_secs(
     tier: Tier, policy: Policy, mtbf_secs: float, fraction: float, run: Run
 ) -> float:
-    """Training between two saves to a tier that is read after this fraction of the failures."""
+    """Returns the training between saves to a tier that serves this fraction of restores."""
     interval_secs = policy.interval_secs(
         tier,
         mtbf_secs=mtbf_secs / fraction if fraction > 0 else math.inf,
@@ -133,9 +138,9 @@ def _training_secs(
     )
     if not interval_secs < math.inf:
         raise PlanError(
-            f"{type(policy).__name__}: expected a finite interval, found {interval_secs!r}, since "
-            "no failure of this cluster is restored from that tier; give it a FixedInterval, or "
-            "its share of the failures to the Cluster"
+            f"{type(policy).__name__}: expected a finite interval, found {interval_secs!r}, "
+            "because no failure of this cluster makes it read that tier; give it a "
+            "FixedInterval, or change the shares of the kinds of failure in the Cluster"
         )
     training_secs = max(interval_secs, tier.durable_secs) - tier.cost_secs
     if run.step_secs is not None:  # saves begin between steps
@@ -143,13 +148,18 @@ def _training_secs(
     arguments.positive(
         f"interval of {type(policy).__name__}",
         training_secs,
-        "no time to train is left between two saves: give an interval, or step_secs",
+        "no time to train is left between two saves; give a longer interval, or step_secs",
     )
     return training_secs
 
 
 def _wall_secs(training_secs: float, windows: Sequence[tuple[float, float]]) -> float:
-    """Wall time of training that is slower within windows, (end in seconds, slowdown) each."""
+    """Returns the wall time of training that is slower within windows.
+
+    Args:
+      training_secs: training at full speed.
+      windows: (end in seconds, slowdown) of each; all begin at 0.
+    """
     now = 0.0
     for end, _ in sorted(windows):
         if end <= now:
@@ -163,5 +173,5 @@ def _wall_secs(training_secs: float, windows: Sequence[tuple[float, float]]) -> 
 
 
 def _times(num: int, interval_secs: float) -> float:
-    """None of something endless is nothing."""
+    """Returns ``num`` intervals in seconds; 0 for no interval, even if it is infinite."""
     return num * interval_secs if num else 0.0

@@ -1,7 +1,8 @@
-"""Owns the simulation: a run is failed, restored and failed again; where does its time go?
+"""The simulation: a run fails and restores repeatedly, and the time it spends is added up.
 
-The events are the failures. Between two of them everything is periodic (``schedule``), so a
-simulated month costs as much as the failures in it, whatever the number of saves.
+The simulation steps from failure to failure. Between two failures everything is periodic
+(``schedule``). A simulated month therefore costs as much as it has failures, whatever the number of
+saves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Failure(NamedTuple):
 
     Attributes:
       at_secs: wall time since the run began.
-      kind: what it takes.
+      kind: what the failure destroys.
     """
 
     at_secs: float
@@ -37,18 +38,18 @@ class Failure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """Where the time of a simulated run went; the four parts add up to ``duration_secs``.
+    """How a simulated run spent its time. The four parts add up to ``duration_secs``.
 
     Attributes:
       duration_secs: wall time.
       trained_secs: training that was kept, at the speed of steps without saves.
-      saving_secs: what saves cost: training blocked, and training slowed down.
-      lost_secs: between the snapshot that was restored and the failure.
-      down_secs: from failures until training went on.
-      num_failures: failures that interrupted the run, or its restart.
+      saving_secs: the cost of saves: time in which training was blocked or slowed down.
+      lost_secs: time from the restored snapshot to the failure.
+      down_secs: time from failures until training continued.
+      num_failures: failures that interrupted the run or its restart.
       num_local_restores: how many of them were restored from the local tier.
-      interval_secs: wall time between saves to the durable tier, undisturbed.
-      local_interval_secs: the same for the local tier; None where it was not used.
+      interval_secs: wall time between saves to the durable tier, without failures.
+      local_interval_secs: the same for the local tier; None if it was not used.
     """
 
     duration_secs: float
@@ -68,15 +69,17 @@ class SimulatedRun:
 
 
 Outcome = SimulatedRun
-"""The public name."""
+"""The public name of ``SimulatedRun``."""
 
 
 def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> list[Failure]:
-    """Independent failures of a cluster: exponential times between them, kinds by their shares.
+    """Draws independent failures of a cluster.
+
+    The times between failures are exponentially distributed. The kinds are drawn by their shares.
 
     Args:
       cluster: how often it fails, and how.
-      duration_secs: until when.
+      duration_secs: the time span in which failures are drawn.
       seed: equal seeds give equal failures.
 
     Raises:
@@ -84,7 +87,7 @@ def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> l
     """
     arguments.positive("duration_secs", duration_secs, "give the seconds to simulate")
     random = np.random.default_rng(seed)
-    # A Poisson process, seen over a fixed time: how many there are, and then when.
+    # A Poisson process over a fixed time: first the number of failures, then their times.
     num_failures = random.poisson(duration_secs / cluster.mtbf_secs)
     times = np.sort(random.uniform(0, duration_secs, num_failures))
     shares = np.cumsum([cluster.process_fraction, cluster.cluster_fraction])
@@ -101,18 +104,20 @@ def simulate(
     duration_secs: float | None = None,
     seed: int = 0,
 ) -> SimulatedRun:
-    """Runs a training in simulated time.
+    """Simulates a training run in virtual time.
 
-    A restart goes on from the newest snapshot that survives: of the local tier if one is left, else
-    of the durable tier; without any, from the beginning. A save in flight when something fails is
-    lost; if it was one to the durable tier, the first snapshot after the restart goes there.
+    A restart continues from the newest snapshot that survives: from the local tier if a copy
+    survives there, otherwise from the durable tier. Without any snapshot the run starts from the
+    beginning. A save that is in flight during a failure is lost. If it was a save to the durable
+    tier, the first snapshot after the restart goes there.
 
     Args:
       run: the cluster and its tiers.
-      policy: when it saves.
-      failures: a trace to replay, by time; None draws one from the cluster and the seed.
-      duration_secs: wall time to simulate; None for so long that about 10,000 failures are drawn.
-      seed: of the failures that are drawn.
+      policy: when the run saves.
+      failures: a trace to replay, sorted by time; None draws one from the cluster and the seed.
+      duration_secs: wall time to simulate; None for a time in which about 10,000 failures are
+        drawn.
+      seed: seed of the drawn failures.
 
     Raises:
       PlanError: the policy does not fit the run, or the trace is out of order.
@@ -122,7 +127,7 @@ def simulate(
         if failures is not None:
             raise PlanError(
                 "duration_secs: expected a number, found None, with failures to replay; a trace "
-                "does not say how long the run went on after its last failure: give it"
+                "does not say how long the run continued after its last failure: give its duration"
             )
         duration_secs = _NUM_FAILURES * run.cluster.mtbf_secs
     arguments.positive("duration_secs", duration_secs, "give the seconds to simulate")
@@ -137,13 +142,13 @@ def simulate(
 
 
 class _Clock:
-    """The state of a run between two failures. Snapshots are numbered from the beginning here."""
+    """The state of a run between two failures. It numbers snapshots from the start of the run."""
 
     def __init__(self, run: Run, schedule: Schedule, has_local: bool) -> None:
         self._run, self._schedule, self._has_local = run, schedule, has_local
-        self._up_since = 0.0  # lies ahead during a restart
-        self._restored = 0  # the snapshot this uptime began from
-        self._durable = 0  # the newest there; 0 is the beginning, which needs no checkpoint
+        self._up_since = 0.0  # in the future during a restart
+        self._restored = 0  # the snapshot from which this uptime began
+        self._durable = 0  # the newest durable snapshot; 0 is the initial state
         self._local: int | None = None
         self._saving_secs = self._lost_secs = self._down_secs = 0.0
         self._num_failures = self._num_local_restores = 0
@@ -154,7 +159,7 @@ class _Clock:
         if uptime_secs < 0:
             if not cluster.restart_can_fail:
                 return
-            self._down_secs += uptime_secs  # this restart ends early
+            self._down_secs += uptime_secs  # the failure cuts this restart short
             uptime_secs = 0.0
         self._num_failures += 1
         first_durable = self._first_durable()
@@ -166,7 +171,8 @@ class _Clock:
             self._local = None
         is_local = self._local is not None and self._local >= self._durable
         newest = self._local if is_local and self._local is not None else self._durable
-        kept = newest - self._restored  # below zero when this uptime began from a lost snapshot
+        # Negative if the snapshot that this uptime began from is lost.
+        kept = newest - self._restored
         begin_secs = schedule.begin_secs(max(kept, 0), first_durable)
         self._saving_secs += begin_secs - max(kept, 0) * schedule.training_secs
         self._lost_secs += uptime_secs - begin_secs + max(-kept, 0) * schedule.training_secs
@@ -185,7 +191,7 @@ class _Clock:
         if uptime_secs < 0:
             self._down_secs += uptime_secs
         else:
-            # Work under way counts, spread evenly over its interval: the run was not interrupted.
+            # The unfinished interval counts in proportion, because nothing interrupted the run.
             first_durable = self._first_durable()
             m = schedule.last_begun(uptime_secs, first_durable)
             begin_secs = schedule.begin_secs(m, first_durable)
@@ -215,9 +221,9 @@ class Comparison:
     """What one policy reaches on a cluster of one size.
 
     Attributes:
-      num_chips: of the cluster.
-      policy: its name.
-      outcomes: one for each seed; with equal seeds all policies meet the same failures.
+      num_chips: number of chips of the cluster.
+      policy: name of the policy.
+      outcomes: one for each seed. With equal seeds all policies meet the same failures.
     """
 
     num_chips: int
@@ -226,12 +232,12 @@ class Comparison:
 
     @property
     def goodput(self) -> float:
-        """The median."""
+        """The median goodput."""
         return statistics.median(outcome.goodput for outcome in self.outcomes)
 
     @property
     def goodput_range(self) -> tuple[float, float]:
-        """The least and the greatest."""
+        """The least and the greatest goodput."""
         goodputs = [outcome.goodput for outcome in self.outcomes]
         return min(goodputs), max(goodputs)
 
@@ -243,16 +249,16 @@ def compare(
     num_chips: Sequence[int],
     seeds: Sequence[int] = (0, 1, 2),
 ) -> list[Comparison]:
-    """Simulates policies on clusters of several sizes; what saves cost stays the same.
+    """Simulates policies on clusters of several sizes, at the same costs of saves and restores.
 
     Args:
       run: the run; its number of chips is replaced.
-      policies: by name.
-      num_chips: the sizes.
-      seeds: one simulation each, of about 10,000 failures.
+      policies: name -> policy.
+      num_chips: the sizes of the clusters.
+      seeds: one simulation for each, of about 10,000 failures.
 
     Raises:
-      PlanError: a policy does not fit the run, or a size not the hosts.
+      PlanError: a policy does not fit the run, or a size is not a multiple of the hosts' chips.
     """
     compared = []
     for size, (name, policy) in itertools.product(num_chips, policies.items()):
@@ -263,13 +269,15 @@ def compare(
 
 
 def _checked(failures: Iterable[Failure]) -> Iterable[Failure]:
-    before = 0.0
+    previous_secs = 0.0
     for failure in failures:
-        arguments.at_least("at_secs", failure.at_secs, before, "sort the trace by time, from 0 on")
+        arguments.at_least(
+            "at_secs", failure.at_secs, previous_secs, "sort the trace by time, beginning at 0"
+        )
         if failure.kind not in _KINDS:
             raise PlanError(
-                f"kind: expected one of {', '.join(_KINDS)}, found {failure.kind!r}; name what "
-                f"the failure at {failure.at_secs:g} s took"
+                f"kind: expected one of {', '.join(_KINDS)}, found {failure.kind!r}; name the "
+                f"kind of the failure at {failure.at_secs:g} s"
             )
-        before = failure.at_secs
+        previous_secs = failure.at_secs
         yield failure

@@ -1,4 +1,4 @@
-"""Owns the sizes: how many bytes a training state has, and what they need on a ramdisk."""
+"""Sizes: the bytes of a training state, and of the ramdisk that it needs on each host."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ MOMENTS: dict[str, int] = {
     "sgd": 0,
     "sgd_momentum": 1,
 }
-"""Values that an optimizer keeps for each trained parameter; its per-tensor scalars, a few bytes
-each, are not counted. ``rmsprop`` is that of the defaults, neither centered nor with momentum."""
+"""Number of values that an optimizer keeps for each trained parameter.
+
+The scalars that it keeps per tensor, a few bytes each, are not counted. ``rmsprop`` has its default
+options: neither centered nor with momentum.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """How many bytes a training state has when it is stored uncompressed.
+    """How many bytes a training state has, without compression.
 
     Attributes:
-      parameters_bytes: the weights, tied ones once.
+      parameters_bytes: the weights; tied weights count once.
       optimizer_bytes: the optimizer's moments.
-      buffers_bytes: what a module stores beside its parameters, running means for one.
+      buffers_bytes: the buffers that a module stores, for example running means.
     """
 
     parameters_bytes: int
@@ -47,7 +50,7 @@ class StateBytes:
 
     @property
     def total_bytes(self) -> int:
-        """Everything, which is what one checkpoint weighs."""
+        """Bytes of the whole state, which is the size of one checkpoint."""
         return self.parameters_bytes + self.optimizer_bytes + self.buffers_bytes
 
 
@@ -58,25 +61,25 @@ def state_bytes(
     param_bytes: float = 4,
     moment_bytes: float | None = None,
 ) -> StateBytes:
-    """The state of a model with so many parameters, all of them trained.
+    """Returns the size of the state of a model whose parameters are all trained.
 
-    With the defaults 12 bytes per parameter: a float32 weight and AdamW's two float32 moments.
-    Weights in bfloat16 whose moments are kept in float32 have ``param_bytes=2, moment_bytes=4``;
-    with float32 master weights beside them, ``param_bytes=6, moment_bytes=4``.
+    By default this is 12 bytes per parameter: a float32 weight and AdamW's two float32 moments. For
+    weights in bfloat16 with moments in float32, use ``param_bytes=2, moment_bytes=4``. With
+    additional float32 master weights, use ``param_bytes=6, moment_bytes=4``.
 
     Args:
       num_params: the number of parameters.
-      optimizer: one of ``sizes.MOMENTS``, or how many values it keeps per parameter (Adafactor's
-        factored moments: about 0).
-      param_bytes: bytes of one weight, master copy included.
-      moment_bytes: bytes of one value of the optimizer; None for those of a weight, since
+      optimizer: a key of ``sizes.MOMENTS``, or the number of values that the optimizer keeps per
+        parameter (Adafactor's factored moments: about 0).
+      param_bytes: bytes of one weight, its master copy included.
+      moment_bytes: bytes of one value of the optimizer; None for as many as a weight has, because
         torch.optim keeps moments in the parameter's dtype.
 
     Raises:
-      PlanError: a number makes no sense, or the optimizer is unknown.
+      PlanError: a number is out of range, or the optimizer is unknown.
     """
     arguments.count(
-        "num_params", num_params, "give the number of parameters, 70_000_000_000 for one"
+        "num_params", num_params, "give the number of parameters, for example 70_000_000_000"
     )
     arguments.positive("param_bytes", param_bytes, "4 is float32, 2 is bfloat16")
     if moment_bytes is None:
@@ -94,25 +97,28 @@ def module_state_bytes(
     optimizer: str | float = "adamw",
     moment_bytes: float | None = None,
 ) -> StateBytes:
-    """The state of a module, each parameter in its own dtype; frozen ones have no moments.
+    """Returns the size of the state of a module, with each parameter in its own dtype.
+
+    Frozen parameters have no moments.
 
     Args:
-      module: on any device. One built under ``torch.device("meta")`` takes no memory.
-      optimizer: as in ``state_bytes``; it is taken to train whatever requires a gradient.
-      moment_bytes: bytes of one value of the optimizer; None for those of its parameter.
+      module: a module on any device. A module built under ``torch.device("meta")`` takes no memory.
+      optimizer: as for ``state_bytes``; it trains all parameters that require a gradient.
+      moment_bytes: bytes of one value of the optimizer; None for as many as its parameter has.
 
     Raises:
-      PlanError: this is no module, or the optimizer is unknown.
+      PlanError: ``module`` is no module, or the optimizer is unknown.
     """
     if not callable(getattr(module, "state_dict", None)):
         raise PlanError(
             f"module: expected a torch.nn.Module, found {type(module).__name__}; "
-            "for a bare number of parameters call state_bytes"
+            "if you only know the number of parameters, call state_bytes"
         )
     num_moments = _num_moments(optimizer)
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    # Live tensors, so that tied ones are the same object, and persistent buffers alone.
+    # keep_vars gives the module's own tensors, so tied ones are the same object. A state dict has
+    # persistent buffers only.
     stored = {id(t): t for t in module.state_dict(keep_vars=True).values() if _is_tensor(t)}
     for parameter in parameters:
         stored.pop(id(parameter), None)
@@ -128,26 +134,30 @@ def module_state_bytes(
 def ramdisk_bytes_per_host(
     total_bytes: int, *, hosts_per_slice: int, num_copies: int = 2, headroom: float = 0.15
 ) -> int:
-    """What two tiers need on the ramdisk of every host.
+    """Returns the bytes that two-tier saving needs on the ramdisk of each host.
 
-    Each slice holds the whole state, spread over its hosts, and several times, since the last
-    checkpoint stays until the next is complete. The default is the published formula.
+    Each slice holds the whole state, spread over its hosts. It holds several copies, because the
+    last checkpoint stays until the next one is complete. The defaults are the published formula.
 
     Args:
-      total_bytes: of one checkpoint.
-      hosts_per_slice: hosts that share it.
-      num_copies: checkpoints that exist at the same time: with ``LocalTier(keep=2)``, 3.
-      headroom: fraction on top, for metadata, and for hosts that hold more than their share.
+      total_bytes: bytes of one checkpoint.
+      hosts_per_slice: number of hosts that share it.
+      num_copies: number of checkpoints that exist at the same time; 3 with ``LocalTier(keep=2)``.
+      headroom: fraction added for metadata, and for hosts that hold more than their share.
 
     Raises:
-      PlanError: a number makes no sense.
+      PlanError: a number is out of range.
     """
     arguments.count("total_bytes", total_bytes, "give the bytes of one checkpoint, an int")
     arguments.count("hosts_per_slice", hosts_per_slice, "each slice has at least one host")
-    arguments.count("num_copies", num_copies, "those that stay, and the one being written: 2")
+    arguments.count(
+        "num_copies",
+        num_copies,
+        "the checkpoints that stay plus the one being written, by default 2",
+    )
     arguments.at_least("headroom", headroom, 0, "0.15 means 15 % on top")
     exact = total_bytes * num_copies * (1 + headroom) / hosts_per_slice
-    return math.ceil(round(exact, 3))  # 1.15 has no exact binary form: no byte for its error
+    return math.ceil(round(exact, 3))  # 1.15 is inexact in binary; its error must not add a byte
 
 
 def _num_moments(optimizer: str | float) -> float:
@@ -155,15 +165,17 @@ def _num_moments(optimizer: str | float) -> float:
         if optimizer not in MOMENTS:
             raise PlanError(
                 f"optimizer: expected one of {', '.join(MOMENTS)}, found {optimizer!r}; for "
-                "another one give the number of values it keeps per parameter"
+                "any other optimizer give the number of values it keeps per parameter"
             )
         return MOMENTS[optimizer]
-    arguments.at_least("optimizer", optimizer, 0, "give its name, or its values per parameter")
+    arguments.at_least(
+        "optimizer", optimizer, 0, "give its name, or its number of values per parameter"
+    )
     return optimizer
 
 
 def _is_tensor(value: object) -> bool:
-    """State dicts may also hold what ``get_extra_state`` returns."""
+    """True for a tensor. State dicts may also hold what ``get_extra_state`` returns."""
     return hasattr(value, "numel") and hasattr(value, "dtype")
 
 

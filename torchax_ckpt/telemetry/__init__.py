@@ -1,10 +1,12 @@
-"""Owns the record of what happened to a run: told to whoever asks, counted, and kept beside it.
+"""Telemetry: the record of what happened to a run, as events, statistics and files.
 
-- ``events``: what can happen, and its form as a line of JSON;
-- ``stats``: counts and quantiles of what saves cost;
-- ``journal``: the events in the directory, in ``DIRECTORY/events``;
-- ``recorder``: takes events from the threads where things happen, off which it does the rest;
-- ``timeline``: the events of a directory as runs and saves, for whoever draws them.
+- ``events``: the kinds of event, and their form as lines of JSON;
+- ``stats``: counts of saves, and quantiles of their costs;
+- ``journal``: the events as files, in ``DIRECTORY/events``;
+- ``recorder``: receives events from other threads, and handles them on a thread of its own;
+- ``hook``: the user's function that is called with each event;
+- ``timeline``: the events of a directory as runs and saves, for reports.
 
-Nothing here may cost a save or a restore: what cannot be told or written is logged and left out.
+Telemetry never makes a save or a restore fail or wait. An event that cannot be delivered or written
+is logged and dropped.
 """

@@ -1,7 +1,7 @@
-"""Owns events: what can happen to a run, and how it is written as a line of JSON.
+"""Events: what can happen to a run, and how each event is written as a line of JSON.
 
-Lines come from a directory that anybody may have written to: what is not of a known form is left
-out when they are read, and never an error.
+Lines are read from a directory that anybody may have written to. The reader skips lines and values
+of an unknown form; they never raise an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_TEXT = 1000
 MAX_STEPS = 1000
 _MAX_RULES = 50
 _MAX_NUMBER = 2**63
-_MAX_TIME = 253_402_300_800  # the year 10,000, where dates end
+_MAX_TIME = 253_402_300_800  # the year 10,000, which dates cannot express
 
 
 def _is_number(value: Any) -> bool:
@@ -48,7 +48,7 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# Event -> its values; any of them may be absent.
+# Event name -> a check for each of its values. Any value may be absent.
 _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "started": {
         "host": _is_text,
@@ -73,12 +73,12 @@ class Event:
     """Something that happened to a run.
 
     Attributes:
-      name: ``started`` (the first save took the directory's lease), ``restored``, ``reached`` (a
-        step of the training, told once a minute), ``saving``, ``durable``, ``failed`` (a save),
-        ``deleted`` and ``set_aside`` (steps), ``closed``.
-      time_secs: when, in seconds since the epoch.
-      step: completed optimizer steps; None where it is about none.
-      values: what there is to say of it: numbers (``..._secs``, ``num_...``), text, lists.
+      name: ``started`` (the first save took the directory's lease), ``restored``, ``reached`` (the
+        current step of training, recorded at most once a minute), ``saving``, ``durable``,
+        ``failed`` (a save failed), ``deleted`` and ``set_aside`` (steps), ``closed``.
+      time_secs: when it happened, in seconds since the epoch.
+      step: completed optimizer steps; None if the event concerns no single step.
+      values: details of the event: numbers (``..._secs``, ``num_...``), text, lists.
     """
 
     name: str
@@ -88,36 +88,39 @@ class Event:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """Those of its values that a logger can draw."""
+        """The values that are numbers, which a logger can plot."""
         return {key: value for key, value in self.values.items() if _is_number(value)}
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
-        said: dict[str, Any] = {"at": round(self.time_secs, 6), "event": self.name}
+        """Returns the event as one line of JSON."""
+        record: dict[str, Any] = {"at": round(self.time_secs, 6), "event": self.name}
         if self.step is not None:
-            said["step"] = self.step
-        return json.dumps({**said, **self.values}, separators=(",", ":")).encode() + b"\n"
+            record["step"] = self.step
+        return json.dumps({**record, **self.values}, separators=(",", ":")).encode() + b"\n"
 
     @classmethod
     def of_line(cls, line: bytes) -> Event | None:
-        """What a line says; None if it is no event. Values of another form are left out."""
+        """Parses a line; None if it is no event. Drops values of an unknown form."""
         try:
-            said = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(said, dict) or not isinstance(said.get("event"), str):
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
             return None
-        form, at, step = _FORMS.get(said["event"]), said.get("at", -1), said.get("step")
+        form, at, step = _FORMS.get(record["event"]), record.get("at", -1), record.get("step")
         if form is None or not (_is_number(at) and at < _MAX_TIME):
             return None
         if step is not None and not _is_count(step):
             return None
-        values = {k: said[k] for k, is_well in form.items() if k in said and is_well(said[k])}
-        return cls(said["event"], float(at), step, values)
+        values = {k: record[k] for k, is_well in form.items() if k in record and is_well(record[k])}
+        return cls(record["event"], float(at), step, values)
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as they may be written: without what is not known, and cut to what readers take."""
+    """Returns the values as they may be written: without None, and no longer than readers accept.
+
+    Text is cut at its end. Of ``steps`` the last ``MAX_STEPS`` remain.
+    """
     cut = {}
     for key, value in values.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""A user's hook for events, called by threads that must not keep alive what the hook refers to."""
+"""A user's hook for events, to which the threads that call it hold only a weak reference."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _PATIENCE_SECS = 1.0
 
 
 class Hook:
-    """A user's hook. The checkpointer has the only strong reference to it.
+    """A user's hook. Only the checkpointer holds a strong reference to it.
 
-    The hook may be a method of an object that refers to the checkpointer. A thread that held it
-    would keep a checkpointer alive that the program cannot reach any more.
+    The hook may be a method of an object that refers to the checkpointer. A thread with a strong
+    reference to the hook would therefore keep alive a checkpointer that the program can no longer
+    reach.
 
     Attributes:
-      call: what threads call.
+      call: the function that threads call.
 
     Args:
       on_event: the user's function.
@@ -29,7 +30,7 @@ class Hook:
         self.call = _Call(self)
 
     def outlive(self) -> None:
-        """Keeps the hook for events still to come; called when the checkpointer is going."""
+        """Keeps the hook alive for the last events; the finalizer of the checkpointer calls it."""
         self.call.kept = self
 
 
@@ -39,7 +40,8 @@ class _Call:
         self.kept: Hook | None = None
 
     def __call__(self, event: Event) -> None:
-        # The garbage collector clears weak references a moment before it calls finalizers.
+        # The garbage collector clears weak references shortly before it calls the finalizer, which
+        # then sets ``kept``.
         deadline = time.monotonic() + _PATIENCE_SECS
         while (hook := self.kept or self._hook()) is None and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -1,13 +1,14 @@
-"""Owns the events of a directory as files: lines of JSON in ``DIRECTORY/events``.
+"""The journal: a run's events as files of JSON lines in ``DIRECTORY/events``.
 
-    events/1732201234123456789-5f0c2a9e.jsonl     when it was begun, and by which run
+    events/1732201234123456789-5f0c2a9e.jsonl     time of creation in nanoseconds, and the run
 
-Every run appends to files of its own, so runs cannot harm each other's, and a process killed in the
-middle of a line spoils that line alone. A file that has grown to 64 KiB is left for a new one; of
-the newest 512 the rest is removed, the oldest first. On a bucket, where nothing can be appended to,
-the present file is written anew each time. Files are not synced: what they tell is worth no wait.
+Each run appends only to files that it created, so runs cannot damage each other's files. A process
+that is killed in the middle of a line spoils only that line. Once a file has 64 KiB, the run starts
+a new file, and deletes the oldest files beyond 512. Objects in a bucket cannot be appended to, so
+there the run rewrites its current file each time. Files are not synced, because no save should wait
+for events.
 
-Files here are read as data from elsewhere: regular ones alone, and never more than a run writes.
+Files are read as untrusted data: only regular files, and never more bytes than a run writes.
 """
 
 from __future__ import annotations
@@ -31,20 +32,22 @@ logger = logging.getLogger(__name__)
 FOLDER = "events"
 MAX_FILES = 512
 MAX_FILE_BYTES = 64 << 10
-# What is read of one: lines that were appended at once may go beyond it.
+# The most bytes that are read of one file. Lines that were appended together may exceed
+# ``MAX_FILE_BYTES``.
 _MAX_READ_BYTES = 16 * MAX_FILE_BYTES
-# What is read of all: more than runs write, and what a machine can hold of the smallest events.
+# Limits for all files together: more than runs write, and little enough that even the smallest
+# events fit into memory.
 _MAX_ALL_BYTES = 64 << 20
 _MAX_ALL_LINES = 500_000
-_AT_ONCE = 32
+_CONCURRENT_READS = 32
 _NAME = re.compile(r"(\d{19})-([0-9a-f]{8})\.jsonl")
 
 
 class Journal:
-    """What one run appends to.
+    """Appends the events of one run to files.
 
     Args:
-      directory: of the run; it exists.
+      directory: the directory of the run, which exists.
       run: eight hexadecimal digits that no other run has.
     """
 
@@ -54,22 +57,22 @@ class Journal:
         self._is_bucket = location.is_bucket(directory)
         self._name = ""
         self._size = 0
-        self._written: list[bytes] = []  # of the present file, where it is written anew
+        self._written: list[bytes] = []  # lines of the current file; only on a bucket
         self._is_torn = False
 
     @property
     def patience_secs(self) -> float:
-        """How far apart appends should be: a bucket takes an object anew once per second at most.
+        """Seconds to wait between appends: a bucket accepts one write of an object per second.
 
-        What a killed program has not appended is lost.
+        If the program is killed, the events that it has not yet appended are lost.
         """
         return 10.0 if self._is_bucket else 0.1
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Adds lines, each with its end; where this raises, perhaps a part of them.
+        """Appends lines, each of which ends with a newline. If this raises, some may be written.
 
         Raises:
-          OSError: and errors of a bucket's clients.
+          OSError: storage failed. Bucket clients also raise errors of their own.
         """
         content = b"".join(lines)
         if not self._name or self._size >= MAX_FILE_BYTES:
@@ -83,7 +86,8 @@ class Journal:
 
     def _begin(self) -> None:
         if not self._is_bucket:
-            # Not the directory above it: who removed that, or put a link there, meant it.
+            # Does not create the directory above: whoever removed it, or replaced it by a link, did
+            # so on purpose.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._folder, 0o775)
         for name in sorted(_names(self._folder))[: 1 - MAX_FILES]:
@@ -111,12 +115,13 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Run -> its events, as they were told; the runs as they began. {} where nothing was recorded.
+    """Returns run -> its events in the order of recording; runs in the order they began.
 
-    Of more than runs write the newest files are read: 64 MiB and 500,000 lines, and no further.
+    Returns {} if nothing was recorded. If there are more events than runs write, this reads only
+    the newest files, until it has 64 MiB or 500,000 lines.
 
     Raises:
-      OSError: and errors of a bucket's clients.
+      OSError: storage failed. Bucket clients also raise errors of their own.
     """
     files: list[tuple[str, dict[bytes, Event]]] = []
     num_bytes = num_lines = 0
@@ -131,25 +136,27 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
             break
     runs: dict[str, dict[bytes, Event]] = {}
     for run, found in reversed(files):
-        if found:  # by their lines: an append that failed half-way was made again
+        if found:  # keyed by line: an append that failed half-way was repeated
             runs.setdefault(run, {}).update(found)
     return {run: list(found.values()) for run, found in runs.items()}
 
 
 def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files, of which only a few are in memory at a time."""
+    """Yields names and contents of the files, newest first; holds only a few in memory."""
     names = sorted(_names(folder), reverse=True)[:MAX_FILES]
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
-        for start in range(0, len(names), _AT_ONCE):
-            some = names[start : start + _AT_ONCE]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # each read is a round trip to a bucket
+        for start in range(0, len(names), _CONCURRENT_READS):
+            some = names[start : start + _CONCURRENT_READS]
             yield from zip(some, pool.map(lambda n: _read(folder, n), some), strict=True)
 
 
 def latest_start(directory: epath.Path) -> Event | None:
-    """The first event of the newest run that is still there; reads one file.
+    """Returns the ``started`` event of the newest run, or None; reads one file.
+
+    That file is the oldest one of the run that still exists.
 
     Raises:
-      OSError: and errors of a bucket's clients.
+      OSError: storage failed. Bucket clients also raise errors of their own.
     """
     folder = directory / FOLDER
     names = sorted(_names(folder))
@@ -179,7 +186,7 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _read(folder: epath.Path, name: str) -> bytes:
-    """What a file holds, as far as it is read; b"" of what is no file, or gone."""
+    """Returns a file's content up to the read limit; b"" if it is gone or no regular file."""
     try:
         if location.is_bucket(folder):
             with (folder / name).open("rb") as file:
@@ -187,14 +194,14 @@ def _read(folder: epath.Path, name: str) -> bytes:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _opened(folder) as opened, os.fdopen(os.open(name, flags, dir_fd=opened), "rb") as f:
             return f.read(_MAX_READ_BYTES) if stat.S_ISREG(os.fstat(f.fileno()).st_mode) else b""
-    except Exception as error:  # the rest still tells something
-        logger.info("%s is left out: %s", folder / name, error)
+    except Exception as error:  # the other files may still be readable
+        logger.info("%s cannot be read and is skipped: %s", folder / name, error)
         return b""
 
 
 @contextlib.contextmanager
 def _opened(folder: epath.Path) -> Iterator[int]:
-    """The folder, if it is one and no link to one."""
+    """Opens the folder; raises if it is a link or no directory."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield opened

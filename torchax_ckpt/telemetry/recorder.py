@@ -1,8 +1,8 @@
-"""Owns how events are taken where things happen, and told and written elsewhere.
+"""The recorder: receives events from other threads, and handles them on a thread of its own.
 
-``emit`` costs the thread that calls it some microseconds: it counts, and hands over. A thread of
-its own calls the hook and writes the journal, so neither a slow hook nor a medium that stands still
-costs training or a save anything.
+``emit`` costs the calling thread some microseconds: it counts the event and puts it into a queue. A
+separate thread calls the hook and writes the journal, so neither a slow hook nor stalled storage
+delays training or a save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from torchax_ckpt.telemetry.stats import Stats, Tally
 
 logger = logging.getLogger(__name__)
 
-# Events that wait for a hook, or lines for a medium; beyond it the newest, or the oldest, go.
+# The most events that wait for the hook, and the most lines that wait for the journal. If more
+# come, new events and the oldest lines are dropped.
 _MAX_WAITING = 10_000
 _REACHED_SECS = 60.0
 _RETRY_SECS = 30.0
@@ -44,26 +45,28 @@ _END = None
 _Params = ParamSpec("_Params")
 
 
-def _harmless(tell: Callable[_Params, None]) -> Callable[_Params, None]:
-    """What goes wrong in it is logged: training and saves, whose threads call it, go on."""
+def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
+    """Logs what the method raises, so that its caller (training or a save) goes on."""
 
-    @functools.wraps(tell)
-    def told(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+    @functools.wraps(method)
+    def logging_errors(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
         try:
-            tell(*args, **kwargs)
+            method(*args, **kwargs)
         except Exception:
-            logger.warning("an event is left out, which harms nothing else", exc_info=True)
+            logger.warning(
+                "an event is dropped after an error; training and saves go on", exc_info=True
+            )
 
-    return told
+    return logging_errors
 
 
 class Telemetry:
-    """Takes the events of one checkpointer.
+    """Receives the events of one checkpointer.
 
     Args:
-      directory: of the run; written to between ``open`` and ``close``.
-      on_event: called with each event, on one thread of its own, in their order.
-      keeps: the preservation policy as data, for who looks at the directory later.
+      directory: the directory of the run; written to between ``open`` and ``close``.
+      on_event: called with each event, in order, on one separate thread.
+      keeps: the preservation policy as data, for reports on the directory.
     """
 
     def __init__(
@@ -73,33 +76,35 @@ class Telemetry:
         keeps: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._tally = Tally()
-        self._lock = threading.RLock()  # a signal handler may ask for stats in the middle of emit
+        self._lock = threading.RLock()  # a signal handler may call stats in the middle of emit
         self._keeps = list(keeps)
         self._worker = _Worker(directory, on_event, self._tally, self._lock)
         self._thread: threading.Thread | None = None
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = False
-        self._num_told = 0  # skipped calls that an event has told of
+        self._num_reported = 0  # skipped saves that events have reported
         self._saving: tuple[float, int] | None = None
 
     @property
     def has_thread(self) -> bool:
-        """Whether a thread tells or writes events."""
+        """True if a thread delivers or writes events."""
         return self._thread is not None
 
     def skipped(self, step: int) -> None:
-        """The training has reached a step, and it is not saved."""
+        """Records that training reached a step and did not save it."""
         worker = self._worker
         worker.num_skipped += 1
         worker.step = step
 
-    @_harmless
+    @_logs_errors
     def saving(self, step: int, began: float) -> None:
-        """A save has begun; called off the training thread, which would wait for others to wake.
+        """Records that a save has begun; called off the training thread.
+
+        On the training thread this would make training wait while other threads wake up.
 
         Args:
-          step: the step saved.
-          began: ``time.perf_counter()`` when the training thread turned to it.
+          step: the step that is saved.
+          began: ``time.perf_counter()`` when the training thread began the save.
         """
         values: dict[str, Any] = {}
         if self._saving is not None:
@@ -110,25 +115,28 @@ class Telemetry:
         num_skipped = worker.num_skipped
         worker.step = max(step, worker.step or 0)
         ago_secs = time.perf_counter() - began
-        num_new = num_skipped - self._num_told
+        num_new = num_skipped - self._num_reported
         self._take("saving", step, ago_secs, {**values, "num_skipped": num_new})
-        self._num_told = num_skipped
+        self._num_reported = num_skipped
 
-    @_harmless
+    @_logs_errors
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
-        """A step was committed; what it takes on storage is measured on the thread of events."""
+        """Records that a step was committed.
+
+        The thread of events measures how many bytes the step takes on storage.
+        """
         costs = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
         self._take("durable", cost.step, 0.0, costs, path)
 
-    @_harmless
+    @_logs_errors
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
-        """Steps were deleted, or set aside."""
+        """Records that steps were deleted or set aside, as ``name`` says."""
         if steps:
             self.emit(name, steps=list(steps))
 
-    @_harmless
+    @_logs_errors
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
-        """Something happened, just now."""
+        """Records an event that happened just now."""
         self._take(name, step, 0.0, values)
 
     def _take(
@@ -147,15 +155,16 @@ class Telemetry:
             self._worker.queue.put((event, committed))
             self._start()
 
-    @_harmless
+    @_logs_errors
     def open(self, steps: Sequence[int]) -> None:
-        """The directory may be written to from now on: this program has its lease.
+        """Allows writes to the directory from now on, because this program has its lease.
 
         Args:
-          steps: those that are there; what earlier programs were killed over is not recorded.
+          steps: the steps in the directory. If an earlier program was killed, its events may not
+            say which steps it deleted last.
         """
         if jax.process_index() != 0:
-            return  # one process writes for all; each tells its own hook
+            return  # only process 0 writes; each process calls its own hook
         with self._lock:
             is_new, self._is_open = not self._is_open, True
             self._has_thread = True
@@ -171,31 +180,32 @@ class Telemetry:
             )
 
     def lost(self) -> None:
-        """The directory is another program's by now."""
+        """Stops all writes, because another program has taken the directory."""
         self._worker.may_write = False
 
     def close(self) -> None:
-        """Waits until everything is told and written, for some seconds at most."""
+        """Waits until all events are delivered and written, for 10 seconds at most."""
         if os.getpid() != self._worker.pid:
-            return  # a process forked from the one that writes
+            return  # this process was forked from the one that writes
         if self._is_open and not self._is_closed:
             self.emit("closed", self._worker.step, num_skipped=self._worker.num_skipped)
         with self._lock:
             self._is_closed = True
             thread = self._thread
         self._worker.queue.put(_END)
-        if thread is None or thread is threading.current_thread():  # a hook may close, too
+        if thread is None or thread is threading.current_thread():  # a hook may call close, too
             return
         thread.join(_CLOSING_SECS)
         if thread.is_alive():
             logger.warning(
-                "%s: the last events are still being told or written after %.0f s; leaving them",
+                "%s: the last events are still being delivered or written after %.0f s; "
+                "the checkpointer closes without waiting for them",
                 self._worker.directory.path,
                 _CLOSING_SECS,
             )
 
     def stats(self) -> Stats:
-        """The numbers so far."""
+        """Returns the numbers so far."""
         with self._lock:
             return self._tally.stats(self._worker.num_skipped)
 
@@ -205,13 +215,13 @@ class Telemetry:
         self._thread = threading.Thread(target=self._worker.run, name="events", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads, or the interpreter is ending
+        except RuntimeError as error:  # no more threads, or the interpreter is shutting down
             self._thread, self._has_thread = None, False
-            logger.warning("events are neither told nor written: %s", error)
+            logger.warning("events are neither delivered nor written; no thread starts: %s", error)
 
 
 class _Worker:
-    """What the thread of a ``Telemetry`` does."""
+    """The work of the thread of a ``Telemetry``: it calls the hook and writes the journal."""
 
     def __init__(
         self,
@@ -223,52 +233,53 @@ class _Worker:
         self.directory = directory
         self._tally, self._lock = tally, lock
         self.pid = os.getpid()
-        # Its put may be called by the garbage collector in the middle of another put.
+        # A SimpleQueue, because the garbage collector may call put in the middle of another put.
         self.queue: queue.SimpleQueue[tuple[Event, epath.Path | None] | None] = queue.SimpleQueue()
         self.may_write = False
         self.step: int | None = None
         self.num_skipped = 0
         self._on_event = on_event
-        self._is_hook_broken = self._is_journal_broken = self._is_note_broken = False
+        self._is_hook_broken = self._is_journal_broken = self._is_line_broken = False
         self._journal = Journal(directory.path, secrets.token_hex(4))
         self._lines: collections.deque[bytes] = collections.deque(maxlen=_MAX_WAITING)
         self._due_secs = 0.0
-        self._said_step: int | None = None
-        self._said_secs = 0.0
+        self._reported_step: int | None = None
+        self._reported_secs = 0.0
 
     def run(self) -> None:
-        """Tells and writes events until the end comes."""
+        """Delivers and writes events until the end marker comes."""
         is_ending = False
         while not is_ending:
             is_ending = self._take()
-            self._say_reached()
+            self._report_reached()
             if self._lines and self.may_write and (is_ending or time.monotonic() >= self._due_secs):
                 self._write()
 
     def _take(self) -> bool:
-        """Waits for events, or until there is something to do; whether the end has come."""
+        """Waits for events or the next deadline; returns True once the end marker has come."""
         waits = self._lines and self.may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if waits else _REACHED_SECS
         try:
             taken = self.queue.get(timeout=secs)
             while taken is not _END:
                 event, committed = taken
-                if committed is not None and self.may_write:  # one process measures for all
+                if committed is not None and self.may_write:  # only process 0 measures
                     event = self._measured(event, committed)
-                self._tell(event)
-                self._note(event)
+                self._deliver(event)
+                self._enqueue_line(event)
                 if event.step is not None:
-                    self._said_step, self._said_secs = event.step, time.monotonic()
+                    self._reported_step, self._reported_secs = event.step, time.monotonic()
                 taken = self.queue.get_nowait()
         except queue.Empty:
             return False
         return True
 
     def _measured(self, event: Event, path: epath.Path) -> Event:
-        """A durable step with what it takes on storage, if it is still there."""
+        """Returns a durable event with the bytes the step takes, if it is still on storage."""
         num_bytes = 0
-        with contextlib.suppress(Exception):  # each client of a bucket has its errors
-            settled = self.directory.path / str(event.step)  # where an incoming one is moved to
+        with contextlib.suppress(Exception):  # bucket clients raise errors of their own
+            # A step in incoming-* may have moved here.
+            settled = self.directory.path / str(event.step)
             num_bytes = containment.stored_bytes(path) or containment.stored_bytes(settled)
         if not num_bytes:
             return event
@@ -276,42 +287,43 @@ class _Worker:
             self._tally.measured("durable", "num_bytes", num_bytes)
         return dataclasses.replace(event, values={**event.values, "num_bytes": num_bytes})
 
-    def _tell(self, event: Event) -> None:
+    def _deliver(self, event: Event) -> None:
         if self._on_event is None:
             return
         try:
             self._on_event(event)
             self._is_hook_broken = False
-        except BaseException:  # a hook may end the program elsewhere, but not this thread
-            # Once until it works again: it may be called several times a second.
+        except BaseException:  # a hook may raise SystemExit, which must not end this thread
+            # Logged as an error once until the hook works again: it may be called several times a
+            # second.
             level = logging.DEBUG if self._is_hook_broken else logging.ERROR
             logger.log(level, "on_event failed with %s; saving goes on", event, exc_info=True)
             self._is_hook_broken = True
 
-    def _say_reached(self) -> None:
-        """Where the training is, if no event has said so for a while."""
-        is_due = time.monotonic() - self._said_secs >= _REACHED_SECS
-        if self.may_write and is_due and self.step != self._said_step:
+    def _report_reached(self) -> None:
+        """Records the current step of training if no event has named a step for a minute."""
+        is_due = time.monotonic() - self._reported_secs >= _REACHED_SECS
+        if self.may_write and is_due and self.step != self._reported_step:
             event = Event("reached", time.time(), self.step, {"num_skipped": self.num_skipped})
-            self._said_step, self._said_secs = self.step, time.monotonic()
-            self._tell(event)
-            self._note(event)
+            self._reported_step, self._reported_secs = self.step, time.monotonic()
+            self._deliver(event)
+            self._enqueue_line(event)
 
-    def _note(self, event: Event) -> None:
+    def _enqueue_line(self, event: Event) -> None:
         try:
             self._lines.append(event.to_line())
-        except Exception as error:  # of a hook, which may have changed it
-            level = logging.DEBUG if self._is_note_broken else logging.WARNING
-            logger.log(level, "%s cannot be written, and is left out: %s", event, error)
-            self._is_note_broken = True
+        except Exception as error:  # the hook may have changed the event
+            level = logging.DEBUG if self._is_line_broken else logging.WARNING
+            logger.log(level, "%s cannot be written as JSON and is dropped: %s", event, error)
+            self._is_line_broken = True
 
     def _write(self) -> None:
         lines = list(self._lines)
         try:
             self._journal.append(lines)
-        except Exception as error:  # each client of a bucket has errors of its own
+        except Exception as error:  # bucket clients raise errors of their own
             level = logging.DEBUG if self._is_journal_broken else logging.WARNING
-            text = "%s: events cannot be written for now, which harms nothing else: %s"
+            text = "%s: events cannot be written for now, but saves go on: %s"
             logger.log(level, text, self.directory.path, error)
             self._is_journal_broken = True
             self._due_secs = time.monotonic() + _RETRY_SECS

@@ -1,4 +1,4 @@
-"""Owns the numbers of a run so far: how many saves, and what they cost."""
+"""Statistics of a run so far: how many saves there were, and what they cost."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from torchax_ckpt.telemetry.events import Event
 
-# The latest of which quantiles are taken.
-_COUNTED = 1000
+# Quantiles are computed from the latest values only.
+_MAX_VALUES = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """Of the latest 1,000 values.
+    """Quantiles of the latest 1,000 values.
 
     Attributes:
       p50: the median.
-      p90: what nine of ten do not exceed; between two values it is interpolated.
+      p90: the value that nine of ten do not exceed, interpolated between two values.
     """
 
     p50: float
@@ -28,7 +28,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Collection[float]) -> Quantiles | None:
-        """Those of some values; None if there are none."""
+        """Returns the quantiles of some values; None if there are none."""
         if not values:
             return None
         p50, p90 = np.quantile(list(values), (0.5, 0.9)).tolist()
@@ -37,7 +37,7 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a checkpointer has done so far, in this process. Quantiles are None without a value.
+    """What a checkpointer has done so far in this process. Quantiles without a value are None.
 
     Attributes:
       num_saves: saves that began.
@@ -45,13 +45,12 @@ class Stats:
       num_failed: saves that failed.
       num_skipped: calls of ``save`` that the policy declined.
       num_restores: steps that were restored.
-      blocking_secs: what ``save`` cost the training thread, for those that began a save and are
-        durable.
+      blocking_secs: how long ``save`` blocked the training thread, in calls whose save is durable.
       durable_secs: from the call of ``save`` to the commit.
       interval_secs: from one snapshot to the next.
-      interval_steps: the same in training steps.
-      num_bytes: what a step takes on storage; measured after its save, and by process 0 alone.
-      restore_secs: what restores took.
+      interval_steps: training steps from one snapshot to the next.
+      num_bytes: bytes a step takes on storage; only process 0 measures them, after the save.
+      restore_secs: how long restores took.
     """
 
     num_saves: int
@@ -75,17 +74,17 @@ class Tally:
         self._values: dict[tuple[str, str], collections.deque[float]] = {}
 
     def take(self, event: Event) -> None:
-        """Counts one event, and its numbers."""
+        """Counts one event and records its numbers."""
         self._counts[event.name] += 1
         for key, value in event.numbers.items():
             self.measured(event.name, key, value)
 
     def measured(self, name: str, key: str, value: float) -> None:
-        """Counts one more number of an event."""
-        self._values.setdefault((name, key), collections.deque(maxlen=_COUNTED)).append(value)
+        """Records one more number of an event."""
+        self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:
-        """The numbers so far."""
+        """Returns the numbers so far."""
 
         def quantiles(name: str, key: str) -> Quantiles | None:
             return Quantiles.of(self._values.get((name, key), ()))

@@ -1,4 +1,4 @@
-"""Owns the events of a directory as runs and saves, and as curves over time; draws nothing."""
+"""The events of a directory as runs and saves, and as curves over time. It draws nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Save:
 
     Attributes:
       step: completed optimizer steps.
-      began_secs: of the snapshot, in seconds since the epoch.
-      ended_secs: of the commit or the failure; of a save that was cut off, when its run was last
-        heard of.
-      outcome: how it ended; ``cut off`` with its program.
-      blocking_secs, durable_secs, num_bytes: what a durable one cost; None where it is not known.
-      interval_secs: since the snapshot before, in the same run; None for the first.
-      interval_steps: the same in steps.
-      error: of one that failed.
+      began_secs: time of the snapshot, in seconds since the epoch.
+      ended_secs: time of the commit or the failure; for a save that was cut off, time of the last
+        event of its run.
+      outcome: how the save ended; ``cut off`` if its program ended first.
+      blocking_secs, durable_secs, num_bytes: costs of a durable save; None if not known.
+      interval_secs: since the previous snapshot of the same run; None for the first.
+      interval_steps: the same interval in steps.
+      error: the error of a failed save.
     """
 
     step: int
@@ -47,11 +47,12 @@ class RecordedRun:
 
     Attributes:
       name: eight hexadecimal digits.
-      events: all of them, as they were told.
-      saves: oldest first.
-      ended: whether it closed its checkpointer; one that did not was killed, or still runs.
-      is_running: whether it holds the lease.
-      lost_steps: steps, at least, that the next run did again, since no checkpoint had them.
+      events: all its events, in the order of recording.
+      saves: its saves, oldest first.
+      ended: True if it closed its checkpointer. A run that did not was killed or still runs.
+      is_running: True if it holds the lease.
+      lost_steps: how many steps, at least, the next run repeated because no checkpoint had them;
+        None if not known.
     """
 
     name: str
@@ -63,40 +64,40 @@ class RecordedRun:
 
     @property
     def began_secs(self) -> float:
-        """Of its first event."""
+        """Time of its first event."""
         return self.events[0].time_secs
 
     @property
     def ended_secs(self) -> float:
-        """Of its last event."""
+        """Time of its last event."""
         return max(self.began_secs, self.events[-1].time_secs)
 
     @property
     def host(self) -> str:
-        """Where it ran; "" where that is not recorded."""
+        """Name of the host that it ran on; "" if that is not recorded."""
         return next((str(e.values["host"]) for e in self.events if "host" in e.values), "")
 
     @property
     def first_step(self) -> int | None:
-        """The first step that is recorded: the one restored, or the first saved."""
+        """The first recorded step: the restored step, or the first saved one."""
         return next((e.step for e in self.events if e.step is not None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last step that is recorded."""
+        """The last recorded step."""
         return next((e.step for e in reversed(self.events) if e.step is not None), None)
 
     def named(self, *names: str) -> list[Event]:
-        """Its events of these names."""
+        """Returns its events that have one of these names."""
         return [event for event in self.events if event.name in names]
 
 
 def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[RecordedRun]:
-    """The runs of a directory, as they began.
+    """Returns the runs of a directory, in the order they began.
 
     Args:
-      events: run -> its events, as they were told.
-      is_running: whether the newest one still runs, if it has not closed.
+      events: run -> its events, in the order of recording.
+      is_running: whether the newest run still runs, if it has not closed its checkpointer.
     """
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
     runs: list[RecordedRun] = []
@@ -119,10 +120,11 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
 
 
 def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
-    """How many steps of a run the next one did again; None where that is not known."""
+    """Returns how many steps of a run the next one repeated; None if that is not known."""
     if later is None or run.last_step is None:
         return None
-    # Before it trains: what a program restores later on, it goes back to.
+    # Looks only at events before the run trains. A later restore of the same program goes back
+    # within that program.
     start = itertools.takewhile(lambda e: e.name not in ("saving", "reached"), later.events)
     resumed_at = next((e.step for e in reversed([*start]) if e.name == "restored"), None)
     if resumed_at is None or resumed_at > run.last_step:
@@ -135,7 +137,7 @@ def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
     begun: Event | None = None
     for event in events:
         if event.name == "saving":
-            begun = event  # the one before has ended, but its end was not recorded
+            begun = event  # the previous save has ended, but its end was not recorded
         elif begun is not None and event.step == begun.step and event.name in _ENDS:
             saves.append(_save(begun, event, _ENDS[event.name]))
             begun = None
@@ -161,15 +163,16 @@ def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
 
 
 def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
-    """Where the training was: time in seconds since the epoch, and step."""
+    """Returns the progress of training: (time in seconds since the epoch, step)."""
     told = run.named("restored", "reached", "saving", "closed")
     return [(event.time_secs, event.step) for event in told if event.step is not None]
 
 
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
-    """What all steps together take on storage, as far as it is recorded, after each change.
+    """Returns (time in seconds since the epoch, bytes of all steps on storage) after each change.
 
-    Steps that were set aside still count; those that something else removed do, too.
+    Counts what is recorded. Steps that were set aside still count. So do steps that something else
+    removed, until the next run starts.
     """
     events = sorted((e for run in runs for e in run.events), key=lambda event: event.time_secs)
     sizes: dict[int, int] = {}
@@ -181,7 +184,7 @@ def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
             sizes[event.step] = event.values.get("num_bytes", 0)
             total += sizes[event.step]
         elif event.name == "started" and "steps" in event.values:
-            there = set(event.values["steps"])  # a killed program does not say what it did last
+            there = set(event.values["steps"])  # a killed program did not record its last deletions
             total -= sum(sizes.pop(step) for step in sizes.keys() - there)
         elif event.name in ("deleted", "set_aside"):
             gone = sum(sizes.pop(step, 0) for step in event.values.get("steps", ()))

@@ -84,8 +84,8 @@ def test_replicas_are_not_counted(directory: Path, monkeypatch: pytest.MonkeyPat
 def test_a_run_on_a_slow_medium_ends_up_compressed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(compression, "_LEAST_MEAN_BYTES", 1)
+    monkeypatch.setattr(compression, "_MIN_BYTES", 1)
+    monkeypatch.setattr(compression, "_MIN_MEAN_BYTES", 1)
     monkeypatch.setattr(compression, "SLOW_BYTES_PER_SEC", 1e12)
     state = {"w": jnp.zeros((512, 512))}
 
@@ -119,8 +119,8 @@ def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(compression, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(compression, "_LEAST_MEAN_BYTES", 1)
+    monkeypatch.setattr(compression, "_MIN_BYTES", 1)
+    monkeypatch.setattr(compression, "_MIN_MEAN_BYTES", 1)
     fetch = replica_slices.transfer_arrays_to_host
 
     def an_hour_later(*args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The content of a step, through TensorStore and Orbax."""
+"""The arrays of a step: written through Orbax, read through TensorStore, checked by digests."""

@@ -1,8 +1,9 @@
-"""Owns what arrays must be before they are opened: as the manifest claims.
+"""Checks of stored arrays before they are opened: their metadata must match the manifest.
 
-A directory from elsewhere is data. Orbax and TensorStore join names from metadata to paths, and
-take memory for whatever shape and chunks an array's metadata names, which ends the process where
-there is not so much. So the metadata of arrays is looked at before the arrays are.
+A directory from elsewhere is untrusted. Orbax and TensorStore join names from metadata to paths.
+They also allocate memory for any shape and any chunks that an array's metadata states, and too
+large an allocation ends the process. The checks therefore read the metadata of arrays before
+anything opens the arrays.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from torchax_ckpt.storage.medium.containment import beyond_memory, corrupt
 
 _PYTREE_METADATA = "_METADATA"
 _MAX_ARRAY_METADATA_BYTES = 1 << 20
-# Shards are one chunk, or several of some MiB; no run has so many devices, or so large arrays.
+# A shard is one chunk, or several chunks of some MiB. No run has so many devices, or so large an
+# array, that an array needs more chunks than this.
 MAX_CHUNKS = 1 << 20
-# What Zstandard makes at most of one byte: four say that a block of 128 KiB repeats another.
+# The most bytes to which Zstandard expands one byte: four bytes can say that a block of 128 KiB
+# repeats another one.
 _MAX_UNPACKED = 1 << 15
 
 
@@ -37,17 +40,17 @@ _MAX_UNPACKED = 1 << 15
 def require_stored(
     step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> int:
-    """Refuses arrays whose own metadata is not what the manifest says; reads no array data.
+    """Raises if the metadata of an array contradicts the manifest; reads no array data.
 
     Args:
       step_path, step: the step.
       wanted: stored name -> shape and dtype.
 
     Returns:
-      The fewest bytes in which they can lie on storage.
+      The fewest bytes that these arrays can occupy on storage.
 
     Raises:
-      CorruptCheckpointError: an array is not there, or of another shape, dtype or layout.
+      CorruptCheckpointError: an array is missing, or has another shape, dtype or layout.
     """
     if not wanted:
         return 0
@@ -75,12 +78,12 @@ def require_stored(
 
 
 def stored_key(name: str) -> str:
-    """Under which key Orbax stores the array of this name."""
+    """Returns the key under which Orbax stores the array of this name."""
     return ".".join(names.component_and_rest(name))
 
 
 def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] | None:
-    """What is expected of an array's metadata, and what was found instead; None if it fits."""
+    """Returns what an array's metadata should be, and what it is; None if it fits."""
     if len(raw) > _MAX_ARRAY_METADATA_BYTES:
         return f"at most {_MAX_ARRAY_METADATA_BYTES} bytes of metadata", f"{len(raw)}"
     try:
@@ -103,24 +106,27 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
     if count > MAX_CHUNKS:
         return f"at most {MAX_CHUNKS} chunks", f"{count}"
     if codec not in (None, "zstd") or metadata.get("filters") is not None:
-        return "plain bytes, or Zstandard", f"{codec!r:.40}, {metadata.get('filters')!r:.40}"
+        return (
+            "Zstandard or no compressor, and no filters",
+            f"{codec!r:.40}, {metadata.get('filters')!r:.40}",
+        )
     return None
 
 
 def _zarr_dtype(name: str) -> str:
-    """How Zarr version 2 writes a dtype; TensorStore, those that numpy lacks by name."""
+    """Returns Zarr's name of a dtype, or TensorStore's name if numpy lacks the dtype."""
     dtype = np.dtype(name)
     return dtype.str if dtype.isbuiltin == 1 else name
 
 
-# --- steps that bare Orbax wrote -----------------------------------------------------------------
+# --- steps that Orbax wrote without this package -------------------------------------------------
 
 
 def require_names_within(step_path: epath.Path, step: int) -> None:
-    """Refuses a step whose pytree metadata names arrays that would lie outside of it.
+    """Raises if the pytree metadata of a step names arrays outside the step.
 
     Raises:
-      CorruptCheckpointError: names the metadata and the array.
+      CorruptCheckpointError: names the metadata file and the array.
     """
     for folder in (step_path, *(p for p in step_path.iterdir() if p.is_dir())):
         path = folder / _PYTREE_METADATA
@@ -139,15 +145,16 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
 
 
 def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
-    """Refuses arrays that this host cannot hold, and chunks larger than their arrays.
+    """Raises if arrays do not fit into this host's memory, or if their chunks cannot be right.
 
     Args:
       step_path, step: the step.
       leaves: name -> Orbax's metadata of an array.
 
     Raises:
-      OutOfMemoryError: the host is too small; CorruptCheckpointError: what is on storage cannot be
-        so much. Names the array.
+      OutOfMemoryError: the host has too little memory. Names the array.
+      CorruptCheckpointError: the files on storage are too small to hold that much, or a chunk is
+        larger than its array and than the memory. Names the array.
     """
     memory, total = host_memory.host_memory_bytes(), 0
     for name, leaf in leaves.items():
@@ -158,7 +165,7 @@ def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) 
         if nbytes < math.prod(chunk) * itemsize > memory:
             expected = f"chunks within {list(leaf.shape)!r:.80}"
             raise corrupt(step, step_path, expected, f"{list(chunk)!r:.80}", name)
-        if total > memory:  # bare Orbax compresses, if not told otherwise
+        if total > memory:  # Orbax compresses by default
             raise beyond_memory(step_path, step, total, total // _MAX_UNPACKED, name)
 
 

@@ -1,9 +1,10 @@
-"""Digests: one 64-bit number for every block of stored bytes, by which damage is found.
+"""Block digests: one 64-bit number for each block of stored bytes, which reveals damage.
 
-An array is cut into equal blocks (``chunking.py``), and a stack into one or more for each member,
-so that a mismatch names the leaf. The digest is taken of the very bytes that go to storage, on the
-host, and checked on the bytes that come back, whatever mesh they are read onto. Devices are not
-involved: what changes in a device's memory, or on the way between it and the host, is not seen.
+An array is cut into equal blocks (``chunking.py``). A stack is cut into one or more blocks for each
+member, so that a mismatch names the leaf. The host computes the digest from the same bytes that go
+to storage. It compares the digest with the bytes that come back, whatever mesh the array is read
+onto. Digests do not cover devices: they cannot detect changes in a device's memory, or on the way
+between the device and the host.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
 """
@@ -31,12 +32,12 @@ Part = tuple[tuple[int, ...], np.ndarray]
 
 
 def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
-    """The digests of all blocks of an array that are stored by this process.
+    """Returns the digests of all blocks of an array that this process stores; zero for others.
 
     Args:
       array: the array.
-      parts: what ``shards`` gives of it.
-      is_stack: whether it is a stack.
+      parts: the result of ``shards`` for this array.
+      is_stack: whether the array is a stack.
     """
     block = chunking.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
@@ -52,12 +53,14 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
 def gathered(
     taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """On process 0 the digests of all blocks; elsewhere, where nobody needs them, what was taken.
+    """Returns the digests of all blocks on process 0, and ``taken`` on the others.
+
+    Only process 0 needs the digests of all blocks.
 
     Args:
-      taken: stored name -> what ``take`` gave this process.
-      arrays: stored name -> array. Those on devices are shared by all processes.
-      processes: of the run.
+      taken: stored name -> what ``take`` returned on this process.
+      arrays: stored name -> array. All processes share the arrays that are on devices.
+      processes: the processes of the run.
 
     Raises:
       ProcessError: the processes do not save the same arrays.
@@ -65,26 +68,28 @@ def gathered(
     if processes.count == 1:
         return taken
     shared = [name for name, array in arrays.items() if isinstance(array, jax.Array)]
-    looks = [[n, arrays[n].dtype.name, arrays[n].shape, taken[n].block] for n in shared]
-    looks_digest = xxhash.xxh3_64_digest(json.dumps(looks).encode())
-    mine = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
-    # Where another process stores the block there is zero: not worth sending.
-    own = np.flatnonzero(mine)
-    message = looks_digest + own.astype("<u8").tobytes() + mine[own].tobytes()
+    layouts = [[n, arrays[n].dtype.name, arrays[n].shape, taken[n].block] for n in shared]
+    layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())
+    all_values = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
+    # The digest of a block that another process stores is zero, and is not sent.
+    stored_here = np.flatnonzero(all_values)
+    message = (
+        layouts_digest + stored_here.astype("<u8").tobytes() + all_values[stored_here].tobytes()
+    )
     for index, sent in enumerate(processes.gather(message)):
-        if sent[:8] != looks_digest:
+        if sent[:8] != layouts_digest:
             raise ProcessError(
                 f"process {index} saves other device arrays than process 0: expected the same "
                 "names, shapes, dtypes and shardings. Attach the same objects on every process."
             )
         where, values = np.split(np.frombuffer(sent, "<u8")[1:], 2)
-        mine[where] = values
+        all_values[where] = values
     if not processes.is_first:
         return taken
     ends = itertools.accumulate(len(_values(taken[name])) for name in shared)
     merged, start = dict(taken), 0
     for name, end in zip(shared, ends, strict=True):
-        merged[name] = Digests(taken[name].block, mine[start:end].tobytes())
+        merged[name] = Digests(taken[name].block, all_values[start:end].tobytes())
         start = end
     return merged
 
@@ -94,16 +99,16 @@ def _values(known: Digests) -> np.ndarray:
 
 
 def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
-    """Every part of the array that this process stores, and where it starts.
+    """Yields the start and the content of each part of the array that this process stores.
 
-    Of a device array this fetches them, unless Orbax has: what was fetched stays beside the array.
-    Only where the replicas on several processes share a shard, each its own part, Orbax and this
-    cut and fetch the part each for itself.
+    For a device array this fetches the parts to the host, unless Orbax has already done so: a
+    fetched copy stays beside the array. Only if the replicas of a shard on several processes each
+    store a part of it, Orbax and this function cut and fetch that part separately.
     """
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
         return
-    parts = _own_parts(array).replica_slices
+    parts = _stored_parts(array).replica_slices
     found = [(tuple(dim.start or 0 for dim in part.index), part.data()) for part in parts]
     for _, device in found:
         device.copy_to_host_async()
@@ -112,27 +117,27 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
 
 
 def num_host_bytes(array: jax.Array) -> int:
-    """How many bytes of host memory a device array takes while this process stores its part."""
-    parts = _own_parts(array)
-    # See ``shards``: a part of a shard is fetched twice.
+    """Returns the host memory a device array takes while this process stores its part."""
+    parts = _stored_parts(array)
+    # A part of a shard is fetched twice, see ``shards``.
     is_cut = any(part.slice_args is not None for part in parts.replica_slices)
     return int(parts.nbytes) * (2 if is_cut else 1)
 
 
-def _own_parts(array: jax.Array) -> Any:
-    shards_of(array)  # for Orbax, too, on one thread at a time
+def _stored_parts(array: jax.Array) -> Any:
+    shards_of(array)  # before Orbax lists them: two threads at once would conflict
     return orbax_internals.stored_parts(array, use_replica_parallel=chunking.is_shared(array))
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """How many blocks there are along each dim."""
+    """Returns the number of blocks along each dim."""
     return tuple(math.ceil(s / b) for s, b in zip(shape, block, strict=True))
 
 
 def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
-    """The digests of the blocks of an array that consists of whole blocks; uint64[grid]."""
+    """Returns uint64[grid]: the digests of an array that consists of whole blocks."""
     grid = grid_shape(host.shape, block)
-    if _lie_in_order(host.shape, block):
+    if _are_contiguous(host.shape, block):
         octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
         size = math.prod(block) * host.itemsize
         parts: Iterable[memoryview] = (octets[i : i + size] for i in range(0, len(octets), size))
@@ -145,8 +150,8 @@ def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
     return np.fromiter(map(digest, parts), np.uint64, math.prod(grid)).reshape(grid)
 
 
-def _lie_in_order(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
-    """Whether the blocks follow one another in memory, each in one piece."""
+def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
+    """True if each block is contiguous in memory and they follow one another."""
     cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
     return shape[cut + 1 :] == block[cut + 1 :]
 
@@ -158,13 +163,13 @@ def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
 def mismatches(
     host: np.ndarray, start: Sequence[int], known: Digests, shape: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """The blocks, by their place in the whole array's grid, whose bytes are not what was stored.
+    """Returns the blocks whose bytes differ from the stored ones, as cells of the array's grid.
 
     Args:
       host: a part of the array that consists of whole blocks.
-      start: where in the array it starts.
+      start: where the part starts in the array.
       known: the digests of the whole array.
-      shape: of the whole array.
+      shape: shape of the whole array.
     """
     found = of_blocks(host, known.block)
     first = [s // b for s, b in zip(start, known.block, strict=True)]
@@ -177,7 +182,7 @@ def mismatches(
 
 
 def fit(known: Digests, shape: Sequence[int]) -> bool:
-    """Whether these can be the digests of an array of this shape."""
+    """True if these can be the digests of an array of this shape."""
     return (
         len(known.block) == len(shape)
         and all(b >= 1 and s % b == 0 for s, b in zip(shape, known.block, strict=True))

@@ -1,7 +1,8 @@
-"""Owns how stored arrays are cut: into chunks, which storage holds, and blocks, which have digests.
+"""How stored arrays are cut: into chunks, the units of storage, and blocks, the units of digests.
 
-Reading takes whole chunks and whole blocks, so they are cut alike. Orbax cuts chunks, and is told
-how far to go; what it will do is worked out here, for the blocks.
+Reads take whole chunks and whole blocks, so both are cut alike. Orbax cuts the chunks, within a
+limit that this package sets. This module computes which chunks Orbax will choose, and cuts the
+blocks to match.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-# The most that is read, checked and held in memory as one piece, where dims can be divided so.
+# The most bytes that are read, checked and held in memory as one piece, if the dims can be divided
+# so far.
 MAX_BYTES = 64 << 20
-# What cutting must leave. A dim without small divisors falls to a few elements at once, and the
-# index of millions of such chunks is larger than a reader takes: it stays too large instead.
+# Cutting stops at this fraction of MAX_BYTES. A dim without small divisors would shrink to a few
+# elements in one cut, and readers reject the index of millions of such chunks. So the chunk stays
+# too large instead.
 _MIN_FRACTION = 16
 
 
 def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """The shape of what storage holds in one piece: a divisor of what is written at once.
+    """Returns the shape of a chunk, which divides the shape that is written at once.
 
-    As Orbax does it: the largest of the dims that are divided already is cut to its next divisor,
-    again and again, and the other dims once those have nothing left. It cannot be told to leave
-    out a dim, only when to stop.
+    This repeats what Orbax does: it cuts the largest of the dims that are already divided to its
+    next smaller divisor, again and again. It cuts the other dims once those dims cannot be divided
+    further. Orbax cannot be told to leave out a dim, only when to stop.
     """
     written = _written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:
@@ -45,14 +48,15 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
 
 
 def chunk_limit(array: jax.Array | np.ndarray) -> int:
-    """The most bytes of a chunk to allow Orbax, for it to choose ``chunk_shape``."""
+    """Returns the byte limit for chunks with which Orbax chooses ``chunk_shape``."""
     return max(MAX_BYTES, _nbytes(chunk_shape(array), array))
 
 
 def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
-    """The shape of an array's blocks, of one member of a stack.
+    """Returns the shape of an array's blocks. A block of a stack belongs to one member.
 
-    A divisor of what is written at once: all of that, or the chunks where it is too large.
+    It divides the shape that is written at once. It is that whole shape, or the shape of a chunk if
+    the whole is too large.
     """
     written, first = _written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
@@ -62,21 +66,22 @@ def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, 
 
 
 def is_shared(array: jax.Array | np.ndarray) -> bool:
-    """Whether each replica of a shard writes a part of it, where that can be divided.
+    """True if each replica of a shard writes a part of it, provided that the shard can be divided.
 
-    It spreads the work over processes. Within one the first replica writes all of it: what is
-    fetched for its digest is then what is written, and leaves the devices once.
+    This spreads the work over processes. Within one process the first replica writes the whole
+    shard: the bytes that are fetched for its digest are then the bytes that are written, and leave
+    the device once.
     """
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
-    """How many pieces of one shape make up an array."""
+    """Returns how many pieces of one shape make up an array."""
     return math.prod(-(-n // length) for n, length in zip(shape, piece, strict=True))
 
 
 def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """The shape of what is written at once: a shard, or what each of its replicas writes of it."""
+    """Returns the shape that is written at once: a shard, or one replica's part of it."""
     shard = _shard_shape(array)
     if not (isinstance(array, jax.Array) and is_shared(array)):
         return shard

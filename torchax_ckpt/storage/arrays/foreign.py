@@ -1,4 +1,4 @@
-"""Steps that Orbax wrote without this package: what is in them, and reading it."""
+"""Steps that Orbax wrote without this package: describes and reads them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from torchax_ckpt.storage.directory.step_files import as_corrupt
 def load_foreign(
     committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
 ) -> Any:
-    """Reads a step that bare Orbax wrote.
+    """Returns the content of a step that Orbax wrote without this package.
 
     Args:
       committed: the step.
-      abstract_state: a pytree of ShapeDtypeStructs, or None for everything, as host arrays.
+      abstract_state: a pytree of ShapeDtypeStructs; None to load everything as host arrays.
       options: memory bounds.
-      processes: those that read it together, in a round.
+      processes: the processes that read the step together, in a round.
 
     Raises:
-      CorruptCheckpointError: Orbax cannot read it as the abstract state asks.
+      CorruptCheckpointError: Orbax cannot read the step as the abstract state requests.
     """
     metadata = foreign_metadata(committed)
     with (
@@ -38,14 +38,14 @@ def load_foreign(
         orbax_context.for_loading(options),
     ):
         if abstract_state is None:
-            # Without an abstract state Orbax rebuilds the mesh it was saved on, which fails on
-            # any other; host arrays need none.
+            # Without an abstract state, Orbax rebuilds the mesh on which the step was saved, which
+            # fails on any other mesh. Host arrays need no mesh.
             abstract_state = jax.tree.map(_host_abstract, metadata)
         return ocp.load(committed.path, abstract_state)
 
 
 def foreign_metadata(committed: CommittedStep) -> Any:
-    """What Orbax says of a step that bare Orbax wrote: a pytree of shapes and dtypes."""
+    """Returns Orbax's metadata of such a step: a pytree of shapes and dtypes."""
     with as_corrupt(committed, "metadata"):
         array_checks.require_names_within(committed.path, committed.step)
         metadata = ocp.metadata(committed.path).metadata
@@ -71,9 +71,9 @@ def _host_abstract(leaf: Any) -> Any:
 def abstract_array(
     shape: tuple[int, ...], dtype: str | np.dtype[Any], sharding: Sharding | None
 ) -> Any:
-    """What Orbax is asked for: an array on a sharding, or a numpy array."""
+    """Returns the abstract leaf that makes Orbax read a sharded array, or a numpy array."""
     dtype = np.dtype(dtype)
     if sharding is not None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    # Orbax reads into numpy where the abstract leaf is a numpy array; this one takes no memory.
+    # If the abstract leaf is a numpy array, Orbax reads into numpy. This one takes no memory.
     return np.broadcast_to(np.zeros((), dtype), shape)

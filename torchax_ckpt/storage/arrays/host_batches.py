@@ -1,9 +1,9 @@
-"""The way of a step's device arrays through the host: fetched, digested, written, let go.
+"""Moves the device arrays of a step through the host: fetches, digests, writes and releases them.
 
-They go in batches, of which one is on the host at a time. What is fetched from a device JAX keeps
-beside the array that was asked, for as long as that is held, and Orbax holds all arrays of a step
-until it is written. So a batch is fetched through arrays made for it alone, whose buffers are those
-of the originals.
+The arrays move in batches. Only one batch is on the host at a time. JAX keeps the fetched bytes
+beside an array as long as that array exists, and Orbax holds all arrays of a step until the step is
+written. Each batch is therefore fetched through temporary arrays, which share the buffers of the
+originals.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
 class Batches(orbax_internals.StatusCallback):
     """The arrays of one save, and their digests.
 
-    Orbax takes it along, as the callback of a save, to the handler of device arrays
-    (``orbax_internals.PyTreeInBatches``). Host arrays it writes by itself.
+    Orbax passes this object, as the callback of a save, to the handler of device arrays
+    (``orbax_internals.PyTreeInBatches``). Orbax writes host arrays by itself.
 
     Args:
       arrays: stored name -> array.
-      stacks: which of them are stacks.
-      max_bytes: how much of the device arrays is a batch, unless one is larger; None for all.
-      on_host: called once a batch is on the host, on whichever thread: with its number, from 1 on,
-        with how many there are, and with its bytes. Host arrays count to the first one.
+      stacks: the names of the arrays that are stacks.
+      max_bytes: most bytes of device arrays in a batch, unless a single array is larger; None for
+        one batch of all arrays.
+      on_host: called once a batch is on the host, on any thread, with the number of the batch (from
+        1), the number of batches, and the bytes of the batch. Host arrays count towards the first
+        batch.
 
     Attributes:
-      on_devices: the digests of the device arrays, once the last batch has been digested; what went
-        wrong with one; cancelled if Orbax gives up.
+      on_devices: a future of the digests of the device arrays. It is set once the last batch is
+        digested, or fails with the error of a batch, or is cancelled if Orbax gives up.
     """
 
     def __init__(
@@ -68,30 +70,31 @@ class Batches(orbax_internals.StatusCallback):
         self._is_over = False
         self.on_devices: concurrent.futures.Future[dict[str, Digests]] = concurrent.futures.Future()
         for array in self._device.values():
-            shards_of(array)  # before Orbax does on its threads
+            shards_of(array)  # before threads of Orbax list them
         self._batches = [*_cut(self._device, max_bytes)]
-        # These come while Orbax gets ready.
+        # The first batch is fetched while Orbax prepares the save.
         self._first = self._started(self._batches[0]) if self._batches else {}
         self._host_bytes = sum(array.nbytes for array in self._host.values())
-        if not self._device:  # then Orbax asks for nothing
+        if not self._device:  # then Orbax does not call ``write``
             self._on_host(1, 1, self._host_bytes)
             self.on_devices.set_result({})
 
     def taken(self) -> dict[str, Digests]:
-        """The digests of what this process stores, once ``on_devices`` are there."""
-        own = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
-        return own | self.on_devices.result()
+        """Returns the digests of what this process stores; waits for ``on_devices``."""
+        on_host = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
+        return on_host | self.on_devices.result()
 
     def writing(self, params: Sequence[Any], write: _Write) -> _Writing:
-        """What begins to write all device arrays once it is awaited; args as for ``write``."""
+        """Returns an awaitable that writes all device arrays; arguments as for ``write``."""
         return _Writing(self, params, write)
 
     async def write(self, params: Sequence[Any], write: _Write) -> None:
-        """Writes all device arrays.
+        """Writes all device arrays, batch by batch.
 
         Args:
-          params: what Orbax's handler of arrays is given, each with an array and its path.
-          write: that handler's way to fetch arrays, and then to write them.
+          params: the parameters of Orbax's handler of arrays, each with an array and its path.
+          write: the handler's method that fetches arrays, and returns an awaitable that writes
+            them.
         """
         if not self.on_devices.set_running_or_notify_cancel():
             return
@@ -101,54 +104,57 @@ class Batches(orbax_internals.StatusCallback):
             for number, batch in enumerate(self._batches, 1):
                 if self._is_over:
                     raise asyncio.CancelledError
-                own, self._first = self._first or self._started(batch), {}
+                fetched, self._first = self._first or self._started(batch), {}
                 writing = await write(
                     [
                         dataclasses.replace(by_path[names.component_and_rest(name)], value=array)
-                        for name, array in own.items()
+                        for name, array in fetched.items()
                     ]
                 )
-                hosts = {name: [*block_digests.shards(array)] for name, array in own.items()}
+                hosts = {name: [*block_digests.shards(array)] for name, array in fetched.items()}
                 nbytes = sum(host.nbytes for parts in hosts.values() for _, host in parts)
                 nbytes += self._host_bytes if number == 1 else 0
-                # From now on the originals may be deleted.
+                # From now on the caller may delete the originals.
                 self._on_host(number, len(self._batches), nbytes)
-                digesting = asyncio.to_thread(self._take, own, hosts, taken)
+                digesting = asyncio.to_thread(self._take, fetched, hosts, taken)
                 for error in await asyncio.gather(writing, digesting, return_exceptions=True):
                     if error is not None:
                         raise error
-                # Before more is fetched. JAX frees what numpy has looked at when Python collects.
-                del own, writing, digesting, hosts
+                # Releases this batch before the next one is fetched. JAX frees memory that numpy
+                # has viewed only when Python collects garbage.
+                del fetched, writing, digesting, hosts
                 gc.collect(0)
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
             known = concurrent.futures.CancelledError() if was_cancelled else error
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # all were taken
+            # All digests are set already.
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
                 self.on_devices.set_exception(known)
             raise
 
     def cancel(self) -> None:
-        """Ends it before the next batch: Orbax gives up, perhaps at once, or the save failed."""
+        """Stops before the next batch: Orbax gives up, perhaps at once, or the save failed."""
         self._is_over = True
         self.on_devices.cancel()
 
     def _started(self, batch: Iterable[str]) -> dict[str, jax.Array]:
-        """The arrays of a batch as ones of their own, on their way to the host."""
-        own = {name: unshared(self._device[name]) for name in batch}
-        for array in own.values():
+        """Returns temporary arrays for a batch, whose copies to the host have started."""
+        fetched = {name: unshared(self._device[name]) for name in batch}
+        for array in fetched.values():
             for shard in shards_of(array):
                 if shard.replica_id == 0 and not chunking.is_shared(array):
                     shard.data.copy_to_host_async()
-        return own
+        return fetched
 
     def _take(
         self,
-        own: Mapping[str, jax.Array],
+        fetched: Mapping[str, jax.Array],
         hosts: Mapping[str, Sequence[block_digests.Part]],
         taken: dict[str, Digests],
     ) -> None:
+        """Digests a batch; sets ``on_devices`` once all batches are digested."""
         for name, parts in hosts.items():
-            taken[name] = self._digests(name, own[name], parts)
+            taken[name] = self._digests(name, fetched[name], parts)
         if len(taken) == len(self._device):
             self.on_devices.set_result(taken)
 
@@ -159,6 +165,7 @@ class Batches(orbax_internals.StatusCallback):
 
 
 def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[list[str]]:
+    """Yields the names of the arrays of each batch."""
     if max_bytes is None:
         if arrays:
             yield [*arrays]
@@ -166,18 +173,18 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
     batch: list[str] = []
     nbytes = 0
     for name, array in arrays.items():
-        own = block_digests.num_host_bytes(array)
-        if batch and nbytes + own > max_bytes:
+        array_bytes = block_digests.num_host_bytes(array)
+        if batch and nbytes + array_bytes > max_bytes:
             yield batch
             batch, nbytes = [], 0
         batch.append(name)
-        nbytes += own
+        nbytes += array_bytes
     if batch:
         yield batch
 
 
 class _Writing:
-    """What Orbax awaits, perhaps; and cancels where it gives up."""
+    """The awaitable given to Orbax, which awaits it, or cancels it if it gives up."""
 
     def __init__(self, batches: Batches, params: Sequence[Any], write: _Write) -> None:
         self._batches, self._params, self._write = batches, params, write

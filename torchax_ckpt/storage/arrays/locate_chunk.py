@@ -1,7 +1,7 @@
-"""Owns where in a step's files a stored chunk lies, for people who look for what was damaged.
+"""Locates a stored chunk in a step's files, so that an error can name the damaged file.
 
-TensorStore does not say it: the nodes of the OCDBT database are read for it, one after the other,
-which is slow and only done when something is wrong.
+TensorStore does not report the place. This module reads the nodes of the OCDBT database one after
+the other, which is slow and only done after an error.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torchax_ckpt.storage.medium import location
 
 logger = logging.getLogger(__name__)
 
-# kind, the database it was first written to, file, first byte, number of bytes
+# A place: kind, the database that first wrote it, file, first byte, number of bytes.
 _PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
 
 
 def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | None:
-    """The file that holds a chunk, and which of its bytes; None where that cannot be found out.
+    """Returns the file and the bytes that hold a chunk; None if they cannot be found.
 
     Args:
-      folder: of the database.
-      key: of the array in it.
+      folder: the folder of the database.
+      key: the key of the array in the database.
       chunk: place of the chunk in the array's grid.
     """
     wanted = f"{key}/{'.'.join(map(str, chunk)) or '0'}".encode()
@@ -41,13 +41,14 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
                 if "location" in entry:
                     todo.append(entry["location"])
                 elif entry["key"] == wanted:
-                    return _named(folder, entry.get("indirect_value", node))
-    except Exception as error:  # it must not take the place of the error it is asked for
-        logger.info("not known where %s lies in %s: %s", key, folder, error)
+                    return _described(folder, entry.get("indirect_value", node))
+    except Exception as error:  # must not replace the error that is being reported
+        logger.info("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
     return None
 
 
-def _named(folder: epath.Path, found: str) -> str | None:
+def _described(folder: epath.Path, found: str) -> str | None:
+    """Returns file and bytes of a place in words."""
     place = _PLACE.fullmatch(found)
     if place is None:
         return None

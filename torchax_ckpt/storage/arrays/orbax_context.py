@@ -1,4 +1,4 @@
-"""How Orbax is set up here, and how its processes wait for each other: in a round of ours."""
+"""The setup of Orbax for one save or load; its barriers become meetings in the processes' round."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import location
 
-# Several files are written, synced and read at a time; Orbax's default, 2 GB, is mostly one.
+# With this size several files are written, synced and read at the same time. With Orbax's default,
+# 2 GB, there is mostly one file.
 _DATA_FILE_BYTES = 64 << 20
-# How Orbax names what it will rename to commit it.
+# Orbax's suffix for the directory that it renames in order to commit it.
 _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 
 
@@ -37,7 +38,7 @@ def _storage_options(_: Any, leaf: Any) -> Any:
 
 @orbax_internals.recorded_as(ocp.handlers.JsonHandler)
 class _LaterJson(ocp.handlers.JsonHandler):
-    """Writes JSON that becomes known while the other items of a step are being written."""
+    """Writes JSON that becomes known while Orbax writes the other items of a step."""
 
     async def save(
         self, directory: Any, checkpointable: concurrent.futures.Future[dict[str, Any]]
@@ -55,13 +56,14 @@ class _LaterJson(ocp.handlers.JsonHandler):
 
 
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
-    """A path of Orbax's that seals its step, and looks at its fence, with the commit mark.
+    """A path for Orbax that, with the commit mark, seals its step and checks the fence of the step.
 
-    On a bucket it does not delete the file that Orbax is about to write, which writing replaces in
-    any case: if the answer is slow to come, such a delete is sent again, and the first one may be
-    carried out after the write, and even after the step was reported durable.
+    On a bucket it ignores Orbax's request to delete a file before Orbax writes it; the write
+    replaces the file in any case. If the answer to a delete is slow, the client sends the request
+    again. The first request may then be carried out after the write, and even after the step was
+    reported durable.
 
-    The fences lie outside, as Orbax keeps paths in caches.
+    The fences are in the class, because Orbax keeps paths in caches.
     """
 
     fences: ClassVar[dict[str, Callable[[], None]]] = {}
@@ -79,7 +81,7 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def for_loading(options: CheckpointOptions) -> Iterator[None]:
-    """Within it Orbax loads, with the memory bounds of the options."""
+    """Makes Orbax load with the memory bounds of the options, within this context."""
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     context.memory.read_concurrent_bytes = options.max_host_bytes
@@ -98,12 +100,12 @@ def for_saving(
     is_compressed: bool,
     is_alone: bool,
 ) -> Iterator[None]:
-    """Within it Orbax saves one step.
+    """Makes Orbax save one step, within this context.
 
     Args:
       path: the directory of the step.
-      arrays: what is saved, by stored name.
-      coming: those of them that lie on devices.
+      arrays: stored name -> array, for all arrays that are saved.
+      coming: the batches of those arrays that are on devices.
       folder_mode: the permissions of new folders; None for the usual ones.
       before_commit: called right before the commit mark is written.
       is_compressed: whether arrays are compressed.
@@ -115,28 +117,29 @@ def for_saving(
     registry.add(orbax_internals.PyTreeInBatches, checkpointable_name=STATE)
     context = ocp.Context()
     context.checkpointables.registry = registry
-    # Where folders are made in the background and that fails, Orbax's other threads wait for them
-    # for minutes, and the program cannot end. Nor would batches know what to wait for: they are
-    # begun when Orbax's newest operation may be another.
+    # If folders are created in the background and that fails, Orbax's other threads wait for them
+    # for minutes, and the program cannot end. The batches also would not know which operation to
+    # wait for: by the time they begin, Orbax's newest operation may be another one.
     context.async_options.create_directories_asynchronously = False
     context.file.path_class = _FencedPath
     context.file.path_permission_mode = folder_mode
     saving = context.array.saving
     saving.use_compression = is_compressed
-    # Orbax cuts no chunk larger than this.
+    # Orbax cuts no chunk larger than this size, so it must cover the largest chunk limit.
     saving.ocdbt_target_data_file_size = max(
         [_DATA_FILE_BYTES, *map(chunking.chunk_limit, arrays.values())]
     )
     saving.scoped_storage_options_creator = _storage_options
-    # What cutting goes by; left alone, both depend on the platform.
+    # The cutting of chunks depends on this. The defaults of this option and the next depend on the
+    # platform.
     saving.use_replica_parallel = not is_alone
-    # Would not leave what it fetches where digests find it.
+    # A pinned transfer would not leave the fetched bytes where the digests read them.
     saving.enable_pinned_host_transfer = False
-    # Version 3 would put a shard's chunks and their index into one value: one more copy of
-    # every byte, a seventh of the time of a save.
+    # Zarr version 3 would join a shard's chunks and their index to one value. That copies each byte
+    # once more, and takes a seventh of the time of a save.
     saving.use_zarr3 = False
     context.memory.serialization_status_callback = coming
-    # Host leaves are copies already, made when the state was captured.
+    # Host leaves were copied already, when the state was captured.
     context.memory.deepcopy_host_arrays = False
     if is_alone:
         context.multiprocessing.primary_host = jax.process_index()
@@ -152,24 +155,28 @@ def for_saving(
 # --- operations ----------------------------------------------------------------------------------
 
 one_at_a_time = threading.RLock()
-"""Held while Orbax begins to save, and while it loads, by every checkpointer of this process.
+"""Each checkpointer of this process holds this lock while Orbax begins a save or loads.
 
-Once begun, a save does without: a slow save to a bucket holds up no save to a local tier.
+A save that has begun does not hold it, so a slow save to a bucket does not delay a save to a local
+tier.
 """
 
 _numbers = itertools.count(1)
 
 
 def coordination_service() -> Any:
-    """JAX's coordination service, through which processes speak; None where there is only one."""
+    """Returns JAX's coordination service, or None if there is only one process.
+
+    Processes communicate through it.
+    """
     return v0.multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
 
 
 @contextlib.contextmanager
 def one_order(processes: Processes) -> Iterator[None]:
-    """Holds ``one_at_a_time``, on every process for the same save or load; in a round."""
+    """Holds ``one_at_a_time`` on all processes for the same save or load; in a round."""
     if not processes.is_first:
-        processes.share()  # comes once process 0 holds it
+        processes.share()  # returns once process 0 holds the lock
     with one_at_a_time:
         if processes.is_first:
             processes.share()
@@ -178,13 +185,13 @@ def one_order(processes: Processes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
-    """Within it this thread has Orbax save or load once; its barriers are meetings in the round.
+    """Makes this thread's calls of Orbax one save or load; its barriers are meetings in the round.
 
-    Leave it once Orbax has ended, also what it does in the background.
+    Leave this context only after Orbax has ended, also in the background.
     """
-    # Orbax has its processes find each other's messages under the number of an operation, which
-    # each counts for itself. What one does alone must not be taken for what another does, nor for
-    # what the program has Orbax do.
+    # Orbax's processes find each other's messages by the number of the operation, which each
+    # process counts for itself. An operation that one process carries out alone must not be
+    # confused with an operation of another process, nor with one that the program itself starts.
     number = f"torchax_ckpt-{processes.first(lambda: next(_numbers))}"
     is_alone = processes.count == 1
     if is_alone:

@@ -1,11 +1,11 @@
-"""The one file that knows Orbax from inside: its private modules, its private attributes, patches.
+"""The only module that uses Orbax's internals: private modules, private attributes and patches.
 
-Orbax's public API does not let its caller say how the processes meet, which number an operation
-gets, or when an array comes to the host. This file does, for operations of this package alone.
-``operation`` replaces attributes of Orbax as long as any such operation runs. A replacement asks in
-whose operation it is called (``_operation``), and does what the original does in any other: a
-program may use Orbax by itself at the same time. What all of this relies on is checked once, at
-first use, by ``check_internals``.
+Orbax's public API does not let its caller choose how the processes meet, which number an operation
+gets, or when an array comes to the host. This module does so, only for operations of this package.
+``operation`` replaces attributes of Orbax while any such operation runs. Each replacement looks up
+the operation in which it is called (``_operation``). Outside such an operation it does what the
+original does, because a program may also use Orbax by itself. ``check_internals`` checks all
+assumptions once, at first use.
 
 Source: orbax-checkpoint 0.12.8.
 """
@@ -31,11 +31,11 @@ from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
 
-# As pyproject.toml has it.
+# The same as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
 
 
-def _unlike(problem: object) -> BackendError:
+def _incompatible(problem: object) -> BackendError:
     found = importlib.metadata.version("orbax-checkpoint")
     return BackendError(
         f"orbax-checkpoint {found} does not work as torchax_ckpt expects: {problem}. Install a "
@@ -63,19 +63,19 @@ try:
     from orbax.checkpoint.experimental.v1._src.synchronization import multihost, thread_utils
     from orbax.checkpoint.experimental.v1._src.synchronization import synchronization as numbering
 except ImportError as error:
-    raise _unlike(error) from error
+    raise _incompatible(error) from error
 
 # --- operations of this package, and the patches they need ---------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """An operation of this package, as Orbax's code meets it.
+    """An operation of this package, as the patches of Orbax see it.
 
     Attributes:
-      id: takes the place of Orbax's number; differs from all of these.
-      meet: waits for the other processes that carry it out, at a place with that name.
-      is_alone: whether there are none.
+      id: replaces Orbax's number of the operation, and differs from all such numbers.
+      meet: waits for the other processes of the operation, at the meeting with that name.
+      is_alone: True if there are no other processes.
     """
 
     id: str
@@ -83,8 +83,8 @@ class _Operation:
     is_alone: bool
 
 
-# The operation that this thread, or this task of an event loop, works for; None for those that the
-# program begins itself.
+# The operation for which this thread, or this task of an event loop, works; None for operations
+# that the program itself starts.
 _operation: contextvars.ContextVar[_Operation | None] = contextvars.ContextVar(
     "torchax_ckpt_operation", default=None
 )
@@ -92,9 +92,9 @@ _operation: contextvars.ContextVar[_Operation | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def operation(id: str, meet: Callable[[str], None], *, is_alone: bool) -> Iterator[None]:
-    """Within it what this thread has Orbax do is one operation; see ``_Operation``.
+    """Makes this thread's calls of Orbax one operation, within this context; see ``_Operation``.
 
-    It must not be left before all that Orbax does for it in the background has ended.
+    Leave this context only after all background work of Orbax for the operation has ended.
     """
     check_internals()
     with _as_operation(_Operation(id, meet, is_alone)):
@@ -102,9 +102,9 @@ def operation(id: str, meet: Callable[[str], None], *, is_alone: bool) -> Iterat
 
 
 @contextlib.contextmanager
-def _as_operation(ours: _Operation) -> Iterator[None]:
+def _as_operation(current: _Operation) -> Iterator[None]:
     with _patches:
-        token = _operation.set(ours)
+        token = _operation.set(current)
         try:
             yield
         finally:
@@ -112,7 +112,7 @@ def _as_operation(ours: _Operation) -> Iterator[None]:
 
 
 class _Patch(NamedTuple):
-    """An attribute of Orbax, and what makes its replacement of the original."""
+    """An attribute of Orbax, and a function that makes its replacement from the original."""
 
     module: Any
     path: str
@@ -134,12 +134,12 @@ _ABSENT = object()
 
 
 class _Replaced:
-    """Within it the attributes are replaced; on several threads, until the last one has left."""
+    """Replaces the attributes from the first thread that enters to the last that leaves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_within = 0
-        # Owner, name, original (absent where it is inherited), replacement.
+        # Owner, name, original (absent if it is inherited), replacement.
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def __enter__(self) -> None:
@@ -171,7 +171,7 @@ class _Replaced:
         while self._replaced:
             owner, name, original, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
-                continue  # somebody else has replaced it since, and may call ours
+                continue  # other code has replaced it since, and may call this one
             if original is _ABSENT:
                 delattr(owner, name)
             else:
@@ -181,37 +181,38 @@ class _Replaced:
 _patches = _Replaced()
 
 
-# Orbax numbers operations in one counter of the process, and reads the newest number wherever it
-# needs that of the operation at hand: two that begin on two threads mix theirs up, and fail or
-# hang. On several processes equal numbers must mean the same operation, which each process counts
-# by itself. No upstream issue is known.
+# Orbax numbers operations with one counter for the process, and reads the newest number where it
+# needs that of the current operation. Two operations that begin on two threads mix up their
+# numbers, and fail or hang. On several processes, equal numbers must mean the same operation, but
+# each process counts for itself. No upstream issue is known.
 @_replaces(synchronization, "OperationIdGenerator.next_operation_id")
 @_replaces(synchronization, "OperationIdGenerator.get_current_operation_id")
 def _numbered(original: Any) -> Any:
     def number(cls: Any) -> Any:
-        ours = _operation.get()
-        return original.__get__(None, cls)() if ours is None else ours.id
+        current = _operation.get()
+        return original.__get__(None, cls)() if current is None else current.id
 
     return classmethod(number)
 
 
-# Orbax's barriers end after five minutes, know nothing of a process that has failed, and name
-# nobody. No upstream issue is known.
+# Orbax's barriers end after five minutes, do not notice a failed process, and do not name the
+# processes that are missing. No upstream issue is known.
 @_replaces(multihost, "sync_global_processes")
 def _barrier(original: Any) -> Any:
     async def sync_global_processes(key: str, **settings: Any) -> None:
-        if (ours := _operation.get()) is None:
+        if (current := _operation.get()) is None:
             await original(key, **settings)
         else:
-            # On threads of Orbax's, while the save's own thread speaks to the same processes.
-            await asyncio.to_thread(ours.meet, key)
+            # Orbax calls this on its own threads, while the save's thread talks to the same
+            # processes.
+            await asyncio.to_thread(current.meet, key)
 
     return sync_global_processes
 
 
-# It compares the name of the directory with a collective on the devices, which from a background
-# thread would cross those of the training step. No upstream issue is known; google/orbax#999 shows
-# such collectives of Orbax failing.
+# The original compares directory names through a collective on the devices. On a background thread
+# that would interleave with the training step's collectives. No upstream issue is known;
+# google/orbax#999 shows such collectives of Orbax failing.
 @_replaces(execution, "_check_directory_consistency")
 def _comparison(original: Any) -> Any:
     def check(directory: Any) -> None:
@@ -221,16 +222,16 @@ def _comparison(original: Any) -> Any:
     return check
 
 
-# Orbax's threads start with an empty context: there nobody would know the operation. Threads of
-# Python 3.14 may inherit it. No upstream issue is known.
+# Orbax's threads start with an empty context, which lacks the operation. In Python 3.14 threads may
+# inherit the context. No upstream issue is known.
 @_replaces(future, "_SignalingThread.start")
 def _start(original: Any) -> Any:
     def start(self: Any) -> None:
-        if (ours := _operation.get()) is not None:
+        if (current := _operation.get()) is not None:
 
             def run() -> None:
-                del self.run  # this one, which holds the thread
-                _operation.set(ours)
+                del self.run  # breaks a cycle: this function refers to the thread
+                _operation.set(current)
                 self.run()
 
             self.run = run
@@ -239,8 +240,8 @@ def _start(original: Any) -> Any:
     return start
 
 
-# TensorStore 0.1.86 never frees its answer, 7 kB each time: 1 GB in 70,000 saves. Orbax only
-# reports it. No upstream issue is known.
+# TensorStore 0.1.86 never frees the answer to this, 7 kB each time: 1 GB in 70,000 saves. Orbax
+# only reports the answer. No upstream issue is known.
 @_replaces(tensorstore_utils, "get_tensorstore_raw_bytes")
 def _raw_bytes(original: Any) -> Any:
     def ask(*args: Any, **kwargs: Any) -> int:
@@ -249,14 +250,14 @@ def _raw_bytes(original: Any) -> Any:
     return ask
 
 
-# Where one process saves alone: Orbax takes host arrays of process 0 only, and counts whose
-# metadata of arrays there is (no upstream issue is known); and it refuses arrays of one process
+# For operations of one process. Orbax writes the host arrays of process 0 only, and requires array
+# metadata of all processes (no upstream issue is known). It also rejects arrays of one process
 # (google/orbax#731 and #844, which were about arrays that all processes have).
 @_replaces(type_handlers, "multihost")
 @_replaces(array_metadata_store, "multihost")
 @_replaces(jax_array_handlers, "jax")
-class _PerhapsAlone:
-    """A module, which for an operation of one process says that there is one process."""
+class _SingleProcessView:
+    """A module that reports a single process during an operation of one process."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -265,28 +266,28 @@ class _PerhapsAlone:
         return getattr(self._module, name)
 
     def process_count(self) -> int:
-        """One, or how many there are."""
+        """Returns 1 during such an operation, otherwise the number of processes."""
         return 1 if _is_alone() else self._module.process_count()
 
     def process_index(self) -> int:
-        """The first, or which one this is."""
+        """Returns 0 during such an operation, otherwise the index of this process."""
         return 0 if _is_alone() else self._module.process_index()
 
 
 def _is_alone() -> bool:
-    return (ours := _operation.get()) is not None and ours.is_alone
+    return (current := _operation.get()) is not None and current.is_alone
 
 
-# --- what Orbax keeps for itself -----------------------------------------------------------------
+# --- private results of Orbax --------------------------------------------------------------------
 
 
 def future_of(response: Any) -> concurrent.futures.Future[Any]:
-    """How a save ends; to wait for it together with others."""
+    """Returns the future of a save, which a caller can wait for together with others."""
     return response._thread_runner._future
 
 
 def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
-    """The parts of an array that this process stores: ``.nbytes`` and ``.replica_slices``."""
+    """Returns what this process stores of an array: ``.nbytes`` and ``.replica_slices``."""
     return replica_slices.get_replica_slices(
         array, replica_id=0, use_replica_parallel=use_replica_parallel
     )
@@ -295,11 +296,11 @@ def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
 # --- handlers ------------------------------------------------------------------------------------
 
 StatusCallback = DefaultSerializationStatusCallback
-"""What Orbax tells how far the writing of arrays is; base of ``host_batches.Batches``."""
+"""Receives progress of array writes from Orbax; the base of ``host_batches.Batches``."""
 
 
 def recorded_as(public: type) -> Callable[[type], type]:
-    """Has Orbax note in each step that the item is read by its public handler."""
+    """Makes Orbax record in each step that its public handler reads the item."""
 
     def rename(handler: type) -> type:
         handler.__module__, handler.__qualname__ = public.__module__, public.__qualname__
@@ -309,7 +310,7 @@ def recorded_as(public: type) -> Callable[[type], type]:
 
 
 class _Arrays(ArrayLeafHandler):
-    """Orbax's handler of arrays, given one batch after the other."""
+    """Orbax's handler of arrays, which here receives one batch after the other."""
 
     async def serialize(self, params: Sequence[Any], context: Any) -> Any:
         async def write(batch: Sequence[Any]) -> Awaitable[None]:
@@ -320,7 +321,7 @@ class _Arrays(ArrayLeafHandler):
 
 @recorded_as(ocp.handlers.PyTreeHandler)
 class PyTreeInBatches(ocp.handlers.PyTreeHandler):
-    """Orbax's handler of pytrees, with arrays written batch by batch (``host_batches.py``)."""
+    """Orbax's handler of pytrees, which writes arrays in batches (``host_batches.py``)."""
 
     def __init__(self, *, context: ocp.Context | None = None) -> None:
         leaves = registry.BaseLeafHandlerRegistry()
@@ -336,7 +337,7 @@ class PyTreeInBatches(ocp.handlers.PyTreeHandler):
 
 @functools.cache
 def check_internals() -> None:
-    """Fails unless Orbax has the internals this file uses. Starts the JAX backend; some 10 ms.
+    """Raises unless Orbax has the internals this module uses. Starts the JAX backend; takes 10 ms.
 
     Raises:
       BackendError: names the Orbax release, what was not as expected, and what to install.
@@ -346,7 +347,7 @@ def check_internals() -> None:
         _check_handlers()
         _check_users()
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _unlike(error) from error
+        raise _incompatible(error) from error
 
 
 def _check_operations() -> None:
@@ -358,23 +359,23 @@ def _check_operations() -> None:
 
     with _as_operation(_Operation("self-test", met.append, True)):
         asyncio_utils.run_sync(numbering.synchronize_next_operation_id())
-        assert len(met) == 1, "beginning an operation meets at another barrier"
+        assert len(met) == 1, "an operation begins without its barrier"
         asyncio_utils.run_sync(look())
         future.CommitFuture(look(), name="self-test").result()
         runner = thread_utils.BackgroundThreadRunner(look())
         is_future = isinstance(runner._future, concurrent.futures.Future)
         assert is_future, "BackgroundThreadRunner._future is no Future"
         runner.result()
-        assert found == ["self-test"] * 3, f"operations get their number elsewhere: {found}"
+        assert found == ["self-test"] * 3, f"operations get their number another way: {found}"
 
 
 def _check_handlers() -> None:
     parts = stored_parts(jax.device_put(np.zeros(2, np.float32)), use_replica_parallel=False)
     [part] = parts.replica_slices
-    assert (parts.nbytes, part.slice_args) == (8, None), "parts of arrays are cut in another way"
+    assert (parts.nbytes, part.slice_args) == (8, None), "arrays are cut into other parts"
     assert (part.index, part.data().shape) == ((slice(None),), (2,)), "parts have other shapes"
     public, context = ocp.handlers.PyTreeHandler, ocp.Context()
-    assert typestr(PyTreeInBatches) == typestr(public), "handlers are noted by other names"
+    assert typestr(PyTreeInBatches) == typestr(public), "handlers are recorded by other names"
     PyTreeInBatches(context=context)
     entries = registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER
     handlers = {leaf: handler for leaf, _, _, handler in entries}
@@ -383,7 +384,7 @@ def _check_handlers() -> None:
 
 
 def _check_users() -> None:
-    """That what is replaced is what Orbax looks at."""
+    """Checks that Orbax looks up the attributes that the patches replace."""
     for function, *names in (
         (execution.save_checkpointables_impl, "_check_directory_consistency"),
         (execution._SaveResponse.__init__, "_thread_runner"),
@@ -395,5 +396,5 @@ def _check_users() -> None:
     ):
         code: CodeType = function.__code__
         missing = [name for name in names if name not in code.co_names]
-        assert not missing, f"{code.co_qualname} uses no {', '.join(missing)}"
-    assert jax_array_handlers.ts_utils is tensorstore_utils, "metrics are asked for elsewhere"
+        assert not missing, f"{code.co_qualname} does not use {', '.join(missing)}"
+    assert jax_array_handlers.ts_utils is tensorstore_utils, "metrics come from another module"

@@ -1,8 +1,8 @@
-"""Owns the way from pieces of stored arrays to leaves on their devices.
+"""Puts pieces of stored arrays together to leaves, and moves the leaves to their devices.
 
-A piece is what is read at once: whole chunks, and whole blocks, so that it can be compared with
-its digests. The part of an array that a device holds goes there as soon as its pieces are there;
-the members of a stack go together.
+A piece is the unit of reads: whole chunks and whole blocks, so that it can be compared with its
+digests. The part of an array that a device holds goes there as soon as its pieces have arrived. The
+members of a stack go together.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torchax_ckpt.snapshot.sharding import Local, Placement
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 
-# Of the memory that a CPU device takes over.
+# Alignment of memory that a CPU device takes over without a copy.
 _ALIGNMENT = 64
-# From here on numpy asks the system for huge pages, which many a virtual machine first has to put
-# together: an array that is written to once then took four times as long as on plain pages.
+# From this size on numpy asks the system for huge pages, which many virtual machines first have to
+# assemble. Writing such an array once then took four times as long as on plain pages.
 _LARGE_BYTES = 4 << 20
 
 
@@ -37,11 +37,11 @@ class Wanted:
     """A stored array to read.
 
     Attributes:
-      shape: its dims, the leading axis of a stack included.
-      dtype: numpy's or ml_dtypes' name of its dtype.
-      placements: leaf -> where it is wanted: the array itself, or the members of a stack that are
-        wanted.
-      digests: what its bytes are compared with; None not to compare them.
+      shape: its dims, including the leading axis of a stack.
+      dtype: name of its dtype in numpy or ml_dtypes.
+      placements: leaf -> where the leaf goes. The leaf is the array itself, or one of the requested
+        members of a stack.
+      digests: digests to compare its bytes with; None for no comparison.
       members: names of all members of a stack, in the order of its leading axis.
     """
 
@@ -62,12 +62,12 @@ class Piece:
 
     @property
     def index(self) -> Index:
-        """Where it is in the array."""
+        """The position of the piece in the array."""
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape, strict=True))
 
 
 class _Region:
-    """What some devices hold of an array, put together from pieces."""
+    """The part of an array that some devices hold, put together from pieces."""
 
     def __init__(self, bounds: Bounds, dtype: np.dtype[Any]) -> None:
         self.start = tuple(start for start, _ in bounds)
@@ -79,15 +79,16 @@ class _Region:
         self._host: np.ndarray | None = None
 
     def is_piece(self, piece: Piece) -> bool:
-        """Whether a piece is all of it, which then need not be copied."""
+        """True if the piece is exactly this region, so that no copy is needed."""
         return (piece.start, piece.shape) == (self.start, self.shape)
 
     def overlaps(self, piece: Piece) -> bool:
-        """Whether it takes anything of a piece."""
+        """True if the region contains elements of the piece."""
         low, high = self._common(piece)
         return all(a < b for a, b in zip(low, high, strict=True))
 
     def _common(self, piece: Piece) -> tuple[list[int], list[int]]:
+        """Returns the start and the stop of the overlap with a piece."""
         low = [max(a, b) for a, b in zip(self.start, piece.start, strict=True)]
         high = [
             min(a + n, b + m)
@@ -96,7 +97,7 @@ class _Region:
         return low, high
 
     def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
-        """Takes what it needs of a piece; the whole region once it is complete."""
+        """Copies the overlap with a piece; returns the region once complete, else None."""
         if self.is_piece(piece):
             return host
         if not self.overlaps(piece):
@@ -104,11 +105,11 @@ class _Region:
         low, high = self._common(piece)
         if self._host is None:
             self._host = empty(self.shape, self._dtype)
-        there, here = (
+        to, source = (
             tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
             for start in (self.start, piece.start)
         )
-        self._host[there] = host[here]
+        self._host[to] = host[source]
         self._missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
         if self._missing:
             return None
@@ -117,15 +118,15 @@ class _Region:
 
 
 class Target:
-    """An array that is being read: takes its pieces, and gives its leaves when they are complete.
+    """An array that is being read. It takes pieces, and stores its leaves once they are complete.
 
     Args:
-      name: under which it is stored.
-      wanted: what is expected of it.
-      leaves: where leaves go, by name.
+      name: the stored name.
+      wanted: the expected array, and where its leaves go.
+      leaves: the dict to which this adds the leaves, by name.
 
     Attributes:
-      nbytes: of all that is put together from pieces.
+      nbytes: bytes of everything that is put together from pieces.
     """
 
     nbytes = 0
@@ -137,15 +138,16 @@ class Target:
         self._dtype = np.dtype(wanted.dtype)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """What is to be read, in the order in which to read it."""
+        """Yields the pieces to read, in the order in which to read them."""
         raise NotImplementedError
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """What a piece takes of this host's memory.
+        """Returns the host memory that a piece takes.
 
         Returns:
-          Bytes until it has arrived; bytes of what is put together from it and other pieces, from
-          the first of them until ``arrived`` has sent it on and it is on its devices.
+          Bytes of the piece itself, which count until it has arrived. Bytes of the parts that are
+          put together from this piece and others. The parts count from their first piece until
+          ``arrived`` has sent them on and they are on their devices.
         """
         return piece.nbytes, 0
 
@@ -153,12 +155,13 @@ class Target:
         """Takes a piece that was read.
 
         Returns:
-          Bytes of what is complete with it, and the arrays as which that is on its way to devices.
+          Bytes of the parts that are complete with this piece, and the arrays that carry these
+          parts to devices.
         """
         raise NotImplementedError
 
     def _unit(self, chunk: Sequence[int]) -> list[int]:
-        """The shape of what is read at once: whole chunks and whole blocks."""
+        """Returns the shape of a piece: whole chunks and whole blocks."""
         known = self.wanted.digests
         return [
             min(n, math.lcm(c, b))
@@ -168,7 +171,7 @@ class Target:
         ]
 
     def _pieces(self, unit: Sequence[int], regions: Iterable[_Region]) -> Iterator[Piece]:
-        """The pieces that make up the regions, each once."""
+        """Yields the pieces that make up the regions, each piece once."""
         cells: dict[tuple[int, ...], None] = {}
         for region in regions:
             ranges = (
@@ -185,7 +188,7 @@ class Target:
 
 
 class SingleLeaf(Target):
-    """An array that is one leaf. A device's part goes there as soon as it is complete."""
+    """An array that is one leaf. Each device's part goes there as soon as it is complete."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
@@ -199,11 +202,11 @@ class SingleLeaf(Target):
         self._missing = len(self._regions)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """The pieces of the parts that devices of this process hold."""
+        """Yields the pieces of the parts that devices of this process hold."""
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Parts of which this is the first piece; a piece that is a part by itself counts once."""
+        """Counts each part at its first piece. A piece that is a whole part counts once."""
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
             if not region.is_awaited and region.overlaps(piece):
@@ -214,7 +217,7 @@ class SingleLeaf(Target):
         return nbytes, parts
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Sends on the parts that are complete with it."""
+        """Sends the parts that are complete with this piece to their devices."""
         moving: list[jax.Array] = []
         nbytes = 0
         for region, devices in self._regions:
@@ -234,11 +237,11 @@ class SingleLeaf(Target):
 
 
 class Stack(Target):
-    """An array of many leaves. They go to their devices together, when all of it is there."""
+    """An array of many leaves, which go to their devices together once all of it has arrived."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
-        # Its pieces where they are cut as devices want them; otherwise all of it.
+        # The pieces, if they match the parts that devices hold; otherwise ``_whole`` is the array.
         self._parts: dict[tuple[int, ...], np.ndarray] = {}
         self._whole: np.ndarray | None = None
         self._are_parts = False
@@ -248,27 +251,27 @@ class Stack(Target):
         self._missing = math.prod(wanted.shape)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """What is to be read: every piece has a part of all members."""
+        """Yields the pieces; each piece has a part of all members."""
         unit = [self.wanted.shape[0], *self._unit(chunk)[1:]]
         pieces = list(self._pieces(unit, [self._region]))
-        there = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
+        found = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
         self._are_parts = all(
             (tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
-            in there
+            in found
             for placement in set(self.wanted.placements.values())
             for _, bounds in _devices(placement, self.wanted.shape[1:])
         )
         yield from pieces
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """A piece that is kept counts until all are there; otherwise the whole from the first."""
+        """Counts a kept piece until all have arrived, or else the array from the first piece."""
         if self._are_parts or self._region.is_piece(piece):
             return 0, piece.nbytes
         is_first, self._region.is_awaited = not self._region.is_awaited, True
         return piece.nbytes, self.nbytes if is_first else 0
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Sends the members on with the last piece."""
+        """Sends the members to their devices with the last piece."""
         if self._are_parts:
             self._parts[piece.start[1:]] = host
         else:
@@ -286,7 +289,7 @@ class Stack(Target):
         on_host = [d for d, device in enumerate(devices) if device is Local.HOST]
         moving = _put(hosts, devices)
         for d in on_host:
-            moving[d] = hosts[d].copy()  # not a view that would keep the whole stack alive
+            moving[d] = hosts[d].copy()  # a view would keep the whole stack alive
         shards = iter(moving)
         for (leaf, placement), count in zip(self.wanted.placements.items(), counts, strict=True):
             self._leaves[leaf] = _assemble(shape, placement, list(itertools.islice(shards, count)))
@@ -295,7 +298,7 @@ class Stack(Target):
         return self.nbytes, [array for array in moving if isinstance(array, jax.Array)]
 
     def _part(self, member: int, bounds: Bounds) -> np.ndarray:
-        """A view of a part of a member."""
+        """Returns a view of a part of a member."""
         if self._whole is None:
             return self._parts[tuple(start for start, _ in bounds)][member, ...]
         index: Any = (member, *(slice(*b) for b in bounds), ...)
@@ -306,17 +309,17 @@ class Checked(Target):
     """An array that is only compared with its digests."""
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """All of it."""
+        """Yields the pieces of the whole array."""
         everything = _Region(tuple((0, n) for n in self.wanted.shape), self._dtype)
         return self._pieces(self._unit(chunk), [everything])
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Lets go of it."""
+        """Drops the piece."""
         return 0, []
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
-    """The devices of this process that hold a leaf, and which part; the host counts as one."""
+    """Returns the devices of this process that hold a leaf, or the host, with their parts."""
     if isinstance(placement, Sharding):
         memory = placement.memory_kind
         return [
@@ -327,7 +330,7 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
 
 
 def _put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
-    """Host arrays on their way to devices, in one batch; None where one stays on the host."""
+    """Starts moving host arrays to devices, in one batch; None for each that stays on the host."""
     moved = [i for i, device in enumerate(devices) if device is not Local.HOST]
     targets = [None if devices[i] is Local.DEFAULT_DEVICE else devices[i] for i in moved]
     result: list[Any] = [None] * len(hosts)
@@ -339,7 +342,7 @@ def _put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
 
 
 def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
-    """A leaf from what the devices of this process hold of it."""
+    """Returns a leaf, made from the parts that devices of this process hold."""
     if not isinstance(placement, Sharding):
         return shards[0]
     return jax.make_array_from_single_device_arrays(
@@ -348,16 +351,16 @@ def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -
 
 
 def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
-    """Start and stop along each dim."""
+    """Returns the start and the stop along each dim."""
     if index is None:
         return tuple((0, length) for length in shape)
     return tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """A new host array, aligned so that a CPU device takes it over without copying it.
+    """Returns a new host array, aligned so that a CPU device takes it over without a copy.
 
-    That is sound: nobody else ever writes to it, and JAX does not reuse donated memory that it
+    This is sound because no other code writes to it, and JAX does not reuse donated memory that it
     does not own.
     """
     nbytes = math.prod(shape) * dtype.itemsize
@@ -367,8 +370,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return octets[skipped : skipped + nbytes].view(dtype).reshape(shape)
     try:
         pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # as numpy says it
-        raise MemoryError(f"no memory for an array {dtype}{list(shape)}: {error}") from None
+    except OSError as error:  # the error that numpy raises
+        raise MemoryError(f"cannot allocate {dtype}{list(shape)}: {error}") from None
     return np.frombuffer(pages, dtype).reshape(shape)
 
 

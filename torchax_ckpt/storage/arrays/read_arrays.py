@@ -1,8 +1,8 @@
-"""Owns reading arrays: checked block by block, and on their devices as soon as they arrive.
+"""Reads arrays: compares them with their digests, and moves them to devices as they arrive.
 
-Arrays are read through TensorStore itself rather than through Orbax, which gives no sight of the
-bytes between storage and device: there they are compared with their digests. Each process reads
-only what its devices hold, in regions of whole blocks; no more than a bound is on its way at once.
+This module reads through TensorStore directly, because Orbax gives no access to the bytes between
+storage and devices. Here the host compares these bytes with their digests. Each process reads only
+what its devices hold, in regions of whole blocks. A limit bounds the bytes in flight.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt
 from torchax_ckpt.storage.medium import location, storage_errors
 
-# On its way between storage and devices at one time, besides the largest array that is put together
-# there, unless the options say otherwise: enough to keep storage and devices busy.
+# Default limit of the bytes in flight between storage and devices, besides the largest array that
+# is put together there: enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
-# For programs that stand beside a training and should not take its memory.
+# For programs that run beside a training program and must not take its memory.
 STREAMED_BYTES = 256 << 20
 
 
@@ -53,15 +53,15 @@ def read_arrays(
 
     Args:
       committed: the step.
-      wanted: stored name -> what is expected of it.
+      wanted: stored name -> the expected array, and where its leaves go.
       options: memory bounds, and whether one replica reads for all.
-      agree: raises if another process has failed; called before devices speak to each other.
+      agree: raises if another process has failed; called before devices communicate.
 
     Returns:
       Leaf -> array.
 
     Raises:
-      CorruptCheckpointError: an array is not there, cannot be read, or is not what was stored;
+      CorruptCheckpointError: an array is missing, cannot be read, or differs from what was stored;
         names the leaf.
     """
     leaves: dict[str, Any] = {}
@@ -81,26 +81,26 @@ def read_arrays(
 def stream_arrays(
     committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Reads some arrays of a step whole, piece by piece; no more is in memory than is on its way.
+    """Reads some arrays of a step whole, piece by piece; only pieces in flight are in memory.
 
     Yields:
-      Stored name, piece, and its checked content on the host.
+      Stored name, piece, and the checked content of the piece on the host.
 
     Raises:
       CorruptCheckpointError: as for ``read_arrays``.
     """
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     stores = _prepared(committed, wanted)
-    max_bytes, on_its_way = options.max_host_bytes or STREAMED_BYTES, 0
+    max_bytes, in_flight_bytes = options.max_host_bytes or STREAMED_BYTES, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
         store = stores[target.name]
         for piece in target.pieces(_chunk(store)):
-            while reading and on_its_way + piece.nbytes > max_bytes:
+            while reading and in_flight_bytes + piece.nbytes > max_bytes:
                 name, oldest, arrival = reading.popleft()
                 yield name, oldest, arrival.fetch()
-                on_its_way -= oldest.nbytes
-            on_its_way += piece.nbytes
+                in_flight_bytes -= oldest.nbytes
+            in_flight_bytes += piece.nbytes
             reading.append((target.name, piece, _Arrival(committed, target, piece, store)))
     while reading:
         name, oldest, arrival = reading.popleft()
@@ -118,22 +118,24 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
     with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
         window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
         for target, piece in pieces:
-            alone, together = target.awaits(piece)
-            window.make_room(alone + together)
-            # Without a name, which would keep it in memory until the next one.
-            window.add(alone, together, _Arrival(committed, target, piece, stores[target.name]))
+            piece_bytes, joined_bytes = target.awaits(piece)
+            window.make_room(piece_bytes + joined_bytes)
+            # The arrival gets no name here, which would keep it in memory until the next one.
+            window.add(
+                piece_bytes, joined_bytes, _Arrival(committed, target, piece, stores[target.name])
+            )
         window.drain()
 
 
 def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
-    """The arrays, opened, once their digests were found to fit them."""
+    """Checks that the digests fit the arrays, and returns the opened arrays."""
     for name, want in wanted.items():
         if want.digests is not None and not block_digests.fit(want.digests, want.shape):
             raise _corrupt(
                 committed,
                 name,
-                f"the manifest's digests are of blocks {list(want.digests.block)}, which do not "
-                f"make up {list(want.shape)}",
+                f"the manifest has digests of blocks {list(want.digests.block)}, which do not fit "
+                f"the shape {list(want.shape)}",
             )
     return _open(committed, wanted)
 
@@ -146,7 +148,7 @@ def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, t
             {
                 "driver": "zarr",
                 "kvstore": {**base, "path": stored_key(name) + "/"},
-                # A chunk that is not there would otherwise be read as zeros.
+                # Otherwise TensorStore reads a missing chunk as zeros.
                 "fill_missing_data_reads": False,
             },
             open=True,
@@ -172,12 +174,12 @@ def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, t
 
 
 def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
-    """The shape of what storage holds in one piece."""
+    """Returns the shape of a chunk."""
     return tuple(int(length or 1) for length in store.chunk_layout.read_chunk.shape or ())
 
 
 def _kvstore(committed: CommittedStep) -> dict[str, Any]:
-    """TensorStore's spec of the database that holds a step's arrays."""
+    """Returns TensorStore's spec of the database that holds a step's arrays."""
     folder = committed.path / STATE
     spec: dict[str, Any] = {
         "driver": "ocdbt",
@@ -185,7 +187,7 @@ def _kvstore(committed: CommittedStep) -> dict[str, Any]:
         "cache_pool": "cache_pool#ocdbt",
     }
     if location.is_bucket(folder):
-        # Neighbouring reads become one request.
+        # Neighbouring reads are joined to one request.
         coalescing = "experimental_read_coalescing_"
         spec |= {
             coalescing + "threshold_bytes": 1 << 20,
@@ -207,10 +209,10 @@ def _corrupt(
 
 
 class _Arrival:
-    """A piece on its way: from storage, and then to devices.
+    """A piece on its way from storage to the host, and then to devices.
 
-    It is compared as soon as it is there, on the thread of TensorStore's that has brought it:
-    pieces are compared side by side, and while they are still in the processor's caches.
+    The thread of TensorStore that has brought the piece compares it at once. Pieces are therefore
+    compared in parallel, and while they are still in the processor's caches.
     """
 
     def __init__(
@@ -236,17 +238,17 @@ class _Arrival:
         try:
             if known is not None and read.exception() is None:
                 self._wrong = block_digests.mismatches(self._host, self._piece.start, known, shape)
-        except BaseException as error:  # it must reach the thread that waits
+        except BaseException as error:  # raised again on the thread that waits
             self._failure = error
         finally:
             self._is_compared.set()
 
     def finish(self) -> tuple[int, list[jax.Array]]:
-        """Waits for the piece, and starts the way to devices of what is complete."""
+        """Waits for the piece, and starts to move complete parts to their devices."""
         return self._target.arrived(self._piece, self.fetch())
 
     def fetch(self) -> np.ndarray:
-        """Waits for the piece; raises if it is not what was stored."""
+        """Waits for the piece; raises if it differs from what was stored."""
         try:
             with as_corrupt(self._committed, self._target.name):
                 self._future.result()
@@ -260,6 +262,7 @@ class _Arrival:
         return self._host
 
     def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
+        """Returns the error about blocks that differ from their digests."""
         known = self._target.wanted.digests
         assert known is not None
         chunk = [i * b // c for i, b, c in zip(wrong[0], known.block, self._chunk, strict=True)]
@@ -272,7 +275,7 @@ class _Arrival:
         )
 
     def _undecodable(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        """The error, with the leaves and the file of the first chunk that cannot be read."""
+        """Returns the error, with the leaves and the file of the first unreadable chunk."""
         start, shape = self._piece.start, self._piece.shape
         rows, place = range(start[0], start[0] + shape[0]) if shape else range(0), None
         if (chunk := self._first_unreadable()) is not None:
@@ -283,11 +286,11 @@ class _Arrival:
         return self._about(
             rows,
             f"cannot be read: {storage_errors.said(error)}"
-            + (f". The first part that cannot lies in {place}" if place else ""),
+            + (f". The first unreadable part lies in {place}" if place else ""),
         )
 
     def _first_unreadable(self) -> tuple[int, ...] | None:
-        """Place of the first such chunk of the piece; None if by now all can be read."""
+        """Returns the first unreadable chunk of the piece; None if all can be read by now."""
         grid = [
             range(start // size, -(-(start + length) // size))
             for start, length, size in zip(
@@ -303,12 +306,12 @@ class _Arrival:
         return None
 
     def _place(self, chunk: Sequence[int]) -> str | None:
-        """Where in the step's files a chunk lies."""
+        """Returns where in the step's files a chunk lies; None if that is not known."""
         folder = self._committed.path / STATE
         return locate_chunk.place_of_chunk(folder, stored_key(self._target.name), chunk)
 
     def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
-        """An error about the members of a stack in these rows, or about the array."""
+        """Returns an error about the members of a stack in these rows, or about the array."""
         members, name = self._target.wanted.members, self._target.name
         leaves = sorted({members[row] for row in rows}) if members else [name]
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
@@ -316,10 +319,10 @@ class _Arrival:
 
 
 class _Window:
-    """What is on its way, the oldest first: never more than a bound, unless one array needs it.
+    """The pieces and parts in flight, oldest first, within a limit unless one array needs more.
 
-    Counted are pieces until they have arrived, and what is put together from them from its first
-    piece until it is on its devices.
+    A piece counts until it has arrived. A part that is put together from pieces counts from its
+    first piece until it is on its devices.
     """
 
     def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
@@ -329,13 +332,13 @@ class _Window:
         self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
         self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
 
-    def add(self, alone: int, together: int, arrival: _Arrival) -> None:
-        """Takes a piece, and its bytes as ``Target.awaits`` tells them."""
-        self._bytes += alone + together
-        self._reading.append((alone, arrival))
+    def add(self, piece_bytes: int, joined_bytes: int, arrival: _Arrival) -> None:
+        """Adds a piece, with its bytes as ``Target.awaits`` returned them."""
+        self._bytes += piece_bytes + joined_bytes
+        self._reading.append((piece_bytes, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Finishes what is oldest until so much more may be on its way, or nothing is left to."""
+        """Finishes the oldest until ``nbytes`` more fit into the limit, or none are left."""
         while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
             self._finish_oldest()
 

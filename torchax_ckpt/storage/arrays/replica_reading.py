@@ -1,8 +1,8 @@
-"""Which leaves one replica reads from storage for all others.
+"""The choice of leaves that one replica reads from storage for all others.
 
-With data-parallel replicas over slices, every slice would read the same bytes from storage. With
-``single_replica_restore`` the processes of the first replica read them, and ``move_shards`` gives
-them to the devices of all others.
+With data-parallel replicas over slices, each slice would read the same bytes from storage. With
+``single_replica_restore`` only the processes of the first replica read them. ``move_shards`` then
+sends them to the devices of all other replicas.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from torchax_ckpt.snapshot.move_shards import replicas
 from torchax_ckpt.snapshot.sharding import Placement
 from torchax_ckpt.storage.arrays.placement import Wanted
 
-# Every process reads leaves of these dtypes, and complex ones, for itself: they are rare.
+# Each process reads leaves of these dtypes, and complex ones, by itself, because they are rare.
 _NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 
 
 def split(
     wanted: Mapping[str, Wanted],
 ) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
-    """What this process reads, and the leaves that come from the first replica, the same on all."""
-    mine: dict[str, Wanted] = {}
+    """Returns what this process reads, and the leaves that come from the first replica.
+
+    The leaves that come from the first replica are the same on all processes.
+    """
+    read_here: dict[str, Wanted] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
     for name, want in wanted.items():
         placements: dict[str, Placement] = {}
@@ -41,12 +44,12 @@ def split(
             if source.addressable_devices:
                 placements[leaf] = source
         if placements:
-            mine[name] = dataclasses.replace(want, placements=placements)
-    return mine, spread
+            read_here[name] = dataclasses.replace(want, placements=placements)
+    return read_here, spread
 
 
 def _source(placement: Placement, dtype: str) -> NamedSharding | None:
-    """Where the first replica reads a leaf; None where every process reads what it needs."""
+    """Returns where the first replica reads a leaf; None if each process reads its own part."""
     if not isinstance(placement, NamedSharding) or placement.is_fully_addressable:
         return None
     if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
@@ -59,7 +62,7 @@ def _source(placement: Placement, dtype: str) -> NamedSharding | None:
 
 @functools.lru_cache(maxsize=1024)
 def _first_replica(final: NamedSharding) -> tuple[NamedSharding, bool]:
-    """The sharding of the first replica, and whether every process has a part of it."""
+    """Returns the sharding of the first replica, and if each process has a part of it."""
     source = replicas(final)[0]
     return source, _processes(source) == _processes(final)
 

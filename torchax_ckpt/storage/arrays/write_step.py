@@ -1,4 +1,4 @@
-"""The content of a step, written and described through Orbax."""
+"""Writes the content of a step through Orbax, and commits the step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from torchax_ckpt.storage.medium import fsync, permissions, seals
 
 logger = logging.getLogger(__name__)
 
-# How TensorStore names the folders of files with array data.
+# TensorStore's name of the folders of files with array data.
 _DATA = "d"
-# An item needs content; a state may have no stored arrays at all.
+# Orbax requires content in each item, but a state may have no stored arrays at all.
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 
@@ -54,39 +54,39 @@ def write_step(
 ) -> None:
     """Writes and commits a step; returns when it is durable. Call it off the training thread.
 
-    Every process writes what its devices hold, and process 0 the host arrays and the JSON.
+    Each process writes what its devices hold. Process 0 also writes the host arrays and the JSON.
 
     Args:
       path: the directory of the step, which must not exist.
       arrays: stored name -> array.
-      manifest: gives JSON, of the digests by stored name of what this process stores; called on
-        this thread while the last arrays are being written.
-      summary: JSON.
+      manifest: returns the manifest as JSON, given stored name -> digests of what this process
+        stores; called on this thread while the last arrays are being written.
+      summary: the summary as JSON.
       options: memory bounds.
       is_compressed: whether the arrays are compressed.
-      stacks: which arrays are stacks.
+      stacks: the names of the arrays that are stacks.
       on_host: called for each batch of arrays, see ``host_batches.Batches``.
-      before_commit: called when everything else is written, right before the commit mark is; what
-        it raises keeps the step from being committed.
-      processes: those that write it together, in a round.
+      before_commit: called when everything else is written, right before the commit mark is
+        written. If it raises, the step is not committed.
+      processes: the processes that write the step together, in a round.
 
     Raises:
-      SaveError, ValueError: readers would refuse the step; nothing is committed.
+      SaveError, ValueError: readers would reject the step; nothing is committed.
     """
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = array
         _require_readable(name, array)
-    coming = host_batches.Batches(arrays, stacks, options.max_host_bytes, on_host)
-    later: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
-    items = {STATE: tree or _PLACEHOLDER, MANIFEST: later, SUMMARY: seals.seal(summary)}
+    batches = host_batches.Batches(arrays, stacks, options.max_host_bytes, on_host)
+    pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+    items = {STATE: tree or _PLACEHOLDER, MANIFEST: pending_manifest, SUMMARY: seals.seal(summary)}
     with (
         permissions.closed_while_written(path, opens=processes.is_first) as mode,
         orbax_context.for_saving(
             path,
             arrays,
-            coming,
+            batches,
             mode,
             before_commit,
             is_compressed=is_compressed,
@@ -98,19 +98,19 @@ def write_step(
             with orbax_context.one_order(processes):
                 response = ocp.save_checkpointables_async(path, items)
         except BaseException:
-            coming.cancel()  # it may have begun
+            batches.cancel()  # Orbax may have begun to write
             raise
         try:
-            # Not ``response.result``, which waits for the manifest also where all else failed.
+            # ``response.result`` would wait for the manifest even if everything else has failed.
             ended = orbax_internals.future_of(response)
-            concurrent.futures.wait([coming.on_devices, ended], return_when=FIRST_COMPLETED)
-            if not coming.on_devices.done():
-                ended.result()  # says why nobody asks for the arrays
-            later.set_result(seals.seal(manifest(coming.taken())))
+            concurrent.futures.wait([batches.on_devices, ended], return_when=FIRST_COMPLETED)
+            if not batches.on_devices.done():
+                ended.result()  # raises Orbax's reason for not writing the arrays
+            pending_manifest.set_result(seals.seal(manifest(batches.taken())))
         except BaseException as error:
-            coming.cancel()
-            later.set_exception(error)  # which ends the save
-            # Where Orbax has given up, only it can say why.
+            batches.cancel()
+            pending_manifest.set_exception(error)  # ends the save
+            # If Orbax has given up, only Orbax knows the reason.
             is_known = not isinstance(error, concurrent.futures.CancelledError)
             with contextlib.suppress(Exception) if is_known else contextlib.nullcontext():
                 response.result()
@@ -121,10 +121,11 @@ def write_step(
 
 
 def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
+    """Raises if readers would reject an array, or could not give back its bytes."""
     count = chunking.num_pieces(array.shape, chunking.chunk_shape(array))
     if count > array_checks.MAX_CHUNKS:
         raise SaveError(
-            f"{name}: readers take at most {array_checks.MAX_CHUNKS} chunks, found {count} in "
+            f"{name}: readers accept at most {array_checks.MAX_CHUNKS} chunks, found {count} in "
             f"{array.dtype}{list(array.shape)}",
             key_path=name,
         )
@@ -133,7 +134,7 @@ def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
     own = unshared(array) if isinstance(array, jax.Array) else array
     if any((host.view(np.uint8) > 1).any() for _, host in block_digests.shards(own)):
         raise SaveError(
-            f"{name}: expected booleans whose bytes are 0 or 1, which is all that storage gives "
-            "back, found others; make them anew: x != 0",
+            f"{name}: expected booleans whose bytes are 0 or 1, found other bytes, which "
+            "storage does not preserve; compute the array again, for example as x != 0",
             key_path=name,
         )
