@@ -61,7 +61,7 @@ class DecisionWindows:
     def __init__(self, processes: Processes, decide: Callable[[int, Sequence[int]], bool]) -> None:
         self._processes = processes
         self._decide = decide
-        self._background = ThreadPoolExecutor(1, "appointments")
+        self._background = ThreadPoolExecutor(1, "decisions")
         self._asked, self._answer = -1, False
         self._stride: int | None = None
         self._window = _Window(0, -1, 1, ())
