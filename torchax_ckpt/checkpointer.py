@@ -97,7 +97,7 @@ class TorchaxCheckpointer:
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        # Threads get the hook's bound method only, because on_event may refer to this checkpointer.
+        # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
         self._hook = Hook(on_event) if on_event is not None else None
         self._tiers = Tiers(
             directory,
@@ -220,9 +220,9 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        The whole step is compared first; live state changes only if everything matches. Newer
-        steps become an abandoned branch: they stay until a new step is durable, are then renamed
-        to ``abandoned-N``, and no run resumes from them.
+        Compares the whole step first, so that a mismatch changes no live state. Newer steps become
+        an abandoned branch: they stay until a new step is durable, are then renamed to
+        ``abandoned-N``, and no run resumes from them.
 
         To continue a run with another head or with other names, call ``attach(..., resume=False)``
         and then this. To start a new run from the weights of another, see ``warm_start``.

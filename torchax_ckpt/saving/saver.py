@@ -286,7 +286,7 @@ class Saver:
 
     def _run(self, capture: Capture, save: SaveInFlight) -> None:
         if capture.snapshot.way != "transfer":
-            # Otherwise the two threads would compete for the interpreter lock, and save() block.
+            # Otherwise this thread would take the interpreter lock, and save() would block longer.
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:

@@ -37,7 +37,7 @@ from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # Each host's message to the others about its part of a step: committed, or not.
-_THERE, _NOT_THERE = b"there", b"not there"
+_COMMITTED, _NOT_COMMITTED = b"committed", b"not committed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Writer:
         """
         directory, processes = self._directory, self._processes
         progress.enter("cleaning up the directory")
-        name, there = processes.first(lambda: self._prepare(capture.step, recover))
-        self._history.refresh(committed_step.named(there, directory.path))
+        name, existing = processes.first(lambda: self._prepare(capture.step, recover))
+        self._history.refresh(committed_step.named(existing, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
@@ -228,10 +228,10 @@ class Writer:
             durable = directory.commit(step, directory.path / name, at)
         except Exception:
             with contextlib.suppress(Exception):  # the failed commit is the error to report
-                processes.gather(_NOT_THERE)
+                processes.gather(_NOT_COMMITTED)
             raise
         self._history.landed(durable)
-        if _NOT_THERE in processes.gather(_THERE):
+        if _NOT_COMMITTED in processes.gather(_COMMITTED):
             directory.delete(durable)  # later cleanups would not know this part
             processes.meet()  # raises the other host's error
         return durable
