@@ -33,7 +33,8 @@ __all__ = [
     "warm_start",
 ]
 
-# Loaded when first used: all but planning import JAX and Orbax, and most torchax.
+# Loaded at first use, because all of them but planning import JAX and Orbax, and most import
+# torchax.
 _LAZY = {
     "Event": "torchax_ckpt.telemetry.events",
     "RandomState": "torchax_ckpt.state.random_state",

@@ -1,4 +1,4 @@
-"""``TorchaxCheckpointer``: the class that users call. Composes the rooms; holds no algorithm."""
+"""``TorchaxCheckpointer``, the class that users call. The algorithms are in the other modules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class TorchaxCheckpointer:
     """Saves and restores the training of a PyTorch program that runs on JAX through torchax.
 
-    Two lines make a training loop survive::
+    With two lines a training loop survives interruptions::
 
         torchax.enable_globally()
         with TorchaxCheckpointer("runs/digits") as ckpt:
@@ -48,7 +48,7 @@ class TorchaxCheckpointer:
                 ...train...
                 ckpt.record(loss=loss)
 
-    Or, with the loop in your own hands::
+    Or call ``save`` in a loop of your own::
 
         with TorchaxCheckpointer("runs/digits") as ckpt:
             start = ckpt.attach(model, optimizer)
@@ -57,27 +57,29 @@ class TorchaxCheckpointer:
                 ckpt.save(step, metrics={"loss": loss})
             ckpt.save(total, force=True)
 
-    Call it from the training thread, whose random key and torch modes torchax keeps; what cannot
-    work from where it is called raises CallError. From ``attach`` or the first ``save`` on, until
-    ``close``, a SIGTERM no longer ends the process but is a notice: the next ``save`` saves and
-    waits, ``reached_preemption`` is True (``CheckpointOptions(preemption_grace_secs=)``). One
-    program writes to a directory at a time; any number may read it. Of a program on several
-    processes, every process makes the same calls at the same steps.
+    Call the methods on the training thread, because torchax keeps the random key and its modes per
+    thread. A method that cannot work where it is called raises CallError. From ``attach`` or the
+    first ``save`` until ``close``, a SIGTERM does not end the process at once. Instead the next
+    ``save`` saves and waits, and ``reached_preemption`` returns True
+    (``CheckpointOptions(preemption_grace_secs=)``). One program at a time may write to a directory;
+    any number may read it. In a run of several processes, each process must make the same calls at
+    the same steps.
 
     Args:
-      directory: a local path or ``gs://bucket/prefix``, one per run. Created by the first save.
+      directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
       save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
       preservation_policy: which steps are kept; default: the latest three.
-      local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has policies
-        of its own; those above are the directory's.
+      local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has its own
+        policies; the two policies above apply to the directory.
       options: how steps are written and read.
-      on_event: called with each ``Event``, for loggers: in order, on one thread of its own, which
-        ``close`` waits for. What it raises is logged; training and saving go on.
+      on_event: called with each ``Event``, for loggers: in order, on a separate thread, which
+        ``close`` waits for. Its exceptions are logged; training and saving continue.
 
     Raises:
-      DirectoryError: the directory is a file, or of an unsupported scheme; a bucket that is not
-        there, or lacks a permission (to write, unless ``CheckpointOptions(read_only=True)``).
-      BackendError: the installed torchax or Orbax does not look as expected.
+      DirectoryError: the directory is a file, or its scheme is not supported; the bucket does not
+        exist, or does not grant a permission (to write, unless
+        ``CheckpointOptions(read_only=True)``).
+      BackendError: the installed torchax or Orbax lacks internals that this package needs.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class TorchaxCheckpointer:
         self._options = options or CheckpointOptions()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
-        # Threads know the hook through this alone: it may refer to this checkpointer.
+        # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
         self._hook = Hook(on_event) if on_event is not None else None
         self._tiers = Tiers(
             directory,
@@ -122,7 +124,7 @@ class TorchaxCheckpointer:
 
     @property
     def directory(self) -> str:
-        """Where the durable steps are."""
+        """The directory of the durable steps."""
         return str(self._directory.path)
 
     # --- attaching and restoring ---------------------------------------------------------------
@@ -141,44 +143,44 @@ class TorchaxCheckpointer:
         resume: bool = True,
         rng: bool = True,
     ) -> int:
-        """Says what to save, and restores the newest checkpoint into it, in place.
+        """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
-        The live shardings decide where restored arrays go, whatever layout they were saved from.
-        A damaged newest step is skipped with a warning; one that does not fit raises.
+        Restored arrays get the live shardings, whatever mesh they were saved from. A damaged newest
+        step is skipped with a warning; a step that does not match the objects raises.
 
         Args:
           model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
             of them.
-          optimizer: a ``torch.optim.Optimizer``, or a dict of them. A fresh one gets its state
-            from the checkpoint, sharded as its parameters are.
+          optimizer: a ``torch.optim.Optimizer``, or a dict of them. A fresh optimizer gets its
+            state from the checkpoint, with the shardings of its parameters.
           lr_scheduler: a scheduler, or a list or dict of them.
           dataloader: an object with ``state_dict`` and ``load_state_dict``, such as torchdata's
             ``StatefulDataLoader``, or a dict of them.
           stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
           shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
-            tensors, or a ``torchax.mesh_util.Mesh``; default: as they are. The name is torch's
-            (``encoder.0.weight``), after the model's own and ``/`` where there are several.
+            tensors, or a ``torchax.mesh_util.Mesh``; default: the live shardings. The name is the
+            torch name (``encoder.0.weight``); with several models, ``<model>/`` precedes it.
           init: ``(name, jax.ShapeDtypeStruct) -> array`` for tensors on ``"meta"`` that no
-            checkpoint supplies: at a first start, and non-persistent buffers. The abstract leaf
-            carries the sharding; None declines.
-          resume: whether to restore. If not, and there are steps, they are abandoned once a new
-            one is durable.
+            checkpoint supplies: all at a first start, and non-persistent buffers. The
+            ShapeDtypeStruct has the sharding; the function may return None to decline.
+          resume: whether to restore. If False, existing steps become an abandoned branch once a
+            new step is durable.
           rng: whether to save and restore random state: torchax's key, torch, numpy, Python.
 
         Returns:
-          Completed steps, those of the restored checkpoint; or 0. After functional state was
-          saved, its step; call ``load`` for the state itself.
+          The restored checkpoint's completed steps, or 0 without a checkpoint. If the checkpoint
+          holds functional state, ``attach`` returns its step; call ``load`` to get the state.
 
         Raises:
-          AttachError: called twice, or objects that do not belong together: a model still on the
-            CPU, an optimizer whose parameters are not the model's.
-          MismatchError: the checkpoint does not fit; nothing was changed.
-          UninitializedLeafError: a meta tensor that nothing fills.
-          UnsupportedLeafError: something attached cannot be stored.
+          AttachError: called twice, or the objects do not belong together: the model is still on
+            the CPU, or the optimizer's parameters are not the model's.
+          MismatchError: the checkpoint does not match the objects; nothing was changed.
+          UninitializedLeafError: nothing fills a meta tensor.
+          UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
           CorruptCheckpointError: there are steps, but all are damaged.
-          OutOfMemoryError: this host is too small for the newest step.
-          DirectoryError: a step cannot be read now, which is no reason to go back to an older one.
+          OutOfMemoryError: this host has too little memory for the newest step.
+          DirectoryError: a step cannot be read now; it may be intact, so it is not skipped.
         """
         self._require_open()
         if self._attached is not None:
@@ -216,31 +218,32 @@ class TorchaxCheckpointer:
         rename: Mapping[str, str] | None = None,
         tier: TierName | None = None,
     ) -> RestoreReport:
-        """Restores a step into what is attached, in place.
+        """Restores a step into the attached objects, in place.
 
-        Everything is compared first; nothing live is touched unless everything can be. Newer
-        steps become an abandoned branch: they stay until a new step is durable, are then set
-        aside as ``abandoned-N``, and nothing resumes from them.
+        Compares the whole step first, so that a mismatch changes no live state. Newer steps become
+        an abandoned branch: they stay until a new step is durable, are then renamed to
+        ``abandoned-N``, and no run resumes from them.
 
-        The run goes on from the step, with another head or other names, after
-        ``attach(..., resume=False)``; for a new run from another's weights see ``warm_start``.
+        To continue a run with another head or with other names, call ``attach(..., resume=False)``
+        and then this. To start a new run from the weights of another, see ``warm_start``.
 
         Args:
-          step: completed steps of the checkpoint; None for the newest that can be read.
-          strict: raise on any difference; if not, restore what matches and report the rest.
-          include, exclude, rename: which of the model's tensors, and under which names: patterns
-            as for ``warm_start``. Their optimizer state goes with them; others keep theirs.
-          tier: "durable" or "local"; None for whichever has it, the local one first.
+          step: completed steps of the checkpoint; None for the newest readable step.
+          strict: whether any difference raises. If False, restores the leaves that match and
+            reports the rest.
+          include, exclude, rename: patterns that select and rename the model's tensors, as for
+            ``warm_start``, with their optimizer state. Other tensors and their state stay.
+          tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Returns:
-          What was done.
+          A report of what was restored.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          MismatchError: the checkpoint does not fit, and ``strict``; nothing was changed.
+          MismatchError: the checkpoint does not match, and ``strict``; nothing was changed.
           SelectionError: as for ``warm_start``.
-          CorruptCheckpointError: it cannot be read; of None, none can.
+          CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
           AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
         """
         self._require_open()
@@ -270,7 +273,7 @@ class TorchaxCheckpointer:
                 source, attached, strict, self._options, self._processes, selection
             )
         secs = time.perf_counter() - began
-        where = tier.directory.path  # in which this host may lack the step that others gave it
+        where = tier.directory.path  # the step itself may be on other hosts only
         logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
         values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
         self._telemetry.emit("restored", report.step, **values)
@@ -279,7 +282,7 @@ class TorchaxCheckpointer:
         return dataclasses.replace(report, tier=tier.name)
 
     def _reads_over_devices(self) -> bool:
-        """Whether processes send each other over their devices what they read."""
+        """True if processes send each other restored values over the device network."""
         return self._processes.count > 1 and (
             self._options.single_replica_restore or self._tiers.local is not None
         )
@@ -292,26 +295,27 @@ class TorchaxCheckpointer:
         *,
         tier: TierName | None = None,
     ) -> Any:
-        """Reads a step and returns its functional state. Changes nothing, here or on disk.
+        """Reads a step and returns its functional state. Changes neither live state nor storage.
 
         Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
-        that bare Orbax wrote. On several processes, with ``single_replica_restore`` or a local
-        tier, from the training thread alone: processes then send each other what they read.
+        written by Orbax alone. On several processes with ``single_replica_restore`` or a local
+        tier, call it on the training thread only, because processes then send each other values
+        over the device network.
 
         Args:
-          step: completed steps of the checkpoint; None for the newest that can be read.
-          abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays,
-            torch CPU tensors, numpy arrays and Python values. The result has its structure and
-            its kinds, on its shardings; donated arrays do too. None for everything as it was
-            saved, with device arrays on the default device and other nodes than dicts, lists and
-            tuples as dicts.
-          tier: "durable" or "local"; None for whichever has it, the local one first.
+          step: completed steps of the checkpoint; None for the newest readable step.
+          abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays (also
+            donated ones), torch CPU tensors, numpy arrays and Python values. The result has its
+            structure, kinds of leaves and shardings. None returns everything as it was saved, with
+            device arrays on the default device; nodes that are not dicts, lists or tuples become
+            dicts.
+          tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          MismatchError: the step does not have what is asked for.
-          CorruptCheckpointError: it cannot be read.
+          MismatchError: the step does not match ``abstract_state``.
+          CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
         """
         candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
         state, _ = newest_readable(candidates, lambda s: self._load(s, abstract_state))
@@ -325,15 +329,15 @@ class TorchaxCheckpointer:
 
     @guarded(trains=False)
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
-        """Reads a step back whole and compares every byte with what was saved.
+        """Reads a whole step and compares every byte with the bytes that were saved.
 
-        The step then counts as verified, also for later programs unless this one only reads
-        (``read_only``); no keep rule deletes the newest verified durable step. Live state is not
-        touched.
+        The step then counts as verified, also for later programs unless this one is
+        ``read_only``; no preservation policy deletes the newest verified durable step. Live state
+        does not change.
 
         Args:
           step: completed steps of the checkpoint; None for the newest, damaged or not.
-          tier: "durable" or "local"; None for both, as far as they have it.
+          tier: "durable" or "local"; None for each tier that has the step.
 
         Returns:
           The step.
@@ -341,10 +345,9 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          CorruptCheckpointError: it is damaged; names the leaf and, where it can be known, the
-            file.
-          ForeignCheckpointError: bare Orbax wrote it, without digests.
-          DirectoryError: it cannot be read now.
+          CorruptCheckpointError: the step is damaged; names the leaf and, if known, the file.
+          ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
+          DirectoryError: the step cannot be read now.
         """
         found = self._tiers.candidates(None if step is None else as_step(step), tier)
         newest = found[-1].step
@@ -357,27 +360,28 @@ class TorchaxCheckpointer:
 
     @guarded(trains=True)
     def steps(self, total: int) -> Iterator[int]:
-        """The steps still to do, from the first after the restored one to ``total``.
+        """Yields the remaining steps, from the first after the restored step to ``total``.
 
-        After each body the step is saved if the policy says so, with what was recorded in it;
-        the last one is saved in any case. A body that restores another step is not saved; the loop
-        goes on from there. ``break`` and exceptions leave the loop without saving
-        the body they leave. At a preemption the step is saved, waited for, and the loop ends.
+        After each loop body, saves the step with its recorded metrics if the policy says so; the
+        last step is always saved. If a body restores another step, the loop continues after that
+        step and does not save the body. ``break`` and exceptions leave the loop without a save of
+        the current body. At a preemption, saves the step, waits until it is durable and ends the
+        loop.
         """
         self._require_open()
         self._require_attached("steps")
         return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
-        """Notes metrics of the present step; they are fetched and stored only if it is saved.
+        """Records metrics of the current step; they are fetched and stored only if it is saved.
 
         Raises:
-          MetricsError: neither a number nor JSON.
+          MetricsError: a metric is neither a number nor JSON.
         """
         self._loop.record(metrics)
 
     def should_save(self, step: int) -> bool:
-        """Whether ``save(step)`` would begin a save: at a preemption, or as a policy says."""
+        """Returns whether ``save(step)`` would begin a save: by policy, or at a preemption."""
         return self._saves.should_save(as_step(step))
 
     @guarded(trains=True)
@@ -391,69 +395,69 @@ class TorchaxCheckpointer:
     ) -> bool:
         """Saves the step if the policy says so, in the background.
 
-        What is saved is fixed when this returns. It waits for no device and no storage, except:
-        the first save, which takes the directory; an earlier save still in flight, where the
-        policy wants both; snapshots by "transfer", which wait until the arrays are on the host.
-        Once the run was told to end, the step is saved whatever the policy says, and this waits
-        for it.
+        The saved values are fixed when this returns. ``save`` waits neither for devices nor for
+        storage, with three exceptions: the first save acquires the directory; a save waits for an
+        earlier save that is still in flight; a snapshot by "transfer" waits until the arrays are
+        on the host. After a preemption notice, ``save`` saves the step whatever the policy says
+        and waits until it is durable.
 
         Args:
           step: completed optimizer steps.
           state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
             numbers and strings, for functional training. It is saved in place of attached
             modules and optimizers; random state, loaders and stateful objects are saved too.
-          metrics: numbers (device scalars too) and JSON by name; joins what ``record`` noted.
-          force: save whatever the policy says, to the durable tier.
+          metrics: numbers (also device scalars) and JSON by name, added to those of ``record``.
+          force: saves to the durable tier, whatever the policy says.
 
         Returns:
-          Whether a save began; False for a step that is there already. Once the run was told to
-          end: whether the step is durable, after a second attempt if the first one failed.
+          Whether a save began; False if the step is already saved. After a preemption notice:
+          whether the step is durable, after a second attempt if the first one failed.
 
         Raises:
           StepError: negative, or below the last step saved or restored; StepTypeError: no int.
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
-          MetricsError: metrics that cannot be stored, or ranked under a best-N rule.
+          MetricsError: a metric cannot be stored, or a best-N rule cannot rank it.
           OutOfMemoryError: the devices have no memory for the copies of snapshot="copy"; nothing
             was saved or changed.
           DirectoryError: the first save finds that the directory cannot be written.
-          LeaseError: another program writes to the directory, or has taken over from this one; or
-            the first save finds that another has saved this step, or newer ones, since ``attach``.
+          LeaseError: another program writes to the directory or took it over; or the first save
+            finds that another program has saved this step, or newer ones, since ``attach``.
           SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
         return self._saves.save(as_step(step), self._attached, state, metrics or {}, force=force)
 
     def reached_preemption(self, step: int | None = None) -> bool:
-        """Whether this run was told to end; True from then on. Ask after completing each step.
+        """Returns whether this run got a preemption notice; call it after each completed step.
 
-        Under ``jax.distributed`` every process must ask at every step, as ``save`` does. Without
-        a step this gives the latest answer, also after ``close``: exit with 143, or anything but
-        0, to have the scheduler start the program again.
+        Once True, it stays True. Under ``jax.distributed`` each process must call this or ``save``
+        at every step. Without a step it returns the latest answer, also after ``close``. Then exit
+        with 143, or another code than 0, so that the scheduler starts the program again.
         """
         return self._preemption.reached(None if step is None else as_step(step))
 
-    # --- the steps there are -------------------------------------------------------------------
+    # --- listing and deleting steps -----------------------------------------------------------
 
     def all_steps(self, tier: TierName | None = None) -> list[int]:
-        """The steps there are, in order; reads the directories anew, but not what the steps hold.
+        """Returns the existing steps, in order. Lists the directories at each call; opens no step.
 
         Args:
-          tier: only those in this one, "durable" or "local"; raises TierError if there is none.
+          tier: lists only this tier, "durable" or "local"; raises TierError if it does not exist.
         """
         return self._tiers.numbers(tier)
 
     def latest_step(self, tier: TierName | None = None) -> int | None:
-        """The newest of ``all_steps``, or None."""
+        """Returns the newest of ``all_steps``, or None if there are no steps."""
         return max(self.all_steps(tier), default=None)
 
     def best_step(self) -> int | None:
-        """The best durable step by the preservation policy's best-N rule, or None.
+        """Returns the best durable step by the preservation policy's best-N rule, or None.
 
-        None that is known to be damaged.
+        Skips steps that are known to be damaged.
 
         Raises:
-          PolicyError: there is no best-N rule.
+          PolicyError: the preservation policy has no best-N rule.
         """
         rule = preservation.best_rule(self._keep_policy)
         sound = [s for s in self._directory.steps() if not self._directory.verified.is_damaged(s)]
@@ -461,7 +465,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """The metrics saved with a step; {} if there are none, or they are damaged (``verify``).
+        """Returns the metrics of a step; {} if there are none or they are damaged (``verify``).
 
         Raises:
           StepNotFoundError: there is no such step.
@@ -475,7 +479,7 @@ class TorchaxCheckpointer:
 
         Args:
           step: completed steps of the checkpoint.
-          tier: where, "durable" or "local"; None for wherever it is.
+          tier: "durable" or "local"; None for each tier that has the step.
 
         Raises:
           StepNotFoundError: there is no such step.
@@ -487,28 +491,28 @@ class TorchaxCheckpointer:
         self._tiers.delete(as_step(step), tier)
 
     def stats(self) -> Stats:
-        """What this checkpointer did so far, and what that cost; see ``Stats``. From any thread."""
+        """Returns counts and times of the work so far; see ``Stats``. Works on any thread."""
         return self._telemetry.stats()
 
     # --- ending --------------------------------------------------------------------------------
 
     @guarded(trains=False)
     def wait_until_finished(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight, then raises what ``check_for_errors`` would.
+        """Waits until no save is in flight, then calls ``check_for_errors``.
 
         Raises:
-          SaveTimeoutError: still in flight after ``timeout_secs``; the save goes on.
+          SaveTimeoutError: a save is in flight after ``timeout_secs``; it continues.
           SaveError: a save failed.
         """
         self._tiers.wait(timeout_secs)
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure of a background save that was not raised yet; once.
+        """Raises the oldest failure of a background save that was not yet raised.
 
         Raises:
-          SaveError: names step and path, with the cause.
-          MetricsError: a device metric turned out to be one that a best-N rule cannot rank.
+          SaveError: a save failed; names step, path and cause.
+          MetricsError: a best-N rule cannot rank the fetched value of a device metric.
         """
         self._tiers.check_for_errors()
 
@@ -518,18 +522,19 @@ class TorchaxCheckpointer:
 
         Raises:
           SaveError: the newest save to the durable tier failed.
-          SaveTimeoutError: a save is late (``save_timeout_secs``). The rest follows when it ends.
+          SaveTimeoutError: a save took longer than ``save_timeout_secs``. It continues; the
+            checkpointer finishes closing when the save ends.
         """
         if self._has_ended:
             return
-        self._is_closed = True  # nothing more is saved, also if a save is still in flight
+        self._is_closed = True  # no further saves, even if close() raises for a save in flight
         self._closing.close()
         self._has_ended = True
         if self._saver.newest_failure is not None:
             raise self._saver.newest_failure
 
     def __del__(self) -> None:
-        if hasattr(self, "_closing"):  # else __init__ raised
+        if hasattr(self, "_closing"):  # otherwise __init__ raised
             self._closing.drop(self._hook)
 
     def __enter__(self) -> TorchaxCheckpointer:
@@ -539,11 +544,11 @@ class TorchaxCheckpointer:
         try:
             self.close()
         except CheckpointError:
-            # Logged when it happened; it must not take the place of what ended the loop.
+            # Already logged. It must not hide the exception that ended the loop.
             if error is None:
                 raise
 
-    # --- small things --------------------------------------------------------------------------
+    # --- checks --------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._is_closed:

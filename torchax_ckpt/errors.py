@@ -1,35 +1,36 @@
-"""Every error this package raises on purpose, in one tree::
+"""The error classes of this package, in one tree::
 
-    CheckpointError                 everything below
-    ├── AttachError                 called in the wrong order, or with the wrong objects
-    ├── BackendError                this torchax or Orbax does not look as expected
-    ├── CallError                   called on another thread, in a fork, in jit, within a call
-    ├── ClosedError                 used after close()
-    ├── CorruptCheckpointError      a step that cannot be read back
-    ├── DirectoryError              the directory cannot be used
-    ├── DonatedBufferError          a buffer was donated before it could be saved
+    CheckpointError                 base of all of them
+    ├── AttachError                 a call in the wrong order, or with objects that do not match
+    ├── BackendError                the installed torchax or Orbax lacks expected internals
+    ├── CallError                   a call on another thread, in a fork, in jit, in another call
+    ├── ClosedError                 a call after close()
+    ├── CorruptCheckpointError      a committed step that is damaged
+    ├── DirectoryError              a directory that cannot be read or written
+    ├── DonatedBufferError          a buffer that was donated before it was saved
     ├── ForeignCheckpointError      a step that was not written by this package
-    ├── LeaseError                  another program writes to the directory
+    ├── LeaseError                  a directory that another program writes to
     ├── MetricsError                metrics that cannot be stored or ranked
-    ├── MismatchError               a checkpoint that does not fit what is attached
-    ├── OutOfMemoryError            a host or device too small for what was asked of it
-    ├── PlanError                   a plan made from numbers that cannot be
-    ├── PolicyError                 a policy is missing or contradicts the call
-    ├── ProcessError                another process of the run failed
-    │   └── ProcessTimeoutError     another process has not come in time
-    ├── SaveError                   a save failed in the background
-    ├── SaveTimeoutError            a save took longer than the caller wanted to wait
-    ├── SelectionError              patterns that match nothing, or names that meet
+    ├── MismatchError               a checkpoint that does not match the attached objects
+    ├── OutOfMemoryError            a host or device without enough memory
+    ├── PlanError                   a plan from impossible numbers
+    ├── PolicyError                 a missing or invalid policy
+    ├── ProcessError                a failure of another process of the run
+    │   └── ProcessTimeoutError     another process that did not arrive in time
+    ├── SaveError                   a background save that failed
+    ├── SaveTimeoutError            a save that took longer than the caller's timeout
+    ├── SelectionError              patterns that match nothing, or names that collide
     ├── StepError                   a step number that cannot be used
     │   ├── StepNotFoundError       no checkpoint at that step
     │   └── StepTypeError           a step that is not an int
-    ├── TierError                   a tier that this checkpointer does not have
-    ├── UninitializedLeafError      a meta tensor that nobody fills
+    ├── TierError                   a tier that the checkpointer does not have, or cannot restore
+    ├── UninitializedLeafError      a meta tensor that nothing fills
     ├── UnsupportedLeafError        a value that cannot be stored
-    └── UnusableStateError          a restore in budget failed on the way
+    └── UnusableStateError          a restore that failed after it freed the old state
 
-Each also derives from the builtin a caller would expect (``ValueError``, ``FileNotFoundError``
-and so on) and carries ``step``, ``path`` and ``key_path``; each is None where it says nothing.
+Each class also derives from the matching builtin exception (``ValueError``, ``FileNotFoundError``
+and so on). Each error has the attributes ``step``, ``path`` and ``key_path``; one that does not
+apply is None.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from collections.abc import Mapping, Sequence
 
 
 class CheckpointError(Exception):
-    """Base of all errors of this package.
+    """The base class of all errors of this package.
 
     Attributes:
-      step: completed optimizer steps of the checkpoint concerned, if one is.
-      path: the file or directory concerned, if one is.
-      key_path: the leaf concerned, as it stands in the manifest (``model/encoder.0.weight``).
+      step: completed optimizer steps of the checkpoint concerned; None if none is.
+      path: the file or directory concerned; None if none is.
+      key_path: the leaf concerned, named as in the manifest (``model/encoder.0.weight``); None if
+        none is.
     """
 
     def __init__(
@@ -62,12 +64,12 @@ class CheckpointError(Exception):
         self.key_path = key_path
 
     def __str__(self) -> str:
-        # OSError, a base of some subclasses, formats itself from errno; the message says more.
+        # Some subclasses derive from OSError, which would format its errno in place of the message.
         return self.message
 
 
 class AttachError(CheckpointError, RuntimeError):
-    """Called in the wrong order, or with objects that do not belong together."""
+    """A call came in the wrong order, or its objects do not belong together."""
 
 
 class BackendError(CheckpointError, ImportError):
@@ -75,7 +77,7 @@ class BackendError(CheckpointError, ImportError):
 
 
 class CallError(CheckpointError, RuntimeError):
-    """Called from where it cannot work: another thread, a forked process, within jit or a call."""
+    """A call came from another thread, a forked process, inside jit or inside another call."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
@@ -83,7 +85,7 @@ class ClosedError(CheckpointError, RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """A committed step could not be read back."""
+    """A committed step cannot be read, or its bytes differ from the bytes that were saved."""
 
 
 class DirectoryError(CheckpointError, OSError):
@@ -91,39 +93,42 @@ class DirectoryError(CheckpointError, OSError):
 
 
 class DonatedBufferError(CheckpointError, RuntimeError):
-    """A buffer held by reference was donated or deleted before it could be saved."""
+    """A buffer was donated or deleted before its values were saved."""
 
 
 class ForeignCheckpointError(CheckpointError, ValueError):
-    """The step holds no manifest of this package, so names cannot be matched."""
+    """The step has no manifest of this package, so its arrays cannot be matched with names."""
 
 
 class LeaseError(CheckpointError, RuntimeError):
-    """Another program writes to the directory, has taken over from this one, or was there since."""
+    """Another program writes to the directory.
+
+    Or another program took over the lease, or saved steps since this program listed the directory.
+    """
 
 
 class MetricsError(CheckpointError, ValueError):
-    """Metrics that are neither numbers nor JSON, or that a best-N rule cannot rank."""
+    """A metric is neither a number nor JSON, or a best-N rule cannot rank it."""
 
 
 class OutOfMemoryError(CheckpointError, MemoryError):
-    """This host, or one of its devices, lacks the memory; nothing is damaged, nor was changed."""
+    """This host or one of its devices has too little memory; nothing was damaged or changed."""
 
 
 class PlanError(CheckpointError, ValueError):
-    """A plan was asked for with numbers that no run can have."""
+    """The numbers given for a plan are impossible for any run."""
 
 
 class PolicyError(CheckpointError, ValueError):
-    """The call needs a policy that was not given, or a policy answered nonsense."""
+    """The call needs a policy that is missing, or a policy is invalid or gave no valid answer."""
 
 
 class ProcessError(CheckpointError, RuntimeError):
-    """Another process of the run failed, or cannot be spoken to."""
+    """Another process of the run failed, or cannot be reached."""
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
-    """Another process of the run has not come to where this one waits for it."""
+    """Another process of the run did not reach the point where this process waits, in time."""
 
 
 class SaveError(CheckpointError, RuntimeError):
@@ -131,18 +136,19 @@ class SaveError(CheckpointError, RuntimeError):
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A save was still in flight when the time to wait for it was over."""
+    """A save was still in flight when the time to wait for it had passed."""
 
 
 class SelectionError(CheckpointError, ValueError):
-    """Patterns that match nothing or give two tensors one name; a step or place of what has none.
+    """A selection of tensors, of a step or of a location is invalid; nothing was changed.
 
-    Nothing was changed.
+    Examples: a pattern that matches nothing, a rename that gives two tensors one name, or a step
+    number for a source that has no steps.
     """
 
 
 class StepError(CheckpointError, ValueError):
-    """A step number that cannot be saved or restored."""
+    """A step number cannot be saved or restored."""
 
 
 class StepNotFoundError(StepError, FileNotFoundError):
@@ -150,32 +156,32 @@ class StepNotFoundError(StepError, FileNotFoundError):
 
 
 class StepTypeError(StepError, TypeError):
-    """A step that is not an int."""
+    """A step number is not an int."""
 
 
 class TierError(CheckpointError, ValueError):
-    """A tier was asked for that this checkpointer does not have."""
+    """The checkpointer does not have the tier, or cannot restore it with the given options."""
 
 
 class UninitializedLeafError(CheckpointError, ValueError):
-    """A tensor on the meta device that neither a checkpoint nor ``init`` fills."""
+    """Neither a checkpoint nor ``init`` fills a tensor on the meta device."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):
-    """A value that cannot be stored without losing something."""
+    """A value cannot be stored without loss."""
 
 
 class UnusableStateError(CheckpointError, RuntimeError):
-    """A restore failed after it had freed what it was to replace; nothing usable is attached."""
+    """A restore failed after it freed the old buffers; the attached state is unusable."""
 
 
 class MismatchError(CheckpointError, ValueError):
-    """The checkpoint does not fit what is attached. Nothing live was changed.
+    """The checkpoint does not match the attached state. No live state was changed.
 
     Attributes:
-      missing: names that are attached but not in the checkpoint.
-      unexpected: names in the checkpoint that nothing attached takes.
-      mismatched: names present on both sides that differ -> "expected ..., found ...".
+      missing: names in the attached state that the checkpoint lacks.
+      unexpected: names in the checkpoint that the attached state lacks.
+      mismatched: name -> "expected ..., found ...", for names that both have but that differ.
     """
 
     def __init__(

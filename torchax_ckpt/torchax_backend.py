@@ -1,9 +1,9 @@
-"""The only room that knows how torchax works inside.
+"""The only module that uses internals of torchax.
 
-A torchax tensor is a ``torch.Tensor`` around a JAX array. This room reads and replaces that
-array, fills meta tensors, reads and sets the random key, and runs torch natively in a program
-that torchax has taken over. What it relies on is checked once, at first use, by
-``check_internals``.
+A torchax tensor is a ``torch.Tensor`` around a JAX array. This module reads and replaces that
+array, fills meta tensors, and reads and sets the random key. It also runs native torch operations
+in a program in which torchax is enabled. ``check_internals`` checks once, at first use, that
+torchax has these internals.
 
 Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
 """
@@ -28,7 +28,7 @@ from torchax.view import View
 
 from torchax_ckpt.errors import BackendError, UnsupportedLeafError
 
-# torch dtypes that numpy lacks: the integer type of their width, and ml_dtypes' type of their bits.
+# torch dtypes that numpy lacks -> torch's integer dtype of the same width, ml_dtypes' equal dtype.
 _BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
     torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
     torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
@@ -46,20 +46,20 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @functools.cache
 def check_internals() -> None:
-    """Fails unless torchax has the internals this room uses. Starts the JAX backend.
+    """Raises unless torchax has the internals that this module uses. Starts the JAX backend.
 
     Raises:
-      BackendError: names the torchax release and what was not as expected.
+      BackendError: names the torchax release and the first difference.
     """
     try:
-        env = Environment()  # the program's own takes its key from torch's seed when it is made
+        env = Environment()  # a new one, because the default one reads torch's seed when created
         before, after = jnp.zeros(2, jnp.float32), jnp.ones((2,), jnp.float32)
         tensor = Tensor(before, env)
         assert tensor.jax() is before, "Tensor.jax() does not return the buffer"
         tensor._elem = after
         assert tensor.jax() is after, "assigning Tensor._elem does not replace the buffer"
         assert isinstance(env._property.content, RuntimeProperty), "no RuntimeProperty"
-        assert env.prng_key is env._property.content.prng, "prng_key is kept elsewhere"
+        assert env.prng_key is env._property.content.prng, "prng_key is stored elsewhere"
         RuntimeProperty.override(env._property.content, prng=env.prng_key)
         wrapped = JittableModule(torch.nn.Identity())
         for name in ("params", "buffers", "_model", "_extra_dumped_weights"):
@@ -75,10 +75,10 @@ def check_internals() -> None:
 
 @contextlib.contextmanager
 def native_torch() -> Iterator[None]:
-    """Runs torch operations on CPU tensors natively, whatever torchax has enabled.
+    """Runs torch operations on CPU tensors natively, even if torchax is enabled.
 
-    ``torchax.disable_temporarily`` is not enough: it does nothing once ``env.enabled`` has been
-    reset, which the first operation does.
+    ``torchax.disable_temporarily`` is not enough: it has no effect after ``env.enabled`` was reset,
+    and the first operation resets it.
     """
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield
@@ -88,19 +88,19 @@ def native_torch() -> Iterator[None]:
 
 
 def is_device_tensor(value: object) -> bool:
-    """Whether the value is a torch tensor around a JAX array."""
+    """Returns whether the value is a torch tensor around a JAX array."""
     return isinstance(value, (Tensor, View))
 
 
 def buffer(tensor: Any) -> jax.Array:
-    """The JAX array in a torchax tensor; for a view, its value."""
+    """Returns the JAX array of a torchax tensor; for a view, the viewed values."""
     return tensor.jax()
 
 
 def set_buffer(tensor: Any, array: jax.Array) -> None:
-    """Replaces the array in a torchax tensor; a view writes through to what it views.
+    """Replaces the array of a torchax tensor; a view writes to the tensor that it views.
 
-    Checks nothing: torchax would accept any shape and dtype, so callers compare before.
+    torchax accepts any shape and dtype, so the caller must compare them first.
     """
     if isinstance(tensor, View):
         tensor.update(array)
@@ -109,20 +109,21 @@ def set_buffer(tensor: Any, array: jax.Array) -> None:
 
 
 def release(tensor: object) -> None:
-    """Deletes the array in a torchax tensor; anything else is left alone."""
+    """Deletes the array of a torchax tensor; does nothing for other objects."""
     if isinstance(tensor, Tensor) and not tensor._elem.is_deleted():
         tensor._elem.delete()
 
 
 def wrap(array: jax.Array) -> torch.Tensor:
-    """A torchax tensor around the array."""
+    """Returns a torchax tensor around the array."""
     return Tensor(array, torchax.default_env())
 
 
 def fill_meta(tensor: torch.Tensor, array: jax.Array) -> None:
     """Turns a meta tensor into a torchax tensor around the array.
 
-    The object stays the same one: modules, ties and optimizers that hold it hold the filled one.
+    The tensor remains the same object, so modules, ties and optimizers that refer to it see the
+    array.
     """
     filled = wrap(array)
     if isinstance(tensor, torch.nn.Parameter):
@@ -135,13 +136,13 @@ def fill_meta(tensor: torch.Tensor, array: jax.Array) -> None:
 
 
 def why_unsupported(tensor: torch.Tensor) -> str | None:
-    """Why this tensor cannot be stored as it is, or None if it can."""
+    """Returns why this tensor cannot be stored unchanged; None if it can."""
     if is_device_tensor(tensor):
         return None
     if torch.nn.parameter.is_lazy(tensor):
         return "is lazy and has no shape yet; run the module once before attaching it"
     if type(tensor) not in _PLAIN_TENSORS:
-        return f"is a {type(tensor).__name__}, a subclass of torch.Tensor with a layout of its own"
+        return f"is a {type(tensor).__name__}, a subclass of torch.Tensor with its own layout"
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}); store its int_repr(), scale and zero point instead"
     if tensor.layout != torch.strided:
@@ -154,17 +155,21 @@ def why_unsupported(tensor: torch.Tensor) -> str | None:
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The numpy (or ml_dtypes) dtype of a torch dtype that ``why_unsupported`` accepts."""
+    """Returns the numpy or ml_dtypes dtype of a torch dtype that ``why_unsupported`` accepts."""
     if dtype in _BIT_TWINS:
         return _BIT_TWINS[dtype][1]
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """The torch dtype of a numpy dtype; inverse of ``numpy_dtype``."""
-    for ours, (_, theirs) in _BIT_TWINS.items():
-        if theirs == dtype:
-            return ours
+    """Returns the torch dtype of a numpy dtype; the inverse of ``numpy_dtype``.
+
+    Raises:
+      UnsupportedLeafError: torch has no such dtype.
+    """
+    for torch_type, (_, numpy_type) in _BIT_TWINS.items():
+        if numpy_type == dtype:
+            return torch_type
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise UnsupportedLeafError(f"torch has no dtype for numpy's {dtype.name}")
@@ -172,7 +177,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of a CPU tensor, bit for bit. Call it within ``native_torch``."""
+    """Returns a bitwise copy of a CPU tensor. Call it within ``native_torch``."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype in _BIT_TWINS:
         integers, dtype = _BIT_TWINS[tensor.dtype]
@@ -181,9 +186,10 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
-    """Copies of 0-d CPU tensors, by id. Call it within ``native_torch``.
+    """Returns copies of 0-d CPU tensors, by ``id()``. Call it within ``native_torch``.
 
-    Read one by one, a thousand step counters would cost more than the rest of a capture.
+    Copies all tensors of one dtype together. A thousand single copies, of step counters for
+    example, would take longer than the rest of a capture.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -196,23 +202,23 @@ def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A CPU tensor with the array's bits, which it does not share."""
+    """Returns a CPU tensor with a bitwise copy of the array."""
     with native_torch():
-        for ours, (integers, theirs) in _BIT_TWINS.items():
-            if theirs == array.dtype:
+        for torch_type, (integers, numpy_type) in _BIT_TWINS.items():
+            if numpy_type == array.dtype:
                 bits = np.array(array).view(numpy_dtype(integers))
-                return torch.from_numpy(bits).view(ours)
+                return torch.from_numpy(bits).view(torch_type)
         return torch.from_numpy(np.array(array))
 
 
 def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
-    """Overwrites a CPU tensor in place with an array of its shape and dtype."""
+    """Overwrites a CPU tensor in place with an array of the same shape and dtype."""
     source = from_numpy(array)
     with native_torch():
         if any(
             n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
         ):
-            tensor.data = source  # expanded: several elements share memory and cannot be written
+            tensor.data = source  # expanded: elements share memory, so copy_ would fail
         else:
             tensor.detach().copy_(source)
 
@@ -223,9 +229,10 @@ def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
 def unwrap_jittable(
     module: Any,
 ) -> tuple[torch.nn.Module, Mapping[str, torch.Tensor]]:
-    """A JittableModule's own module and its live tensors by name; any other module and {}.
+    """Returns the wrapped module of a JittableModule and its live tensors by name.
 
-    JittableModule claims the wrapped module's class, so ``isinstance`` cannot tell it apart.
+    For any other module, returns the module and {}. JittableModule reports the class of the wrapped
+    module as its own, so ``isinstance`` cannot detect it.
     """
     if not issubclass(type(module), JittableModule):
         return module, {}
@@ -236,18 +243,21 @@ def unwrap_jittable(
 
 
 def prng_key() -> jax.Array:
-    """torchax's key of this thread: typed at first, raw uint32[2] after ``env.manual_seed``."""
+    """Returns torchax's key of this thread.
+
+    It is a typed key at first, and a raw uint32[2] array after ``env.manual_seed``.
+    """
     return torchax.default_env().prng_key
 
 
 def set_prng_key(key: jax.Array) -> None:
     """Replaces torchax's key of this thread."""
-    holder = torchax.default_env()._property
-    holder.content = RuntimeProperty.override(holder.content, prng=key)
+    settings = torchax.default_env()._property
+    settings.content = RuntimeProperty.override(settings.content, prng=key)
 
 
 def torchax_mesh(value: object) -> tuple[jax.sharding.Mesh, Any] | None:
-    """The JAX mesh and sharder of a ``torchax.mesh_util.Mesh``, or None for anything else."""
+    """Returns the JAX mesh and sharder of a ``torchax.mesh_util.Mesh``; None for other objects."""
     from torchax import mesh_util
 
     if isinstance(value, mesh_util.Mesh):

@@ -25,7 +25,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
     assert saved["saved"] == 2
     assert end["cause"] == "ProcessTimeoutError"
     assert (
-        "saving step 3: process 1 of 2 has not come to it within 3 s of process 0" in end["failed"]
+        "saving step 3: process 1 of 2 did not arrive within 3 s after process 0" in end["failed"]
     )
     assert 3 <= end["secs"] < 60
     assert end["files"] == ["1", "2"]

@@ -141,7 +141,7 @@ def test_who_does_not_come_is_named(missing: int) -> None:
     assert told[missing] is None
     for error in told[:missing] + told[missing + 1 :]:
         assert isinstance(error, ProcessTimeoutError)
-        assert f"saving step 7: process {missing} of 3 has not come" in str(error)
+        assert f"saving step 7: process {missing} of 3 did not arrive" in str(error)
 
 
 def test_who_comes_too_late_hears_how_it_ended_and_the_next_round_is_whole() -> None:
@@ -165,7 +165,7 @@ def test_who_comes_too_late_hears_how_it_ended_and_the_next_round_is_whole() -> 
 
     told = group(act)
     for seen in told:
-        assert "first: process 1 of 3 has not come" in seen[0]
+        assert "first: process 1 of 3 did not arrive" in seen[0]
     assert told[0][1] == [b"0", b"1", b"2"]
 
 
@@ -209,7 +209,7 @@ def test_those_who_do_different_things_never_meet_and_the_next_round_is_whole() 
     first, second, third = group(act)
     assert saved == [12]
     for seen in (first, third):
-        assert "saving step 10: process 1 of 3 has not come" in seen[0]
+        assert "saving step 10: process 1 of 3 did not arrive" in seen[0]
         assert seen[1] == 12
     assert second == [12]
 
@@ -221,8 +221,8 @@ def test_two_saves_are_never_joined_into_one() -> None:
 
     told = Group(timeout_secs=0.3)(act)
     assert {type(error) for error in told} == {ProcessTimeoutError}
-    assert "saving step 10: process 1 of 3 has not come" in str(told[0])
-    assert "saving step 12: process 0 of 3 has not come" in str(told[1])
+    assert "saving step 10: process 1 of 3 did not arrive" in str(told[0])
+    assert "saving step 12: process 0 of 3 did not arrive" in str(told[1])
 
 
 def test_the_threads_of_a_process_are_in_one_round_at_a_time() -> None:

@@ -295,6 +295,6 @@ def test_without_a_limit_a_wait_names_the_phase_too(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(torch.nn.Linear(2, 2).to("jax"))
         ckpt.save(1)
-        with pytest.raises(SaveTimeoutError, match="It stands at: transferring the arrays"):
+        with pytest.raises(SaveTimeoutError, match="Current stage: transferring the arrays"):
             ckpt.wait_until_finished(timeout_secs=0.2)
         opened.set()

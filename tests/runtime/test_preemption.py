@@ -80,7 +80,7 @@ def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
         assert program.until("closed") == "True"
         assert program.exit_code() == EXIT_CODE
     assert program.output.count("handled 15") == 1
-    assert "SIGTERM: the next save of a step is waited for" in program.output
+    assert "SIGTERM: the next call of save waits until its step is durable" in program.output
     assert TorchaxCheckpointer(directory).all_steps() == [2, 3]
 
 

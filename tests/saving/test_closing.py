@@ -45,7 +45,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def names() -> set[str]:
     """What threads of this package there are."""
-    mine = {"lease", "events", "sigterm", "closing", "appointments"}
+    mine = {"lease", "events", "sigterm", "closing", "decisions"}
     return {t.name for t in threading.enumerate() if t.name in mine or t.name.startswith("save-")}
 
 
@@ -352,7 +352,7 @@ TWO = """
     ALWAYS = policies.FixedIntervalPolicy(1)
 
     def names():
-        ours = ("lease", "events", "sigterm", "closing", "appointments", "save-")
+        ours = ("lease", "events", "sigterm", "closing", "decisions", "save-")
         return sorted(t.name for t in threading.enumerate() if t.name.startswith(ours))
 
     gate = threading.Event()
@@ -375,7 +375,7 @@ TWO = """
     with made("closed") as ckpt:
         for step in range(1, 30):
             ckpt.save(step, state=state)
-        assert any(name.startswith("appointments") for name in names())
+        assert any(name.startswith("decisions") for name in names())
     assert names() == [], names()
 
     # Closed while a save is late.

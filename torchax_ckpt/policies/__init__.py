@@ -1,4 +1,4 @@
-"""When a step is saved and which steps are kept; Orbax's policies where they fit."""
+"""Save decision and preservation policies: when a step is saved, and which steps are kept."""
 
 from torchax_ckpt.policies.preservation import (
     AnyPreservationPolicy,

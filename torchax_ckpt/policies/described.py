@@ -1,8 +1,8 @@
-"""Owns preservation policies as data: what a run notes of them, and which rule keeps which step.
+"""Preservation policies as JSON, and the answer to which rule keeps which step.
 
-A run notes its rules as JSON among its events, so that whoever looks at the directory can say why
-a step is there. Rules that are not of this library or Orbax's are noted by name alone. What is read
-comes from a directory that anybody may have written to: what makes no sense is an unknown rule.
+A run records its rules as JSON among its events, so that tools can tell from the directory why a
+step is kept. Rules that are neither this library's nor Orbax's are recorded by name only. The
+directory is untrusted: JSON that makes no sense counts as an unknown rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchax_ckpt.policies import preservation
 
 _MAX_STEPS = 1000
 _MAX_NAME = 100
-# A hundred years: what dates can be computed from.
+# A hundred years, the limit for computing dates.
 _MAX_SECS = 100 * 365 * 86400
 
 NEWEST = "newest"
@@ -30,7 +30,7 @@ UNKNOWN = "?"
 
 
 def described(policy: Any) -> list[dict[str, Any]]:
-    """The rules that a policy consists of, as JSON; any of them keeps a step."""
+    """Returns the rules of a policy as JSON; a step is kept if any of the rules keeps it."""
     if isinstance(policy, policies.AnyPreservationPolicy):
         return [rule for child in policy.policies for rule in described(child)]
     name = type(policy).__name__
@@ -49,14 +49,20 @@ def described(policy: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number where it is one of numpy's, which JSON does not take."""
+    """Converts a numpy number to a Python number, because JSON does not accept numpy's."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def kept_by(
     rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any], is_damaged: Sequence[bool]
 ) -> Iterator[tuple[str, list[bool] | None]]:
-    """Each rule in words, and which steps it keeps, oldest first; None where that is not known."""
+    """Yields each rule in words, and which steps it keeps, oldest first; None if unknown.
+
+    Args:
+      rules: the rules, as of ``described``.
+      checkpoints: the steps, oldest first.
+      is_damaged: for each step, whether it is known to be damaged.
+    """
     for rule in rules:
         policy = _policy_of(rule)
         if policy is None:
@@ -64,17 +70,17 @@ def kept_by(
             continue
         try:
             answer = preservation.answered(policy, checkpoints, is_damaged)
-        except Exception:  # numbers from elsewhere that a rule cannot work with
+        except Exception:  # the rule cannot handle the recorded numbers
             yield _in_words(rule), None
             continue
         yield _in_words(rule), answer
 
 
 def parsed(words: str) -> Any:
-    """The policy that somebody has written down: ``LatestN(3)``, ``BestN(loss, min)``.
+    """Returns the policy of a text such as ``LatestN(3)`` or ``BestN(loss, min)``.
 
     Raises:
-      PolicyError: it is none of ``_WRITTEN``.
+      PolicyError: the text matches none of ``_WRITTEN``.
     """
     for pattern, make in _WRITTEN.values():
         if match := re.fullmatch(pattern, words.strip()):
@@ -103,7 +109,7 @@ _WRITTEN: Mapping[str, tuple[str, Callable[..., Any]]] = {
 
 
 def _policy_of(rule: Mapping[str, Any]) -> Any:
-    """The policy of a noted rule; None if it is none that is known."""
+    """Returns the policy of a recorded rule; None if the rule is unknown."""
     values = {key: value for key, value in rule.items() if key != "rule"}
     make = _MAKERS.get(str(rule.get("rule")))
     try:
@@ -159,8 +165,8 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
 
 
 def _in_words(rule: Mapping[str, Any]) -> str:
-    """``LatestN(3)``, ``BestN(loss, min, 1)``."""
-    # What is a default of Orbax's goes without saying.
+    """Returns a rule as text, such as ``LatestN(3)`` or ``BestN(loss, min, 1)``."""
+    # Omits True, because it is a default of Orbax.
     values = [v for k, v in rule.items() if k != "rule" and v is not True]
-    said = [each for v in values for each in (v if isinstance(v, list) else [v])]
-    return f"{rule['rule']}({', '.join(map(str, said))})"[: 2 * _MAX_NAME]
+    arguments = [each for v in values for each in (v if isinstance(v, list) else [v])]
+    return f"{rule['rule']}({', '.join(map(str, arguments))})"[: 2 * _MAX_NAME]

@@ -1,10 +1,10 @@
-"""Owns preservation policies: which steps are kept. Orbax's own where they fit.
+"""Preservation policies, which decide which steps are kept. All but ``BestN`` are Orbax's.
 
-``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``, ``LatestDuration``,
-``CustomSteps``, ``BestN``, ``AnyPreservationPolicy``; any object with their ``should_preserve``
-(``PreservationPolicy``) works. Whatever a rule says, the newest step is never deleted.
+The policies are ``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``,
+``LatestDuration``, ``CustomSteps``, ``BestN`` and ``AnyPreservationPolicy``. Any object with their
+method ``should_preserve`` (``PreservationPolicy``) works. No policy can delete the newest step.
 
-On several processes policies are asked on process 0 alone.
+On several processes, only process 0 calls the policies.
 
 Source: Orbax v1, ``training.preservation_policies``.
 """
@@ -31,7 +31,7 @@ CustomSteps = _preserving.CustomSteps
 AnyPreservationPolicy = _preserving.AnyPreservationPolicy
 
 CheckpointInfo = ocp.training.CheckpointMetadata
-"""What policies see of a step: ``step``, ``time`` (aware datetime, UTC) and ``metrics``."""
+"""A step as policies get it: ``step``, ``time`` (aware datetime, UTC) and ``metrics``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class BestN:
     """Keeps the n best steps by a metric, and nothing else; combine it with ``LatestN``.
 
     Attributes:
-      metric: the name it was saved under: ``save(step, metrics={"loss": loss})``.
-      mode: whether small ("min") or large ("max") is good.
-      n: how many to keep.
+      metric: the name of the metric, as in ``save(step, metrics={"loss": loss})``.
+      mode: whether small ("min") or large ("max") values are good.
+      n: the number of steps to keep.
     """
 
     metric: str
@@ -57,12 +57,12 @@ class BestN:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: PreservationContext
     ) -> list[bool]:
-        """True for the n best; of equals, for the newest."""
+        """Returns True for the n best steps; of equal steps, the newest counts as the best."""
         best = {id(c) for c in self.ranked(checkpoints)[: self.n]}
         return [id(c) in best for c in checkpoints]
 
     def ranked(self, checkpoints: Sequence[Any]) -> list[Any]:
-        """The checkpoints that have the metric, best first; NaN ranks nothing."""
+        """Returns the checkpoints that have the metric, best first; NaN counts as no metric."""
         scored = [(v, c) for c in checkpoints if (v := self._value(c)) is not None]
         sign = 1 if self.mode == "min" else -1
         return [c for _, c in sorted(scored, key=lambda vc: (sign * vc[0], -vc[1].step))]
@@ -75,21 +75,21 @@ class BestN:
 
 
 def default_preservation_policy() -> PreservationPolicy:
-    """The latest three."""
+    """Returns the default policy, which keeps the latest three steps."""
     return LatestN(3)
 
 
 def best_rules(policy: Any) -> Iterator[BestN]:
-    """Every best-N rule in a policy, also inside any-of."""
+    """Yields each best-N rule of a policy, also inside ``AnyPreservationPolicy``."""
     return (rule for rule in _with_children(policy) if isinstance(rule, BestN))
 
 
 def best_rule(policy: Any) -> BestN:
-    """The first best-N rule in a policy; raises PolicyError if there is none."""
+    """Returns the first best-N rule of a policy; raises PolicyError if there is none."""
     rule = next(best_rules(policy), None)
     if rule is None:
         raise PolicyError(
-            "best_step needs to know what is best: give preservation_policy="
+            "best_step needs a best-N rule: give preservation_policy="
             "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
         )
     return rule
@@ -102,10 +102,17 @@ def _with_children(policy: Any) -> Iterator[Any]:
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """What is kept of the checkpoints, oldest first: by the policy, and always the newest.
+    """Returns for each checkpoint whether it is kept, by the policy or as one of the newest.
+
+    Keeps the newest checkpoint and the newest one that is not known to be damaged in any case.
+
+    Args:
+      policy: the preservation policy.
+      checkpoints: the steps, oldest first.
+      is_damaged: for each step, whether it is known to be damaged.
 
     Raises:
-      PolicyError: as ``answered``.
+      PolicyError: as for ``answered``.
     """
     keep = answered(policy, checkpoints, is_damaged)
     newest = len(keep) - 1
@@ -114,19 +121,20 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
 
 
 def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """What the policy keeps of the checkpoints, oldest first.
+    """Returns for each checkpoint, oldest first, whether the policy keeps it.
 
-    It keeps a damaged one as if that were sound, which takes no place from those that are.
+    A damaged checkpoint is kept if the policy would keep it intact, but it does not count for the
+    others: ``LatestN(3)`` still keeps three intact ones.
 
     Raises:
-      PolicyError: the policy answered something else than one bool for each.
+      PolicyError: the policy did not return one value for each checkpoint.
     """
     if not checkpoints:
         return []
     answer = list(policy.should_preserve(checkpoints, context=PreservationContext()))
     if len(answer) != len(checkpoints):
         raise PolicyError(
-            f"{type(policy).__name__}.should_preserve answered {len(answer)} values for "
+            f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "
             f"{len(checkpoints)} checkpoints; nothing was deleted"
         )
     if any(is_damaged):

@@ -1,12 +1,13 @@
-"""Owns save decision policies: when a step is saved. Orbax's own where they fit.
+"""Save decision policies, which decide when a step is saved. Most are Orbax's.
 
-``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``, ``SpecificStepsPolicy``,
-``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``, ``OptimalIntervalPolicy``,
-``AnySavePolicy``; any object with their ``should_save`` (``SaveDecisionPolicy``) works. One that
-also has ``observe_save(blocking_secs=, durable_secs=)`` is told what each save cost.
+The policies are ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``,
+``SpecificStepsPolicy``, ``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``,
+``OptimalIntervalPolicy`` and ``AnySavePolicy``. Any object with their method ``should_save``
+(``SaveDecisionPolicy``) works. If it also has ``observe_save(blocking_secs=, durable_secs=)``, it
+gets the cost of each save.
 
-On several processes policies are asked on process 0 alone, some steps ahead: see
-``decision_windows.py``.
+On several processes, only process 0 calls the policies, some steps ahead: see
+``processes/decision_windows.py``.
 
 Source: Orbax v1, ``training.save_decision_policies``.
 """
@@ -40,14 +41,14 @@ _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 
 @dataclasses.dataclass(kw_only=True)
 class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
-    """Saves whenever the last save is durable; the shortest interval the storage allows.
+    """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 
-    Orbax's own policy takes the number of an operation whenever it is asked, which a save in flight
-    takes for its own.
+    Replaces Orbax's policy, which takes an operation number at each call. A save in flight would
+    use that number as its own.
 
     Attributes:
-      minimum_interval_secs: seconds that must lie between the last checkpoint and the next; None
-        for none. Some 30 s spare a bucket when the model is small.
+      minimum_interval_secs: the least number of seconds between two checkpoints; None for no limit.
+        About 30 s reduce the load on a bucket if the model is small.
     """
 
     minimum_interval_secs: float | None = None
@@ -55,7 +56,7 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """True unless a save is in flight or the last checkpoint is too recent."""
+        """Returns True unless a save is in flight or the last checkpoint is too recent."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -66,24 +67,24 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimalIntervalPolicy:
-    """Saves at the interval that loses the least time, from what saves cost as it runs.
+    """Saves at the interval that loses the least time, computed from the measured cost of saves.
 
-    Every ``max(P, sqrt(2 c M))`` seconds: c is what a save costs the training, P the time until it
-    is durable, M the mean time between failures. Saving more often than that costs more than the
-    lost work it spares; where c is small, it is as often as storage allows. A save costs the time
-    b that it blocks the training thread and, where steps are slower by a fraction s while it is in
-    flight, ``(P - b) s / (1 + s)``.
+    The interval is ``max(P, sqrt(2 c M))`` seconds, where c is the cost of a save to the training,
+    P the time until the save is durable, and M the mean time between failures. More frequent saves
+    would cost more than the lost work that they prevent. If c is small, the policy saves as often
+    as the storage allows. The cost c is the time b for which a save blocks the training thread,
+    plus ``(P - b) s / (1 + s)`` if steps take longer by a fraction s while a save is in flight.
 
-    The slowdown is measured unless it is given: steps with a save in flight against steps without.
-    Where saves follow each other without a pause, one in twenty is followed by one as long as a
-    save, to have something to compare with.
+    Unless ``slowdown`` is given, the policy measures it: it compares steps with a save in flight
+    with steps without one. If saves follow each other without a pause, one in twenty is followed by
+    a pause as long as a save, to measure steps without a save.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the whole save, since the rest overlaps with training.
 
     Attributes:
-      mtbf_secs: mean time between failures of the whole run, in seconds. It falls in proportion
-        to the number of chips.
+      mtbf_secs: mean time between failures of the whole run, in seconds. It is inversely
+        proportional to the number of chips.
       slowdown: the fraction by which steps take longer while a save is in flight, 0.05 for 5 %;
         None measures it.
     """
@@ -104,11 +105,11 @@ class OptimalIntervalPolicy:
             raise PolicyError(f"mtbf_secs: expected a positive number, found {self.mtbf_secs!r}")
         if self.slowdown is not None and not 0 <= self.slowdown < math.inf:
             raise PolicyError(
-                f"slowdown: expected None or a number from 0 on, found {self.slowdown!r}"
+                f"slowdown: expected None or a number of 0 or more, found {self.slowdown!r}"
             )
 
     def observe_save(self, *, blocking_secs: float, durable_secs: float) -> None:
-        """Takes what one save cost; the median of the latest five counts."""
+        """Records the cost of one save; the median of the latest five saves counts."""
         for known, value in (
             (self._blocking_secs, blocking_secs),
             (self._durable_secs, durable_secs),
@@ -118,7 +119,7 @@ class OptimalIntervalPolicy:
 
     @property
     def interval_secs(self) -> float:
-        """Seconds from one snapshot to the next; 0 as long as no save was observed."""
+        """Seconds from one snapshot to the next; 0 until a save is observed."""
         if not self._durable_secs:
             return 0.0
         return young_interval_secs(
@@ -127,7 +128,7 @@ class OptimalIntervalPolicy:
 
     @property
     def cost_secs(self) -> float:
-        """Seconds of training that one save costs; 0 as long as none was observed."""
+        """Seconds of training that one save costs; 0 until a save is observed."""
         if not self._blocking_secs:
             return 0.0
         blocking = statistics.median(self._blocking_secs)
@@ -143,23 +144,23 @@ class OptimalIntervalPolicy:
 
     @property
     def _pause_secs(self) -> float:
-        """How much longer to wait for steps without a save, where they are to be measured."""
+        """Seconds to wait after a save, to measure steps without one; 0 if none is due."""
         times = self._times
         is_due = times.num_unmatched >= (_SAVES_PER_PAUSE if times.has_quiet else 1)
-        # Two steps: one that is whole lies within.
+        # At least two steps, because the pause then contains one whole step.
         return max(self._durable, 2 * times.last_secs) if is_due and self.slowdown is None else 0.0
 
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """True once the interval has passed since the last snapshot and no save is in flight."""
+        """Returns True if the interval since the last snapshot passed and no save is in flight."""
         self._times.completed(
             step.step,
             step.time.timestamp(),
             is_saving=context.is_saving_in_progress,
             newest_step=previous_steps[-1].step if previous_steps else None,
         )
-        # The time of a checkpoint is that of its commit, P after its snapshot.
+        # The time of a checkpoint is its commit time, which is P after its snapshot.
         secs = max(self.interval_secs - self._durable, self._pause_secs)
         self._continuous.minimum_interval_secs = max(0.0, secs)
         return self._continuous.should_save(step, previous_steps, context=context)
@@ -170,12 +171,12 @@ _OBSERVED = 5
 
 
 def default_save_decision_policy() -> SaveDecisionPolicy:
-    """Continuous, and at a preemption."""
+    """Returns the default policy: saves continuously, and at a preemption."""
     return AnySavePolicy([ContinuousCheckpointingPolicy(), PreemptionCheckpointingPolicy()])
 
 
 def observers(policy: Any) -> list[Any]:
-    """Every policy that wants to be told what saves cost, also inside any-of."""
+    """Returns each policy that has ``observe_save``, also inside ``AnySavePolicy``."""
     return [p for p in _with_children(policy) if callable(getattr(p, "observe_save", None))]
 
 
@@ -186,7 +187,7 @@ def _with_children(policy: Any) -> Iterator[Any]:
 
 
 def decision_context(*, is_saving_in_progress: bool, reached_preemption: bool) -> DecisionContext:
-    """What a save decision policy is told beside the steps."""
+    """Returns the context that a save decision policy gets with the steps."""
     return DecisionContext(
         is_saving_in_progress=is_saving_in_progress,
         reached_preemption=reached_preemption,

@@ -1,9 +1,9 @@
-"""Owns how much slower steps are while a save is in flight, by the times at which they are done.
+"""The slowdown of training steps while a save is in flight, measured from their completion times.
 
-A stretch is a row of steps between which nothing changed: a save was in flight at each, or none
-was. Steps within it are averaged, since a program that runs ahead of its devices completes many at
-once; of several stretches the median counts, since a program also pauses, to evaluate or compile.
-The step in which a save begins, and blocks, is in none.
+A stretch is a sequence of steps that all had a save in flight or all had none. The time per step is
+averaged over a stretch, because a program that runs ahead of its devices completes many steps at
+once. The median over several stretches counts, because a program also pauses to evaluate or
+compile. A step in which a save begins is in no stretch, because the save blocks it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Stretch:
 
     @property
     def secs_per_step(self) -> float | None:
-        """None as long as it has no whole step."""
+        """Seconds per step; None until the stretch has a whole step."""
         num_steps = self.last[1] - self.first[1]
         return (self.last[0] - self.first[0]) / num_steps if num_steps > 0 else None
 
@@ -36,24 +36,24 @@ class StepTimes:
         self._saving: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
         self._quiet: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
         self.last_secs = 0.0
-        """What the latest step took."""
+        """Seconds that the latest step took."""
         self.num_unmatched = 0
-        """Stretches with a save since the latest one without."""
+        """Number of stretches with a save since the latest stretch without one."""
 
     def completed(
         self, step: int, now_secs: float, *, is_saving: bool, newest_step: int | None
     ) -> None:
-        """A step is done.
+        """Records a completed step.
 
         Args:
-          step: its number; one that is not above the last one ends the stretch.
-          now_secs: when, on any clock.
+          step: the number of the step; a number not above the last one ends the stretch.
+          now_secs: the present time, on any clock.
           is_saving: whether a save is in flight.
-          newest_step: the newest step that was saved, or is being: a new one ends the stretch.
+          newest_step: the newest step that is saved or in flight; a new one ends the stretch.
         """
         kind, at, stretch = (is_saving, newest_step), (now_secs, step), self._stretch
         if stretch is not None and step == stretch.last[1] and kind == stretch.kind:
-            return  # asked twice
+            return  # a repeated call for the same step
         if stretch is not None and step > stretch.last[1]:
             self.last_secs = (now_secs - stretch.last[0]) / (step - stretch.last[1])
             if kind == stretch.kind:
@@ -75,12 +75,12 @@ class StepTimes:
 
     @property
     def has_quiet(self) -> bool:
-        """Whether there is anything to compare steps during a save with."""
+        """Whether steps without a save were measured, to compare with."""
         return bool(self._quiet)
 
     @property
     def slowdown(self) -> float:
-        """The fraction by which steps take longer; 0 as long as it is not known."""
+        """The fraction by which steps take longer during a save; 0 until it is known."""
         if not self._saving or not self._quiet:
             return 0.0
         return max(0.0, statistics.median(self._saving) / statistics.median(self._quiet) - 1)

@@ -1,1 +1,1 @@
-"""How the processes of a run agree. Knows nothing of the state they train."""
+"""How the processes of a run coordinate, independent of the state that they train."""

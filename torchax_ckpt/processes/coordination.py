@@ -1,14 +1,15 @@
-"""How the processes of one run speak to each other: through JAX's coordination service.
+"""Messages between the processes of one run, through JAX's coordination service.
 
-What concerns several processes happens in a round, which all of them enter, with the same calls in
-the same order. In it process 0 gathers what the others send, and shares what holds for all. Each
-message has a key of its own, so that who waits in vain can name whom it waits for. A round is known
-by what is done in it: processes that do different things never meet, and time out. It ends alike
-everywhere: a process that fails says so, and process 0 gives the verdict, which is one of the
-errors, raised by all, or none.
+Work of several processes happens in a round. All processes enter the round and make the same calls
+in the same order. In the round, process 0 gathers values from the other processes and shares values
+with them. Each message has its own key, so a process that times out can name the process that it
+waits for. The name of a round states its work: processes that do different work enter different
+rounds, and time out. A round ends equally on all processes: a process that fails reports its error,
+and process 0 publishes the verdict. The verdict is one of the errors, which all processes raise, or
+success.
 
-No device takes part, so a round may run beside the training, on a thread of its own. With one
-process nothing is sent.
+A round uses no device, so it can run on a separate thread during training. A run of one process
+sends no messages.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from torchax_ckpt.errors import CheckpointError, ProcessError, ProcessTimeoutErr
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How soon a process that waits hears that another has failed, or Ctrl-C.
+# The time within which a waiting process notices the failure of another process, or Ctrl-C.
 _POLL_SECS = 0.5
 _made: collections.Counter[str] = collections.Counter()
-# The verdict on a round that has failed nowhere.
-_ALL_WELL = b""
+# The verdict on a round that succeeded on all processes.
+_SUCCESS = b""
 
 
 class Processes:
-    """The processes of a run, as one checkpointer speaks to them: in one round at a time.
+    """One channel between the processes of a run, for one round at a time.
 
     Attributes:
-      index: of this process.
-      count: how many there are.
-      timeout_secs: how long to wait for one that is behind.
+      index: the index of this process.
+      count: the number of processes.
+      timeout_secs: how long to wait for another process.
 
     Args:
-      name: what the conversation is about; those of one name are told apart by the order in which
-        they are made, which is the same everywhere.
-      timeout_secs: how long to wait for a process that is behind.
-      client: JAX's coordination service; only one process goes without.
-      index, count: this process, and how many there are; default: JAX's own.
+      name: the name of the channel. Channels with equal names are numbered in the order of their
+        creation, which must be the same on all processes.
+      timeout_secs: how long to wait for another process.
+      client: the client of JAX's coordination service; None with one process.
+      index, count: index of this process and number of processes; default: JAX's values.
     """
 
     def __init__(
@@ -72,42 +73,43 @@ class Processes:
         self._place = f"torchax_ckpt/{_digest(name):016x}/{_made[name]}"
         _made[name] += 1
         self._one_round = threading.Lock()
-        # By digest, as there are new ones with every step.
+        # How often each round was entered. The keys are digests, because each step adds a round.
         self._entered: collections.Counter[int] = collections.Counter()
-        self._what = ""
-        # Where the messages of the newest one are, and of earlier ones that are not deleted yet.
+        self._work = ""
+        # Key prefixes of the newest round, last, and of earlier rounds not deleted yet.
         self._rounds: list[str] = []
         self._messages = 0
         self._verdict: bytes | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which commits, moves and deletes for all."""
+        """Whether this is process 0, which commits, moves and deletes for all processes."""
         return self.index == 0
 
     @property
     def is_per_host(self) -> bool:
-        """Whether there are several, and each has a place of its own."""
+        """Whether there are several processes and each writes its own directory."""
         return False
 
     def agreed_time(self) -> int | None:
-        """Nanoseconds since 1970 that all have agreed on; None where one commits for all."""
+        """Nanoseconds since 1970, equal on all processes; None if process 0 commits for all."""
         return None
 
     @contextlib.contextmanager
     def round(self, what: str) -> Iterator[None]:
-        """Within it processes can be spoken to; it ends with the same error on all, or with none.
+        """Runs a round: its body may send messages, and all processes end it with the same result.
 
-        Where other threads are in a round, it waits until that has ended.
+        Waits first if another thread is in a round of this channel.
 
         Args:
-          what: is done, the same on all: ``saving step 12``. Only processes that do the same, for
-            the same time, meet; so a call that one of them did not make costs no later round.
+          what: the work of the round, the same on all processes: ``saving step 12``. Processes meet
+            only if they do the same work for the same time. So a call that one process does not
+            make affects no later round.
 
         Raises:
-          CheckpointError: what another process raised, of the same type where it is one of this
-            package's errors, else ProcessError.
-          ProcessTimeoutError: a process has not come in time; names it.
+          CheckpointError: the error of another process. It has the same type if that is an error
+            class of this package, else the type is ProcessError.
+          ProcessTimeoutError: a process did not arrive in time; names it.
         """
         if self.count == 1:
             yield
@@ -118,48 +120,48 @@ class Processes:
                 yield
                 self._end()
             except BaseException as error:
-                agreed = self._agreed(error)
-                if agreed is error:
+                shared = self._error_for_all(error)
+                if shared is error:
                     raise
-                if agreed is not None:
-                    raise agreed from agreed.__cause__
+                if shared is not None:
+                    raise shared from shared.__cause__
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Fails a round on all processes but this one, which does not enter it, nor wait."""
+        """Fails a round on all other processes. This process does not run the round or wait."""
         if self.count == 1:
             return
         with self._one_round:
             self._enter(what)
             kind = "verdict/0" if self.is_first else f"failed/{self.index}"
-            self._set(f"{self._here}/{kind}", _described(error, self.index))
+            self._set(f"{self._here}/{kind}", _to_json(error, self.index))
 
     def _enter(self, what: str) -> None:
         digest = _digest(what)
-        self._what = what
+        self._work = what
         self._rounds.append(f"{self._place}/{digest:016x}/{self._entered[digest]}")
         self._entered[digest] += 1
         self._messages = 0
         self._verdict = None
 
     def _end(self) -> None:
-        """Waits for the verdict of process 0, which it gives when all have come here."""
+        """Waits for the verdict, which process 0 publishes when all processes arrived here."""
         self.gather(topic="the end")
         if not self.is_first:
             place = f"{self._here}/the end"
-            self._verdict = self._get(f"{self._here}/verdict/0", self._patience(), place)
-        # One may have come here, and failed while it waited.
+            self._verdict = self._get(f"{self._here}/verdict/0", self._deadline_of_first(), place)
+        # A process may have arrived here and failed while it waited.
         elif not self._is_decided():
-            self._set(f"{self._here}/verdict/0", _ALL_WELL)
+            self._set(f"{self._here}/verdict/0", _SUCCESS)
         if self._verdict:
-            raise _rebuilt(self._verdict)
+            raise _from_json(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0, where the answer is those of all processes; elsewhere [].
+        """Sends a value to process 0; returns the values of all processes there, [] elsewhere.
 
         Args:
-          value: of this process.
-          topic: what tells this message from others of the round that are sent on another thread;
-            messages without one are told apart by their order.
+          value: the value of this process.
+          topic: distinguishes this message from messages that another thread sends in the same
+            round. Messages without a topic are numbered in their order.
         """
         if self.count == 1:
             return [value]
@@ -175,17 +177,17 @@ class Processes:
         return values
 
     def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
-        """The value of process 0, on all; args as for ``gather``."""
+        """Returns the value of process 0, on all processes; arguments as for ``gather``."""
         if self.count == 1:
             return value
         place = self._place_of(topic)
         if self.is_first:
             self._set(f"{place}/shared", value)
             return value
-        return self._get(f"{place}/shared", self._patience(), place)
+        return self._get(f"{place}/shared", self._deadline_of_first(), place)
 
     def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have come here; a topic as for ``gather``."""
+        """Waits until all processes have called this; ``topic`` as for ``gather``."""
         if self.count == 1:
             return
         if topic is None:
@@ -195,7 +197,7 @@ class Processes:
         self.share(topic=topic)
 
     def first(self, action: Callable[[], T]) -> T:
-        """What an action, on process 0 alone, gives as JSON; raises what it raises, on all."""
+        """Runs an action on process 0 only; returns its JSON result, or raises, on all."""
         if self.count == 1:
             return action()
         if not self.is_first:
@@ -204,21 +206,21 @@ class Processes:
         self.share(json.dumps(value).encode())
         return value
 
-    # --- outside of rounds: notes that anybody may leave and look at ---
+    # --- notes: messages outside of rounds, for any process ---
 
-    def put(self, key: str, message: bytes) -> None:
-        """Leaves a note, or replaces it."""
+    def put_note(self, key: str, message: bytes) -> None:
+        """Writes or replaces a note."""
         self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
 
-    def look(self, key: str) -> bytes | None:
-        """A note; waits for it a while, and gives None if it has not come."""
+    def wait_for_note(self, key: str) -> bytes | None:
+        """Returns a note; None if it is not there after a short wait."""
         return self._wait(f"{self._place}/{key}", _POLL_SECS)
 
-    def there(self, folder: str) -> list[bytes]:
-        """All notes whose keys are in a folder."""
+    def notes(self, folder: str) -> list[bytes]:
+        """Returns all notes whose keys are in a folder."""
         return [m for _, m in self._client.key_value_dir_get_bytes(f"{self._place}/{folder}/")]
 
-    def remove(self, key: str) -> None:
+    def remove_note(self, key: str) -> None:
         """Removes a note."""
         self._client.key_value_delete(f"{self._place}/{key}")
 
@@ -234,37 +236,37 @@ class Processes:
             self._messages += 1
         return f"{self._here}/{topic}"
 
-    def _patience(self) -> float:
-        """Until when to wait for process 0, which may be behind and then wait for another."""
+    def _deadline_of_first(self) -> float:
+        """The deadline for process 0, which may arrive late and then wait for another process."""
         return time.monotonic() + 2 * self.timeout_secs
 
     def _get(self, key: str, deadline: float, place: str) -> bytes:
-        """The message under a key; raises the error of a process that has failed meanwhile.
+        """Returns the message under a key; raises the error of a process that failed meanwhile.
 
         Args:
-          key: where it will be.
-          deadline: until when to wait.
-          place: where it can be seen who is behind.
+          key: the key of the message.
+          deadline: how long to wait, as a ``time.monotonic()``.
+          place: the folder of keys that shows which processes have not arrived.
         """
         while True:
             message = self._wait(key, min(deadline - time.monotonic(), _POLL_SECS))
             if message is not None:
                 return message
             if self._is_decided() and self._verdict:
-                raise _rebuilt(self._verdict)
+                raise _from_json(self._verdict)
             if time.monotonic() >= deadline:
-                raise self._late(self._missing(place))
+                raise self._timeout_error(self._missing(place))
 
     def _wait(self, key: str, secs: float) -> bytes | None:
         try:
             return self._client.blocking_key_value_get_bytes(key, max(1, int(secs * 1000)))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise self._unheard(error) from error
+                raise self._service_error(error) from error
             return None
 
     def _is_decided(self) -> bool:
-        """Whether the round has failed: on process 0, whether any other has."""
+        """Whether the verdict is known; on process 0, whether another process failed."""
         if self._verdict is None:
             kind = "failed" if self.is_first else "verdict"
             found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
@@ -275,57 +277,61 @@ class Processes:
         try:
             self._client.key_value_set_bytes(key, message)
         except jax.errors.JaxRuntimeError as error:
-            raise self._unheard(error) from error
+            raise self._service_error(error) from error
 
-    def _unheard(self, error: BaseException) -> ProcessError:
+    def _service_error(self, error: BaseException) -> ProcessError:
         return ProcessError(
-            f"{self._what}: JAX's coordination service, which process 0 runs, does not answer "
+            f"{self._work}: JAX's coordination service, which process 0 runs, does not answer "
             f"process {self.index}: {error}"
         )
 
     def _missing(self, place: str) -> list[int]:
-        """The processes that have sent nothing to be gathered at a place; else process 0."""
+        """The late processes: those that sent no message to a place, or else process 0."""
         found = self._client.key_value_dir_get_bytes(f"{place}/")
         there = {key.rpartition("/")[2] for key, _ in found}
         behind = [i for i in range(1, self.count) if str(i) not in there]
         return behind if self.is_first or (there and behind) else [0]
 
-    def _late(self, missing: list[int]) -> ProcessTimeoutError:
+    def _timeout_error(self, missing: list[int]) -> ProcessTimeoutError:
         named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         return ProcessTimeoutError(
-            f"{self._what}: process {named} of {self.count} has not come to it within "
-            f"{self.timeout_secs:g} s of process {self.index}. It has died or hangs, is much "
-            "slower, or did not make the same calls: every process must call attach, save, "
-            "restore, load, delete and verify alike. CheckpointOptions(process_timeout_secs=...) "
-            "says how long to wait."
+            f"{self._work}: process {named} of {self.count} did not arrive within "
+            f"{self.timeout_secs:g} s after process {self.index}. It died, hangs, is much slower, "
+            "or did not make the same calls: every process must make the same calls of attach, "
+            "save, restore, load, delete and verify. CheckpointOptions(process_timeout_secs=...) "
+            "sets how long to wait."
         )
 
-    def _agreed(self, error: BaseException) -> BaseException | None:
-        """With which error the round ends, after this one on this process; None: with none."""
-        mine = _described(error, self.index)
+    def _error_for_all(self, error: BaseException) -> BaseException | None:
+        """The error that ends the round on all processes, after this error of this process.
+
+        None if the round succeeded.
+        """
+        message = _to_json(error, self.index)
         try:
             if self.is_first:
-                verdict = self._verdict or mine
+                verdict = self._verdict or message
                 self._set(f"{self._here}/verdict/0", verdict)
             else:
                 if self._verdict is None:
-                    self._set(f"{self._here}/failed/{self.index}", mine)
-                    # Unless process 0 is not heard of at all.
+                    self._set(f"{self._here}/failed/{self.index}", message)
+                    # After a timeout it does not wait, because process 0 may not answer at all.
                     deadline = time.monotonic() + (
                         0 if isinstance(error, ProcessTimeoutError) else 2 * self.timeout_secs
                     )
                     while not self._is_decided() and time.monotonic() < deadline:
                         time.sleep(_POLL_SECS / 10)
-                verdict = mine if self._verdict is None else self._verdict
-        except (ProcessError, jax.errors.JaxRuntimeError) as in_the_way:
-            logger.warning("%s failed, and others cannot be told: %s", self._what, in_the_way)
+                verdict = message if self._verdict is None else self._verdict
+        except (ProcessError, jax.errors.JaxRuntimeError) as problem:
+            text = "%s failed, and the other processes cannot be informed: %s"
+            logger.warning(text, self._work, problem)
             return error
-        if verdict == _ALL_WELL:  # all has been done here too; only word of it was late
+        if verdict == _SUCCESS:  # the work is done here too; only the verdict arrived late
             return None if isinstance(error, Exception) else error
-        return error if json.loads(verdict)["process"] == self.index else _rebuilt(verdict)
+        return error if json.loads(verdict)["process"] == self.index else _from_json(verdict)
 
     def _forget(self) -> None:
-        """Deletes the messages of earlier rounds: all processes have come to this one."""
+        """Deletes the messages of earlier rounds, because all processes are in this round."""
         while len(self._rounds) > 1:
             self._client.key_value_delete(self._rounds.pop(0))
 
@@ -334,10 +340,11 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def _described(error: BaseException, index: int) -> bytes:
-    """An error of this process, for others."""
+def _to_json(error: BaseException, index: int) -> bytes:
+    """An error of this process as JSON, for other processes."""
     cause = error.__cause__
-    is_ours = isinstance(error, CheckpointError)  # else it may have anything under these names
+    # Other errors may have unrelated attributes with these names.
+    is_ours = isinstance(error, CheckpointError)
     return json.dumps(
         {
             "process": index,
@@ -350,18 +357,21 @@ def _described(error: BaseException, index: int) -> bytes:
     ).encode()
 
 
-def _rebuilt(message: bytes) -> CheckpointError:
-    """The error of another process."""
-    said = json.loads(message)
-    kind, cause = getattr(errors, said["kind"], None), getattr(errors, said["cause"], None)
-    text = f"process {said['process']}: {said['message']}"
+def _from_json(message: bytes) -> CheckpointError:
+    """The error of another process, from its JSON."""
+    fields = json.loads(message)
+    kind, cause = getattr(errors, fields["kind"], None), getattr(errors, fields["cause"], None)
+    text = f"process {fields['process']}: {fields['message']}"
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-        kind, text = ProcessError, f"process {said['process']}: {said['kind']}: {said['message']}"
-    error = kind(text, step=said["step"], path=said["path"])
+        kind, text = (
+            ProcessError,
+            f"process {fields['process']}: {fields['kind']}: {fields['message']}",
+        )
+    error = kind(text, step=fields["step"], path=fields["path"])
     if isinstance(cause, type) and issubclass(cause, CheckpointError):
-        error.__cause__ = cause(said["message"])
+        error.__cause__ = cause(fields["message"])
     return error
 
 
 SINGLE_PROCESS = Processes("", 0, None, index=0, count=1)
-"""A process by itself, whatever JAX says."""
+"""A channel of one process, which sends no messages, even in a run of several processes."""

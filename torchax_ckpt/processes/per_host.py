@@ -1,4 +1,4 @@
-"""Owns how processes agree where each does in a place of its own what else the first does."""
+"""Coordination when each host writes its own directory instead of process 0 writing one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torchax_ckpt.processes.coordination import Processes
 
 
 class PerHostProcesses(Processes):
-    """Processes that do each for itself, in a place of its own, what else the first does for all.
+    """Processes of which each does, for its own directory, the work that process 0 does otherwise.
 
-    They enter the same rounds, so that what fails on one fails on all, and can hear each other.
+    So ``count`` is 1 and ``index`` is 0 on each process. The processes still enter the same rounds,
+    so a failure on one process is a failure on all, and they still exchange messages.
 
     Args:
-      processes: the same, as they are when they do something together.
+      processes: the channel between the processes of the run.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -26,21 +27,21 @@ class PerHostProcesses(Processes):
 
     @property
     def is_per_host(self) -> bool:
-        """Unless there is only one."""
+        """True if there are several processes."""
         return self._processes.count > 1
 
     @contextlib.contextmanager
     def round(self, what: str) -> Iterator[None]:
-        """As for those that do something together."""
+        """Runs a round of all processes; see ``Processes.round``."""
         with self._processes.round(what):
             yield
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """As for those that do something together."""
+        """Fails a round on all other processes; see ``Processes.refuse``."""
         self._processes.refuse(what, error)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """The values of all processes, on all of them."""
+        """Returns the values of all processes, on all processes."""
         sent = self._processes.gather(value, topic)
         lengths = json.dumps([len(message) for message in sent]).encode()
         packed = self._processes.share(b"\n".join([lengths, b"".join(sent)]), topic)
@@ -49,9 +50,9 @@ class PerHostProcesses(Processes):
         return [body[start:end] for start, end in itertools.pairwise(ends)]
 
     def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have come here."""
+        """Waits until all processes have called this."""
         self._processes.meet(topic)
 
     def agreed_time(self) -> int:
-        """The time of process 0, once all have come here."""
+        """Waits until all processes have called this, and returns the time of process 0."""
         return int.from_bytes(self.gather(time.time_ns().to_bytes(8))[0])

@@ -1,1 +1,1 @@
-"""The process around a checkpointer: calls, signals, progress, failures, the save in flight."""
+"""The process that a checkpointer runs in: calls, signals, memory, progress, failures."""

@@ -1,9 +1,9 @@
-"""Owns from where a checkpointer may be called: which thread, which process, and within what.
+"""The guard of a checkpointer's methods: raises CallError for a call that cannot work.
 
-torchax keeps its random key and its modes per thread. A forked process lacks the threads that
-JAX and TensorStore work with. What runs while JAX traces runs once, on tracers. And a signal
-handler finds the call that it interrupted half done. Collectives on another thread would cross
-those of the training. Each of these would hang, or save something wrong; here they are refused.
+torchax keeps its random key and its modes per thread. A forked process lacks the threads of JAX and
+TensorStore. Code that JAX traces runs once, on tracers. A signal handler interrupts another call
+halfway. Collectives on another thread would interleave with those of the training. In each of these
+cases a call would hang or save wrong values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ R = TypeVar("R")
 
 with jax.ensure_compile_time_eval():
     _NOT_TRACING = get_opaque_trace_state()
-# The process in which the first checkpointer was made, and with it JAX's threads; and whether this
-# one was forked from it. The kernel is not asked at every call: in some containers that takes long.
+# The process that created the first checkpointer and JAX's threads, and whether this process was
+# forked from it. A fork hook sets the flag, because os.getpid() is slow in some containers.
 _home: int | None = None
 _is_fork = False
 
@@ -39,7 +39,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Calls:
-    """The calls on one checkpointer: one at a time per thread, training on one thread alone."""
+    """The running calls on one checkpointer: one per thread, and training on one thread only."""
 
     def __init__(self) -> None:
         global _home
@@ -50,26 +50,31 @@ class Calls:
     def begin(self, call: _Call, *, trains: bool) -> None:
         """Marks a call as running.
 
+        Args:
+          call: the call.
+          trains: whether the call belongs on the training thread.
+
         Raises:
-          CallError: it cannot work from here.
+          CallError: the call cannot work here.
         """
         if _is_fork:
             raise CallError(
                 f"{call.name} was called in process {os.getpid()}, which was forked from process "
-                f"{_home}: the threads of JAX and its storage do not come along in a fork. Call "
-                "it in the parent, or start the process with multiprocessing's 'spawn' method."
+                f"{_home}: a forked process lacks the threads of JAX and of its storage. Call it "
+                "in the parent, or start the process with multiprocessing's 'spawn' method."
             )
         if get_opaque_trace_state() != _NOT_TRACING:
             raise CallError(
-                f"{call.name} was called while JAX traces a function: it would run once, at "
-                "tracing, and see tracers for values. Call it outside of jit, grad and vmap."
+                f"{call.name} was called while JAX traces a function: it would run only once, "
+                "during tracing, on tracers instead of values. Call it outside of jit, grad and "
+                "vmap."
             )
         thread = threading.current_thread()
         if thread in self._running:
             raise CallError(
                 f"{call.name} was called while {self._running[thread].name} is running on the "
-                f"same thread, {_name(thread)}: from a signal handler, or from something that "
-                "was attached. In a handler set a flag, and act on it in the training loop."
+                f"same thread, {_name(thread)}: by a signal handler, or by an attached object. "
+                "In a signal handler set a flag, and check it in the training loop."
             )
         if trains:
             self._training_thread = self._training_thread or thread
@@ -77,15 +82,15 @@ class Calls:
                 raise CallError(
                     f"{call.name} was called on thread {_name(thread)}, but this checkpointer "
                     f"belongs to thread {_name(self._training_thread)}, which used it first: "
-                    "torchax keeps random key and modes per thread, and what processes send each "
-                    "other over their devices must not cross what training sends. Call attach, "
-                    "save and restore on the thread that trains; load too, on several processes "
-                    "with single_replica_restore or a local tier."
+                    "torchax keeps its random key and modes per thread, and transfers between "
+                    "processes over their devices must not interleave with those of the training. "
+                    "Call attach, save and restore on the training thread; load too, on several "
+                    "processes with single_replica_restore or a local tier."
                 )
         self._running[thread] = call
 
     def end(self, call: _Call) -> None:
-        """Marks a call as done, if it had begun."""
+        """Marks a call as done, if it was marked as running."""
         thread = threading.current_thread()
         if self._running.get(thread) is call:
             del self._running[thread]
@@ -106,10 +111,11 @@ S = TypeVar("S", bound=_HasCalls)
 def guarded(
     *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Makes a method raise CallError where it cannot work.
+    """Returns a decorator that makes a method raise CallError if it cannot work.
 
     Args:
-      trains: whether it touches what belongs to the training thread; or tells that of the object.
+      trains: whether the method belongs on the training thread; or a function of the object that
+        returns this.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -1,4 +1,4 @@
-"""Owns what is told of failures that happened in the background: once per kind until it is over."""
+"""The log of background failures: reports each kind of failure once, until it is over."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """Failures that nobody has read yet."""
+    """Failures of background work.
+
+    Attributes:
+      unread: the failures that were not raised yet.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
         self.unread: list[CheckpointError] = []
 
     def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
-        """Says a failure, and keeps it to be raised; of an action, one of a kind until it is over.
+        """Logs a failure and keeps it to be raised.
+
+        Repeated failures of one action and kind are logged and kept once, until ``over``.
 
         Args:
-          failure: what is said.
-          action: what failed, "" for what happens once.
-          kind: what failures have in common that are mended in the same way.
+          failure: the failure.
+          action: the action that failed; "" for a failure that does not repeat.
+          kind: the kind of failure; failures with the same remedy have the same kind.
         """
         is_known = bool(action) and self._known.get(action) == kind
         logger.log(logging.DEBUG if is_known else logging.ERROR, "%s", failure)
@@ -32,10 +38,10 @@ class FailureLog:
             self.unread.append(failure)
 
     def over(self, action: str) -> None:
-        """The action works again."""
+        """Notes that the action works again."""
         self._known.pop(action, None)
 
     def raise_oldest(self) -> None:
-        """Raises the oldest failure that nobody has read, once."""
+        """Raises the oldest failure that was not raised yet."""
         if self.unread:
             raise self.unread.pop(0)

@@ -1,11 +1,12 @@
-"""Memory of this host that the process may use: the machine's, within its control groups' limits.
+"""The memory of this host that the process may use: the machine's, within control-group limits.
 
-In a container the kernel ends a process whose control group takes more than its limit, however
-much memory the machine has. A group's limit holds for all groups below it as well, so the smallest
-limit counts on the path from the process's own group to the root, as far as that path is mounted.
+In a container, the kernel ends a process whose control group uses more than its limit, however much
+memory the machine has. The limit of a group also applies to all groups below it. So the smallest
+limit counts, on the path from the group of the process to the root, as far as that path is mounted.
 
-Limits can change, and a process can be moved to another group: they are read at each call. A call
-takes a fraction of a millisecond; call it once per restore or save, not once per leaf or file.
+The limits are read at each call, because they can change, and because a process can be moved to
+another group. A call takes a fraction of a millisecond. Call it once per restore or save, not once
+per leaf or file.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _PROC = Path("/proc")
 
 @dataclasses.dataclass(frozen=True)
 class _Interface:
-    """Names of a version of control groups.
+    """File names and keys of one version of control groups.
 
     Attributes:
-      limit, used: files of a group, with numbers of bytes.
-      reclaimable: key in a group's ``memory.stat``: file caches that the kernel gives up first.
+      limit, used: names of a group's files that hold the limit and the usage in bytes.
+      reclaimable: key in a group's ``memory.stat`` for the file cache that the kernel frees first.
     """
 
     limit: str
@@ -39,14 +40,14 @@ _V2 = _Interface("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory_bytes() -> int:
-    """The memory that this process could have at most, used or not."""
+    """Returns the most memory that this process could have, used or not."""
     return min([_machine_bytes(), *(limit for _, _, limit in _limited_groups())])
 
 
 def available_host_bytes() -> int | None:
-    """The memory that can be allocated now, file caches that the kernel would give up included.
+    """Returns the memory that can be allocated now, including reclaimable file caches.
 
-    None where Linux says nothing about the machine and no group has a limit.
+    None if Linux gives no figure for the machine and no group has a limit.
     """
     available = []
     with contextlib.suppress(OSError):
@@ -67,10 +68,10 @@ def _machine_bytes() -> int:
 
 
 def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
-    """The groups that this process is in and that limit it to less than the machine has.
+    """Yields the groups of this process that have a limit below the machine's memory.
 
-    Yields folder, version and limit in bytes. Where no limit was set, version 2 says ``max``, and
-    version 1 names a number beyond any machine's memory.
+    Yields folder, version and limit in bytes. Without a limit, version 2 has ``max`` in the file,
+    and version 1 a number beyond any machine's memory.
     """
     machine = _machine_bytes()
     for top, folder, interface in _groups():
@@ -83,18 +84,17 @@ def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
-    """The mounted top and this process's own group, of each hierarchy that may limit memory.
+    """Yields mount point, group folder of this process and version, per hierarchy with memory.
 
-    There may be two: in a hybrid layout memory is limited by version 1, and version 2 is mounted
-    beside it without a memory controller. Where the files of a version are missing, it has no
-    limits.
+    There may be two hierarchies. In a hybrid layout version 1 limits memory, and version 2 is
+    mounted beside it without a memory controller. A version without its files sets no limit.
     """
     try:
-        own = (_PROC / "self" / "cgroup").read_text().splitlines()
+        groups = (_PROC / "self" / "cgroup").read_text().splitlines()
         mounts = (_PROC / "self" / "mountinfo").read_text().splitlines()
-    except OSError:  # not Linux, or hidden
+    except OSError:  # not Linux, or /proc is hidden
         return
-    for line in own:  # number:controllers:path, with neither number nor controllers in version 2
+    for line in groups:  # number:controllers:path; version 2 has number 0 and no controllers
         _, controllers, path = line.split(":", 2)
         if not controllers:
             interface, places = _V2, _mounted(mounts, "cgroup2")
@@ -103,13 +103,13 @@ def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
         else:
             continue
         for root, top in places:
-            # In a container the mount may begin at the container's own group.
+            # In a container, the mount may begin at the container's group.
             with contextlib.suppress(ValueError):
                 below = PurePosixPath(path).relative_to(root)
                 if ".." not in below.parts:
                     yield top, top / below, interface
                     break
-        else:  # a group outside of what is mounted: the top, which is most likely the container's
+        else:  # the group is not mounted: uses the mount point, most likely the container's group
             for _, top in places[:1]:
                 yield top, top, interface
 
@@ -117,13 +117,13 @@ def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
 def _mounted(
     mounts: Sequence[str], kind: str, controller: str | None = None
 ) -> list[tuple[str, Path]]:
-    """Where file systems of a kind are mounted: the folder in them that is, and the mount point.
+    """Returns the mounts of a kind of file system: the mounted folder in it and the mount point.
 
     Args:
       mounts: lines of ``mountinfo``: ``36 35 98:0 /root /mount/point rw shared:1 - kind source
         options``, with octal escapes in paths.
-      kind: of the file system.
-      controller: must be among the options of the file system, if given.
+      kind: the kind of file system.
+      controller: an option that the file system must have; None for any.
     """
     found = []
     for line in mounts:
@@ -141,7 +141,7 @@ def _unescaped(path: str) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None if there is none, as for no limit."""
+    """Returns the number in a file; None if the file has no number, for example without a limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

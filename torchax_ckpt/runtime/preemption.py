@@ -1,12 +1,12 @@
-"""Owns preemption: whether this run has been told to end, by SIGTERM or by JAX's sync point.
+"""Preemption notices: detects SIGTERM or JAX's sync point, and ends the process in time.
 
-Without ``jax.distributed``, a thread hears SIGTERM through the file descriptor that Python's own
-C handler writes to. A Python handler alone would run only once the main thread is back in Python,
-which a transfer keeps it from for seconds.
+Without ``jax.distributed``, a thread detects SIGTERM through the file descriptor that Python's
+C-level handler writes to. A Python handler alone would not suffice: it runs only when the main
+thread returns to Python code, and a transfer can delay that for seconds.
 
-With ``jax.distributed``, JAX has a handler of its own and finds a step on which all processes
-agree. That handler displaces earlier ones without Python noticing, and is itself displaced by
-later ones, which would end its notices; so it is never touched.
+With ``jax.distributed``, JAX installs its own handler and finds a step on which all processes
+agree. JAX's handler replaces earlier handlers without Python's knowledge. A later handler would
+replace JAX's and end its notices, so this module then leaves SIGTERM alone.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jax.experimental import multihost_utils
 
 logger = logging.getLogger(__name__)
 
-# What a shell reports of a process that SIGTERM ended. Unlike such an end it is a failure to every
-# scheduler: systemd, for one, takes death by SIGTERM for a clean exit.
+# The exit code that a shell reports for a process that SIGTERM ended. Every scheduler treats this
+# code as a failure, unlike death by SIGTERM, which systemd, for example, treats as a clean exit.
 EXIT_CODE = 128 + signal.SIGTERM
-# Signals this close are one notice: GNU timeout sends its child two, one right after the other.
+# Signals within this time are one notice, because GNU timeout sends its child two in a row.
 _ONE_NOTICE_SECS = 0.1
-_WAKE = b"\0"  # in the pipe, between the numbers of signals
+_WAKE = b"\0"  # a byte in the pipe that is no signal number
 
 
 class Preemption:
-    """Whether the run of one checkpointer was told to end; once it was, that stays.
+    """The preemption notice of one checkpointer's run; once received, it stays.
 
     Args:
-      grace_secs: from a SIGTERM to the end of the process; None leaves SIGTERM alone.
+      grace_secs: seconds from a SIGTERM to the end of the process; None leaves SIGTERM alone.
     """
 
     def __init__(self, grace_secs: float | None) -> None:
@@ -48,18 +48,19 @@ class Preemption:
         self._decided: int | None = None
 
     def listen(self) -> None:
-        """From now on SIGTERM is a notice to this run. May be called again, before every step.
+        """Makes SIGTERM a notice to this run from now on. May be called again, before each step.
 
-        Needs the main thread, as Python changes handlers there only; elsewhere it says so once.
+        Works on the main thread only, because Python changes signal handlers only there. On another
+        thread it logs this once.
         """
         if self.grace_secs is not None and not _jax_has_sigterm():
             _watch.add(self, self.grace_secs)
 
     def reached(self, step: int | None = None) -> bool:
-        """Whether the run should save and end, asked after completing ``step``.
+        """Returns whether the run should save and end; call it after completing ``step``.
 
-        JAX answers True at one step only, the one on which all processes agree, so every process
-        must ask at every step. Without a step nobody is asked: what was answered so far.
+        JAX answers True at one step only, on which all processes agree. So each process must ask at
+        every step. Without a step, this returns the latest answer.
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
@@ -69,13 +70,16 @@ class Preemption:
         return self._reached
 
     def decide(self, step: int) -> bool:
-        """What ``reached`` says, and goes on to say of this step: who is told to end has saved."""
+        """Returns ``reached(step)``, and fixes the answer for this step.
+
+        Otherwise a notice that arrives after the save of the step could end the run without a save.
+        """
         answer = self.reached(step)
         self._decided = step
         return answer
 
     def close(self) -> None:
-        """Gives SIGTERM back to who had it before, if nobody else listens and none has come."""
+        """Restores the previous SIGTERM handler, if no other run listens and no SIGTERM came."""
         _watch.remove(self)
 
 
@@ -87,14 +91,14 @@ def _at_sync_point(step: int) -> bool:
     try:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:
-        _watch.say_once("JAX's preemption service is turned off: SIGTERM is not noticed")
+        _watch.say_once("SIGTERM is not noticed: JAX's preemption service is turned off")
         return False
 
 
 class _Watch:
-    """Hears SIGTERM for all checkpointers of this process.
+    """Detects SIGTERM for all checkpointers of this process.
 
-    Uses no locks: what it does must also work in a signal handler and in a forked process.
+    Uses no locks, because its code must also work in a signal handler and in a forked process.
 
     Attributes:
       noticed_at: ``time.monotonic()`` of the first SIGTERM, or None.
@@ -104,17 +108,17 @@ class _Watch:
         self.noticed_at: float | None = None
         self._listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._grace_secs = 0.0
-        self._first_heard: dict[str, float] = {}
+        self._first_noticed: dict[str, float] = {}
         self._said: set[str] = set()
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         self._previous: Any = signal.SIG_DFL
-        # A wakeup descriptor that was there before ours: its number, and our duplicate, which
-        # stays the same file even if its owner closes it and the number is given away again.
+        # The wakeup descriptor that was set before ours: its number, and our duplicate of it. The
+        # duplicate stays the same file even if the owner closes it and its number is reused.
         self._chained: tuple[int, int] | None = None
         self._forking = threading.local()
 
-    # --- coming and going, on the main thread ---
+    # --- adding and removing listeners, on the main thread ---
 
     def add(self, listener: Preemption, grace_secs: float) -> None:
         longest = max(self._grace_secs, grace_secs) if self._listeners else grace_secs
@@ -127,32 +131,32 @@ class _Watch:
 
     def remove(self, listener: Preemption) -> None:
         self._listeners.discard(listener)
-        # After a notice this process is ending: its grace and the second signal stay in force.
+        # After a notice, the grace period and the rule for a second signal remain in force.
         if self._pipe is None or self._listeners or self.noticed_at is not None:
             return
         if threading.current_thread() is threading.main_thread():
-            self._uninstall()  # else SIGTERM is heard by nobody, and ends the process
+            self._uninstall()  # on other threads the handler stays, and a SIGTERM ends the process
 
     def _install(self) -> bool:
         previous = signal.getsignal(signal.SIGTERM)
         if previous == self._handle:
-            # Whoever kept it when it was in force has put it back since, as Lightning does when an
-            # exception ends a training.
+            # Another library saved our handler earlier and has now restored it, as Lightning does
+            # when an exception ends a training.
             previous = self._previous
         if threading.current_thread() is not threading.main_thread():
             self.say_once(
                 f"SIGTERM is not noticed: Python lets only the main thread handle signals, and "
-                f"this is {threading.current_thread().name}"
+                f"this is thread {threading.current_thread().name}"
             )
         elif previous is None:
-            self.say_once("SIGTERM is not noticed: a handler outside of Python has it")
+            self.say_once("SIGTERM is not noticed: a handler outside of Python handles it")
         elif previous is signal.SIG_IGN:
             self.say_once("SIGTERM is not noticed: this process ignores it")
         else:
             read_end, write_end = self._pipe = os.pipe()
             os.set_blocking(write_end, False)
             self._previous = previous
-            self._first_heard = {}
+            self._first_noticed = {}
             self._thread = threading.Thread(
                 target=self._run, args=(read_end,), name="sigterm", daemon=True
             )
@@ -162,14 +166,14 @@ class _Watch:
         return self._pipe is not None
 
     def _take_wakeup_fd(self) -> None:
-        """Puts our pipe in front of whatever is there: event loops come and go meanwhile."""
+        """Sets our pipe as the wakeup descriptor, and keeps that of an event loop for relaying."""
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
             with contextlib.suppress(OSError):  # its owner has closed it
-                # One number for all duplicates in turn: the thread may be writing to it.
-                mine = os.dup(current) if self._chained is None else self._chained[1]
-                self._chained = current, os.dup2(current, mine, inheritable=False)
+                # All duplicates use one number in turn, because the thread may be writing to it.
+                duplicate = os.dup(current) if self._chained is None else self._chained[1]
+                self._chained = current, os.dup2(current, duplicate, inheritable=False)
 
     def _uninstall(self) -> None:
         assert self._pipe is not None
@@ -182,10 +186,10 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Leaves handler and wakeup descriptor as they were; what others changed since stays.
+        """Restores the previous handler and wakeup descriptor, unless others changed them since.
 
         Returns:
-          Our descriptors, to be closed once the thread has ended.
+          Our descriptors, which the caller closes after the thread has ended.
         """
         assert self._pipe is not None
         (*ours, write_end), self._pipe = self._pipe, None
@@ -206,20 +210,20 @@ class _Watch:
     def say_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            logger.warning("%s; no step is saved for it", message)
+            logger.warning("%s; no step is saved at a SIGTERM", message)
 
-    # --- hearing ---
+    # --- receiving signals ---
 
     def _handle(self, signum: int, frame: types.FrameType | None) -> None:
-        self._hear("handler")
+        self._notice("handler")
         if self._pipe is not None:
             with contextlib.suppress(OSError):
-                os.write(self._pipe[1], _WAKE)  # somebody may have displaced our descriptor
+                os.write(self._pipe[1], _WAKE)  # another library may have replaced our descriptor
         if callable(self._previous):
             self._previous(signum, frame)
 
-    def _hear(self, ear: Literal["handler", "thread"]) -> None:
-        """A SIGTERM came. Each ear hears one signal at most once, the handler perhaps late."""
+    def _notice(self, receiver: Literal["handler", "thread"]) -> None:
+        """Notes a SIGTERM. Each receiver gets a signal at most once; the handler may be late."""
         now = time.monotonic()
         if self.noticed_at is None:
             if not self._listeners:
@@ -227,13 +231,13 @@ class _Watch:
                     _end("SIGTERM")
                 return
             self.noticed_at = now
-        if now - self._first_heard.setdefault(ear, now) > _ONE_NOTICE_SECS:
+        if now - self._first_noticed.setdefault(receiver, now) > _ONE_NOTICE_SECS:
             _end("a second SIGTERM")
 
     def _run(self, read_end: int) -> None:
         poll = select.poll()
         poll.register(read_end, select.POLLIN)
-        is_told = False
+        is_logged = False
         while True:
             left = None
             if self.noticed_at is not None:
@@ -248,23 +252,23 @@ class _Watch:
                 with contextlib.suppress(OSError):
                     os.write(self._chained[1], signals)
             if signal.SIGTERM in signals:
-                self._hear("thread")
-            if self.noticed_at is not None and not is_told:
-                is_told = True
-                # On another thread: whoever holds the log may never let go of it.
-                threading.Thread(target=self._tell, daemon=True).start()
+                self._notice("thread")
+            if self.noticed_at is not None and not is_logged:
+                is_logged = True
+                # On another thread, because the logging lock may be held forever.
+                threading.Thread(target=self._log_notice, daemon=True).start()
 
-    def _tell(self) -> None:
+    def _log_notice(self) -> None:
         logger.warning(
-            "SIGTERM: the next save of a step is waited for; this process ends at the latest in "
-            "%g s, or at a second SIGTERM",
+            "SIGTERM: the next call of save waits until its step is durable; this process ends in "
+            "%g s at the latest, or at a second SIGTERM",
             self._grace_secs,
         )
 
     # --- forked processes ---
 
     def before_fork(self) -> None:
-        # A signal to the child must not be written into the pipe, which it shares with its parent.
+        # A signal to the child must not be written to the pipe, which it shares with its parent.
         self._forking.mask = None
         if self._pipe is not None:
             self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -283,11 +287,11 @@ class _Watch:
 
 
 def _end(cause: str) -> NoReturn:
-    """Ends the process, whatever its threads are at; the main one may not return for long."""
+    """Ends the process at once, because the main thread may be busy for a long time."""
     with contextlib.suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)
-        if poll.poll(0):  # nothing here may wait, not even for whoever reads stderr
+        if poll.poll(0):  # writes only if stderr is ready, because nothing here may block
             os.write(2, f"torchax_ckpt: ending at once: {cause}\n".encode())
     os._exit(EXIT_CODE)
 

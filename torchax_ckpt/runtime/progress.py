@@ -1,4 +1,4 @@
-"""Owns what a person at a terminal sees of work that takes long; in logs there is nothing of it."""
+"""Progress bars for long work, shown on a terminal only; nothing goes to logs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-# What is done sooner needs no bar.
+# Shorter work shows no bar.
 _DELAY_SECS = 0.5
 _REFRESH_SECS = 0.1
 
 
 class _Bar(tqdm):
-    """A bar that leaves nothing behind, neither on the screen nor a thread."""
+    """A bar that starts no monitor thread."""
 
     monitor_interval = 0
 
 
 def is_watched() -> bool:
-    """Whether a person watches: standard error is a terminal."""
+    """Returns whether standard error is a terminal."""
     try:
         return bool(sys.stderr.isatty())
-    except Exception:  # none at all, closed, or an object of somebody's that only writes
+    except Exception:  # stderr is None, closed, or an object that has only write()
         return False
 
 
 @contextlib.contextmanager
 def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """A bar as long as a person watches.
+    """Shows a bar for the body if standard error is a terminal.
 
     Args:
-      label: what is being done.
-      total_bytes: how much there is to do; asked only if there is somebody to tell.
+      label: names the work.
+      total_bytes: returns the amount of work; called only if a bar is shown.
 
     Yields:
-      What to tell of each part that is done, in bytes; from any thread.
+      A function to call with the bytes of each finished part, from any thread.
     """
     if not is_watched():
         yield lambda nbytes: None
@@ -53,7 +53,7 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
         dynamic_ncols=True,
         file=sys.stderr,
     ) as shown:
-        lock = threading.Lock()  # tqdm adds in two steps
+        lock = threading.Lock()  # tqdm's addition is not atomic
 
         def on_bytes(nbytes: int) -> None:
             with lock:
@@ -62,13 +62,13 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
         yield on_bytes
 
 
-def join(thread: threading.Thread, timeout_secs: float | None, said: Callable[[], str]) -> None:
-    """Waits for a thread; says what it is at as long as a person watches.
+def join(thread: threading.Thread, timeout_secs: float | None, stage: Callable[[], str]) -> None:
+    """Waits for a thread; shows its stage if standard error is a terminal.
 
     Args:
-      thread: what is waited for.
-      timeout_secs: for how long at most; None for as long as it takes.
-      said: what it is at.
+      thread: the thread.
+      timeout_secs: the longest time to wait; None waits without a limit.
+      stage: returns the current stage of the thread.
     """
     if not is_watched():
         thread.join(timeout_secs)
@@ -77,5 +77,5 @@ def join(thread: threading.Thread, timeout_secs: float | None, said: Callable[[]
     thread.join(_DELAY_SECS if timeout_secs is None else min(_DELAY_SECS, timeout_secs))
     with _Bar(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr) as shown:
         while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
-            shown.set_description_str(said())
+            shown.set_description_str(stage())
             thread.join(_REFRESH_SECS)

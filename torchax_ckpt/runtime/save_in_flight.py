@@ -1,4 +1,4 @@
-"""Owns what is known of a save that is being written: since when, where it stands, what it cost."""
+"""The state of a save in flight: its start, its current stage and its cost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:
-    """What a save took, in seconds from when the training thread turned to it.
+    """The times of a save, in seconds since the training thread began it.
 
     Attributes:
-      step: the step saved.
-      blocking_secs: until the training thread went on.
+      step: the saved step.
+      blocking_secs: until the training thread continued.
       durable_secs: until the step was committed.
     """
 
@@ -26,10 +26,17 @@ class SaveCost:
 class SaveInFlight:
     """A save that is being written.
 
+    Attributes:
+      is_known_overdue: whether a SaveTimeoutError for this save was raised.
+      handed_over: set when the training thread continues.
+      blocking_secs: seconds until then; valid once ``handed_over`` is set.
+      transferred: set when all arrays are on the host.
+      thread: the thread that writes.
+
     Args:
-      step: the step saved.
-      began: ``time.perf_counter()`` when the training thread turned to it.
-      write: what its thread does.
+      step: the saved step.
+      began: ``time.perf_counter()`` when the training thread began the save.
+      write: the function that the thread runs.
     """
 
     def __init__(self, step: int, began: float, write: Callable[[SaveInFlight], None]) -> None:
@@ -44,14 +51,14 @@ class SaveInFlight:
 
     @property
     def age_secs(self) -> float:
-        """Seconds since the training thread turned to it."""
+        """Seconds since the training thread began the save."""
         return time.perf_counter() - self._began
 
     def enter(self, phase: str) -> None:
-        """Notes what it is at from now on."""
+        """Notes that the save enters this stage."""
         self._phase = phase, time.perf_counter()
 
     def where(self) -> str:
-        """What it is at, and for how long."""
+        """Returns the current stage, and for how long the save has been in it."""
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"

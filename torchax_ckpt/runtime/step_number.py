@@ -1,4 +1,4 @@
-"""Owns step numbers: which values are one."""
+"""Validation of step numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torchax_ckpt.errors import StepError, StepTypeError
 
 
 def as_step(step: Any) -> int:
-    """The step as an int, numpy's integers too; bools are none.
+    """Returns the step as an int. Accepts numpy integers, but not bools.
 
     Raises:
-      StepTypeError: it is none; StepError: it is negative.
+      StepTypeError: the step is not an integer.
+      StepError: the step is negative.
     """
     if type(step).__name__ in ("bool", "bool_"):
         raise StepTypeError(f"step: expected an int, found {step!r}")

@@ -1,4 +1,4 @@
-"""Warnings to the user that no filter of Python's can turn into an error."""
+"""Warnings to the user that no warning filter can turn into an error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ def warn(message: str, stacklevel: int = 1) -> None:
     """Logs a message as a warning, and issues it as a UserWarning too.
 
     The log reaches the logs of a job; the UserWarning reaches programs that collect warnings.
-    Whoever calls this goes on in any case: under ``python -W error`` a run must resume all the
-    same.
+    Never raises, because a run must resume under ``python -W error`` too.
 
     Args:
-      message: what to say.
-      stacklevel: which caller the UserWarning names, as for ``warnings.warn``.
+      message: the message.
+      stacklevel: the caller that the UserWarning names, as for ``warnings.warn``.
     """
     logger.warning("%s", message)
-    with contextlib.suppress(UserWarning):  # of a filter that turns warnings into errors
+    with contextlib.suppress(UserWarning):  # raised if a filter turns warnings into errors
         warnings.warn(message, stacklevel=stacklevel + 1)

@@ -1,8 +1,8 @@
-"""The end of a checkpointer: by ``close``, after a late save, when it is unreachable, at exit.
+"""The end of a checkpointer: by ``close``, after a late save, on garbage collection, or at exit.
 
-A checkpointer that nobody can reach any more ends as by ``close``, on a thread. A new checkpointer
-of the same process and directory waits for that thread's work at its first save, and does it
-itself if it comes first.
+A checkpointer that is garbage-collected without ``close`` is closed on a thread. A new checkpointer
+of the same process and directory waits for this at its first save, and closes the old one itself
+if the thread has not done so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Saver(Protocol):
-    """What ends of one tier."""
+    """The parts of a tier's saver that closing uses."""
 
     path: Any
     newest_failure: SaveError | None
@@ -39,17 +39,17 @@ class _Saver(Protocol):
 
 
 class Closing:
-    """Ends the background work of one checkpointer: saves, leases, threads, notices of SIGTERM.
+    """Ends the background work of one checkpointer: saves, leases, threads, SIGTERM handling.
 
-    Refers to parts of the checkpointer, never to the checkpointer itself: the threads and hooks
-    that end these parts would keep it alive.
+    Refers to parts of the checkpointer, never to the checkpointer itself. Otherwise the threads and
+    exit hooks that use this object would keep the checkpointer alive.
 
     Attributes:
-      is_asked: whether ``close`` was called, or the checkpointer is unreachable.
+      is_asked: whether ``close`` was called or the checkpointer was garbage-collected.
 
     Args:
-      savers: of the tiers.
-      first: called before the saves in flight are waited for; may be called more than once.
+      savers: the savers of the tiers.
+      first: called before the wait for saves in flight; may be called more than once.
       last: called after everything has ended; may be called more than once.
     """
 
@@ -63,38 +63,38 @@ class Closing:
         self._first = first
         self._last = last
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # drop() may run inside anything that this thread does
+        self._lock = threading.RLock()  # reentrant: the collector may call drop() at any point
         self._thread: threading.Thread | None = None
         self._is_dropped = self._has_ended = False
         self.is_asked = False
         _unfinished.add(self)
 
     def close(self) -> None:
-        """Ends everything.
+        """Ends the background work.
 
         Raises:
-          SaveTimeoutError: a save is still in flight. Everything else is ended; the rest follows
-            as soon as that save has ended, on a thread or in another call.
+          SaveTimeoutError: a save is still in flight. Everything else has ended. A thread, or
+            another call, finishes the rest when that save has ended.
         """
         self.is_asked = True
         try:
             for stop in self._first:
                 stop()
-            with contextlib.ExitStack() as closing:  # each, whatever another raises
+            with contextlib.ExitStack() as closing:  # closes each, even if another one raises
                 for saver in self._savers:
                     closing.callback(saver.close)
-        except BaseException:  # also when interrupted
+        except BaseException:  # also an interrupt
             self._finish_later()
             raise
         self._end()
 
     def drop(self, hook: Hook | None) -> None:
-        """Ends everything on a thread, as the checkpointer is unreachable.
+        """Ends the background work on a thread, because the checkpointer was garbage-collected.
 
-        May be called by the garbage collector, at any place and on any thread.
+        The garbage collector may call this at any point and on any thread.
 
         Args:
-          hook: the user's; still told what happens from now on.
+          hook: the user's event hook, which gets the remaining events; None without one.
         """
         if hook is not None:
             hook.outlive()
@@ -106,15 +106,15 @@ class Closing:
             self._finish_later()
 
     def concerns(self, saver: _Saver) -> bool:
-        """Whether this is another checkpointer that may write to the directory of a saver."""
+        """True if this belongs to another checkpointer that may write to the saver's directory."""
         return (
             not self._has_ended
-            and not any(mine is saver for mine in self._savers)
+            and not any(other is saver for other in self._savers)
             and any(str(s.path) == str(saver.path) and s.has_begun for s in self._savers)
         )
 
     def finish_at_exit(self) -> None:
-        """Finishes the saves in flight of a program that is ending, and ends everything."""
+        """Finishes the saves in flight and ends the background work; called at program exit."""
         was_closed = self.is_asked and not self._is_dropped
         how = "before close() could finish" if was_closed else "without close()"
         for saver in self._savers:
@@ -136,7 +136,7 @@ class Closing:
             self._thread = threading.Thread(target=self._finish, name="closing", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # no more threads: the next checkpointer does it, or the exit
+            except RuntimeError:  # too many threads: the next checkpointer or the exit does it
                 self._thread = None
 
     def _finish(self) -> None:
@@ -155,10 +155,12 @@ class Closing:
             _dropped.remove(self)
         if is_new and self._is_dropped:
             for saver in self._savers:
-                self._tell(saver)
+                self._log_end(saver)
 
-    def _tell(self, saver: _Saver) -> None:
-        text = "%s: a checkpointer that is unreachable was closed; close it to hear of failures"
+    def _log_end(self, saver: _Saver) -> None:
+        text = (
+            "%s: closed a checkpointer that was garbage-collected; call close() to get its errors"
+        )
         if saver.newest_failure is not None:
             logger.error(f"{text}. Its newest save failed: %s", saver.path, saver.newest_failure)
         elif saver.has_begun:
@@ -171,13 +173,13 @@ _dropped: list[Closing] = []
 
 
 def take_over(saver: _Saver) -> None:
-    """Ends other checkpointers of this process and directory, if nobody will use them again.
+    """Closes other checkpointers of this process and directory that are no longer reachable.
 
     Args:
-      saver: of the checkpointer that is about to write.
+      saver: a saver of the checkpointer that is about to write.
 
     Raises:
-      SaveTimeoutError: a save of such a checkpointer has taken too long, and goes on.
+      SaveTimeoutError: a save of another checkpointer takes too long; it continues.
     """
     others = [c for c in {*_unfinished, *_dropped} if c.concerns(saver)]
     if not all(other.is_asked for other in others):
@@ -185,7 +187,7 @@ def take_over(saver: _Saver) -> None:
     for other in others:
         if other.is_asked:
             logger.warning(
-                "%s: taking over from a checkpointer of this program that nobody uses any more",
+                "%s: taking over from a checkpointer of this program that is no longer used",
                 saver.path,
             )
             other.close()
@@ -196,7 +198,7 @@ def _finish_at_exit() -> None:
         closing.finish_at_exit()
 
 
-# The interpreter refuses new threads and executor work once its shutdown has begun, which a save
-# needs; atexit hooks run too late. Hooks registered here run before that, the newest first, so
-# this one precedes the one of concurrent.futures, which is registered by importing it above.
+# A save needs new threads and executor work, which the interpreter refuses once its shutdown has
+# begun; atexit hooks run after that point. Hooks registered here run before it, newest first. So
+# this hook runs before that of concurrent.futures, which its import above registers.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Save decisions: what the policy says of a step, and on several processes that they agree."""
+"""Save decisions: asks the policy whether to save a step, with one answer for all processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Decisions:
     """The save decisions of one run.
 
     Args:
-      policy: whom to ask.
-      history: the steps of the run, as the policy sees them.
-      saver: what saves have cost, and whether one is in flight.
-      processes: of the run, for a conversation about nothing else.
+      policy: the policy to ask.
+      history: the steps of the run, which the policy gets.
+      saver: knows the costs of saves, and whether a save is in flight.
+      processes: the processes of the run, with a channel for save decisions only.
     """
 
     def __init__(
@@ -42,14 +42,13 @@ class Decisions:
         self._windows = DecisionWindows(processes, self._ask) if processes.count > 1 else None
 
     def should_save(self, step: int) -> bool:
-        """Whether to save a step now; the same on every process, if each asks at the same steps."""
+        """Returns whether to save now; equal on all processes if all ask at the same steps."""
         return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
-        """Asks the policy of a step that is saved because the run was told to end.
+        """Calls the policy for a step that is saved because of a preemption, on process 0.
 
-        Where policies are asked, on process 0. The answer decides nothing, and a policy that raises
-        does not keep the step from being saved: there may be no later one.
+        The step is saved whatever the policy returns or raises, because no later save may follow.
         """
         if not self._is_first:
             return
@@ -64,19 +63,25 @@ class Decisions:
             )
 
     def begun(self) -> None:
-        """The step that was asked for last is being saved; asked for again, it is not."""
+        """Notes that the save of the last decided step began; asked again, the answer is False."""
         if self._windows is not None:
             self._windows.keep()
 
     def close(self) -> None:
-        """Ends the thread that hears of decisions; may be called again."""
+        """Ends the background thread that receives decisions; may be called again."""
         if self._windows is not None:
             self._windows.close()
 
     def _ask(
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
     ) -> bool:
-        """What the policy says of a step, before which those coming are to be saved."""
+        """Returns the policy's answer for a step.
+
+        Args:
+          step: completed optimizer steps.
+          coming: earlier steps that will be saved but are not begun yet.
+          reached_preemption: whether the run got a preemption notice.
+        """
         while self._saver.finished:
             cost = self._saver.finished.popleft()
             for observer in self._observers:
@@ -89,7 +94,8 @@ class Decisions:
             metadata=None,
             commit_timestamp_nsecs=time.time_ns(),
         )
-        known = self._history.checkpoints()  # not copied: there may be many, and this is every step
+        # Not copied, because this runs at each step and there may be many checkpoints.
+        known = self._history.checkpoints()
         return self._policy.should_save(
             info(step),
             (*known, *map(info, coming)) if coming else known,

@@ -1,4 +1,4 @@
-"""The training loop as a checkpointer sees it: its position, the metrics recorded, ``steps()``."""
+"""The state of a training loop: its position, its recorded metrics, its ``steps()`` iterator."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 class SaveStep(Protocol):
-    """Saves a step, as ``TorchaxCheckpointer.save`` does."""
+    """The signature of ``TorchaxCheckpointer.save`` as far as the loop uses it."""
 
     def __call__(self, step: int, *, force: bool) -> bool:
-        """Saves the step if the policy says so, or if it is forced."""
+        """Saves the step if the policy says so or if ``force``; returns whether a save began."""
 
 
 class Loop:
-    """One training loop.
+    """The position and the recorded metrics of one training loop.
 
     Attributes:
-      position: the last step that was saved, restored or completed in ``steps``; None at a start
-        without a checkpoint.
+      position: the last step that was saved, restored or completed in ``steps``; None if the run
+        started without a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -33,35 +33,35 @@ class Loop:
         self._recorded: dict[str, Any] = {}
 
     def restored(self, step: int | None) -> None:
-        """Goes on from a restored step; metrics recorded before it do not count."""
+        """Sets the position to a restored step, and discards the recorded metrics."""
         self.position = step
         self._num_restores += 1
         self._recorded = {}
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Keeps metrics of the present step until it is saved.
+        """Keeps metrics of the current step until the step is saved.
 
         Raises:
-          MetricsError: neither a number nor JSON.
+          MetricsError: a metric is neither a number nor JSON.
         """
         self._recorded.update(step_metrics.check_metrics(metrics))
 
     def take_metrics(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the recorded metrics joined with more of them, and forgets what was recorded.
+        """Returns the recorded metrics and ``more`` in one dict, and discards the recorded ones.
 
         Raises:
-          MetricsError: neither a number nor JSON.
+          MetricsError: a metric is neither a number nor JSON.
         """
         pending = {**self._recorded, **step_metrics.check_metrics(more)}
         self._recorded = {}
         return pending
 
     def require_not_passed(self, step: int, path: Any) -> None:
-        """Raises StepError if the step is below the position; ``path`` is for the error."""
+        """Raises StepError, with ``path``, if the step is below the position."""
         if self.position is not None and step < self.position:
             raise StepError(
-                f"step {step} is below step {self.position}, the last one saved or restored in "
-                "this run; to go back, restore the step to go on from",
+                f"step {step} is below step {self.position}, the last step saved or restored in "
+                "this run; to go back, restore the step to continue from",
                 step=step,
                 path=path,
             )
@@ -69,7 +69,7 @@ class Loop:
     def steps(
         self, total: int, save: SaveStep, reached_preemption: Callable[[], bool]
     ) -> Iterator[int]:
-        """Yields the steps up to ``total``, and saves each after its body."""
+        """Yields the steps up to ``total``, and calls ``save`` after each loop body."""
         step = self.position or 0
         while step < total:
             step = (self.position or 0) + 1
@@ -77,7 +77,8 @@ class Loop:
             num_restores = self._num_restores
             yield step
             if self._num_restores != num_restores:
-                # The body went to another step: what is attached is that step's state now.
+                # The body restored another step, so the attached state is now the state of that
+                # step.
                 step = self.position or 0
                 continue
             save(step, force=step == total)

@@ -1,4 +1,4 @@
-"""A call of ``save``: which tiers take the step, its capture, and the start of its writes."""
+"""The calls of ``save``: each selects the tiers, captures the state and starts the writes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class SaveCalls:
     """The calls of ``save`` on one checkpointer.
 
     Args:
-      tiers: where steps go.
-      loop: the training loop, whose position each save moves.
-      preemption: whether the run was told to end.
-      snapshotter: takes the leaves of each step that is saved.
-      keep_policy: the durable tier's; its best-N rules name the metrics that must rank.
+      tiers: the tiers to save to.
+      loop: the training loop; each save moves its position.
+      preemption: whether the run got a preemption notice.
+      snapshotter: takes the snapshot of each step that is saved.
+      keep_policy: the preservation policy of the durable tier. Its best-N rules name the metrics
+        that must be numbers.
       options: what to do with errors of earlier saves.
 
     Attributes:
-      snapshotter: as given.
+      snapshotter: the argument.
     """
 
     def __init__(
@@ -54,12 +55,11 @@ class SaveCalls:
         self.snapshotter = snapshotter
         self._keep_policy = keep_policy
         self._raises = options.on_save_error == "raise"
-        self._unattached = (
-            TrainingState()
-        )  # random state alone, for functional training without attach
+        # Random state only, for functional training without attach.
+        self._unattached = TrainingState()
 
     def should_save(self, step: int) -> bool:
-        """Whether a save of this step would begin."""
+        """Returns whether a save of this step would begin."""
         return bool(self._due(step, is_preempted=self._preemption.reached(step)))
 
     def save(
@@ -71,20 +71,21 @@ class SaveCalls:
         *,
         force: bool,
     ) -> bool:
-        """Saves a step where it is due; see ``TorchaxCheckpointer.save``."""
+        """Saves a step to the tiers that it is due for; see ``TorchaxCheckpointer.save``."""
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
         must_save = force or is_preempted
-        if self._raises and self._is_alone:  # several notice at different steps
+        # Several processes could notice a failure at different steps; they check after prepare().
+        if self._raises and self._is_alone:
             self._tiers.check_for_errors()
         self._loop.require_not_passed(step, self._durable.directory.path)
         _require_state(attached, state, step)
         pending = self._loop.take_metrics(metrics)
         if must_save:
-            self._durable.saver.wait()  # the step may be on its way, and may fail there
+            self._durable.saver.wait()  # this step may be in flight, and its save may fail
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
-            if not must_save:  # otherwise it is there already
+            if not must_save:  # otherwise the step is already saved
                 self._durable.telemetry.skipped(step)
             return False
         began = time.perf_counter()
@@ -98,21 +99,21 @@ class SaveCalls:
             capture = self._capture(step, parts, state, fetch_metrics, began)
         except BaseException as error:
             if not self._is_alone:
-                self._loop.position = step  # as on those that begin to save it
-                # They try the durable tier again where there is no later save.
+                self._loop.position = step  # as on the processes that begin the save
+                # At a preemption, those processes save to the durable tier a second time.
                 again = [self._durable] if is_preempted else []
                 _abstain(step, [*due, *again], error)
             raise
-        self._loop.position = step  # also if what follows is not waited for
+        self._loop.position = step  # set first, because the rest may raise or be interrupted
         _begin(capture, due)
         return self._finish(capture) if is_preempted else True
 
     def _due(
         self, step: int, *, is_forced: bool = False, is_preempted: bool = False
     ) -> list[RunTier]:
-        """The tiers to save a step to: those that lack it, and whose policies say so.
+        """Returns the tiers that lack the step and whose policies want it.
 
-        A step that is forced, or saved before the end of the run, must be durable.
+        A forced step, or a step at a preemption, goes to the durable tier only.
         """
         self._tiers.open()
         if is_forced or is_preempted:
@@ -135,28 +136,28 @@ class SaveCalls:
         fetch_metrics: Callable[[], Any],
         began: float,
     ) -> Capture:
-        """What the save writes: the leaves as they are now, and how to put them together again."""
+        """Captures the present values of all leaves, and the document that describes the tree."""
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
-        mine = None
+        per_process = None
         if not self._is_alone:
-            names, arrays, mine = per_process_state.split(captured)
+            names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
         snapshot = self.snapshotter.take(names, arrays)
-        return Capture(step, snapshot, document, mine, fetch_metrics, began)
+        return Capture(step, snapshot, document, per_process, fetch_metrics, began)
 
     def _finish(self, capture: Capture) -> bool:
-        """Waits until a step is durable, and saves it once more if it failed."""
+        """Waits for the save and repeats it once if it failed; returns whether it is durable."""
         self._durable.saver.wait()
         if not self._durable.history.has(capture.step):
-            self._durable.saver.begin(capture)  # there is no later save to try again
+            self._durable.saver.begin(capture)  # now, because no later save will try again
             self._durable.saver.wait()
         return self._durable.history.has(capture.step)
 
 
 def _require_state(attached: TrainingState | None, state: Any, step: int) -> None:
-    """Raises AttachError if there is nothing to save but random state."""
+    """Raises AttachError if there is nothing to save except random state."""
     if state is None and (attached is None or attached.components.keys() <= {"rng"}):
         raise AttachError(
             "save was called before anything was attached; call attach(model, optimizer) or "
@@ -166,17 +167,17 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
 
 
 def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
-    """Starts to write a capture to some of the tiers, at the same time."""
+    """Starts to write a capture to the given tiers, in parallel."""
     for tier in tiers:
         tier.saver.begin(capture)
         tier.decisions.begun()
-        # A problem with the metrics is one problem, however often they are written.
-        alone = functools.partial(_without_problem, capture.fetch_metrics)
-        capture = dataclasses.replace(capture, fetch_metrics=alone)
+        # Only the first tier reports a problem with the metrics.
+        fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
+        capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
-    """Fails a save that the other processes begin, and this one cannot."""
+    """Records a failed save that other processes begin but this process cannot."""
     for tier in tiers:
         tier.decisions.begun()
         tier.saver.abstain(step, error)

@@ -1,13 +1,13 @@
-"""Owns the life of a save: captured, in flight, durable or failed. Knows nothing of torchax.
+"""The saver of one tier: runs each save from its capture until it is durable or has failed.
 
-The training thread hands over a capture and goes on; a thread of its own writes it. At most one
-save is in flight, and a save in flight is finished even if the program ends without ``close``.
+The training thread passes a capture to the saver and continues; a separate thread writes it. At
+most one save is in flight. A save in flight is finished even if the program ends without ``close``.
 
-A save that fails costs that save and nothing else. Each of them tries anew, so saving goes on by
-itself once the medium does; what is wrong is said once, when it changes, and when it is over.
+A failed save loses only its own step. The next save tries again, so saving recovers when the medium
+does. The log reports a failure once, again if its kind changes, and once when saving works again.
 
-Of several processes each writes what its devices hold, and process 0 does for all whatever is done
-once; a save succeeds on all of them or fails on all.
+On several processes, each process writes the data of its devices, and process 0 does the work that
+is done once for all. A save succeeds or fails on all processes. This module knows no torchax.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes captures one after the other, and keeps what no rule keeps from piling up.
+    """Writes captures one after another, and deletes the steps that no preservation policy keeps.
 
     Args:
-      directory: where steps go.
-      history: the steps of this run, which saves add to.
+      directory: the directory to write steps to.
+      history: the steps of this run; each save adds one.
       preservation_policy: which steps are kept.
-      options: how they are written.
-      telemetry: is told what happens.
-      calls, saves: the processes of the run, as its training threads and the threads of its saves
-        speak to them.
-      on_donated: called when a save failed because a reference was donated.
+      options: how steps are written.
+      telemetry: records events.
+      calls, saves: the processes of the run; ``calls`` for messages between training threads,
+        ``saves`` for messages between the threads of saves.
+      on_donated: called if a save fails because a buffer held by reference was donated.
 
     Attributes:
-      path: where steps go.
-      newest_failure: why the newest save failed, if it did.
+      path: the path of the directory.
+      newest_failure: why the newest save failed; None if it did not fail.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Saver:
         self._calls, self._saves = calls, saves
         self._on_donated = on_donated
         self._in_flight: SaveInFlight | None = None
-        self._has_tried = self._was_claimed = self._is_claimed = False
+        self._has_tried = self._is_claimed = self._is_recovered = False
         self._releasing = threading.Lock()
         self._num_failures = 0
         self._failures = FailureLog()
         self._writer = Writer(directory, history, options, saves, self._failures)
         self.newest_failure: SaveError | None = None
-        # Bounded: where every save is forced, nobody asks what they cost.
+        # Bounded, because nothing removes the costs if every save is forced.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
-        """What durable saves have cost, until somebody takes it from here."""
+        """Costs of durable saves; ``Decisions`` removes them."""
 
     @property
     def is_saving(self) -> bool:
@@ -101,8 +101,8 @@ class Saver:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the directory was taken, and is not known to be lost."""
-        return self._was_claimed
+        """Whether this run acquired the directory, and has not noticed that it lost the lease."""
+        return self._is_claimed
 
     @property
     def has_begun(self) -> bool:
@@ -110,73 +110,73 @@ class Saver:
         return self._has_tried or self._telemetry.has_thread
 
     def claim(self, step: int | None = None) -> None:
-        """Makes sure, before the first save, that the directory can be written, and takes it.
+        """Acquires the directory before the first save, and checks that it can be written.
 
         Args:
-          step: which is to be saved, if one is.
+          step: the step to be saved; None if the call does not save.
 
         Raises:
-          LeaseError: another program writes to it, or has saved this step or newer ones since this
-            run looked.
+          LeaseError: another program writes to the directory, or has saved this step or newer ones
+            since this run listed the directory.
         """
-        # Once only: after a failure the save's own thread does it, as the medium may keep it long.
-        if not self._was_claimed:
+        # The training thread does this once. After a failed save, the thread of the next save does
+        # it, because a slow medium would block the training.
+        if not self._is_claimed:
             self._has_tried = True
             with self._calls.round("taking the directory"):
                 closing.take_over(self)
                 self._calls.first(functools.partial(self._take, step))
-            self._was_claimed = True
+            self._is_claimed = True
             self._history.open()
             self._telemetry.open([s.step for s in self._history.branches.in_place])
 
     def _take(self, step: int | None) -> None:
-        """Takes the lease, unless what this run would save would mix with another program's."""
+        """Acquires the lease; releases it if another program's steps would mix with this run's."""
         self._directory.claim()
         if unknown := self._history.unknown(step):
             self._directory.release()
             path = self._directory.path
             raise LeaseError(
-                f"{path}: since this program looked, another one has saved steps "
-                f"{', '.join(str(s.step) for s in unknown)} there, which do not belong to the run "
-                "that this one goes on with. Nothing was written. Start this program again, or "
-                "restore() one of the steps there: what is newer is then set aside. Or give it a "
-                "directory of its own.",
+                f"{path}: since this program listed the directory, another program has saved steps "
+                f"{', '.join(str(s.step) for s in unknown)} there. They do not belong to the run "
+                "of this program, so nothing was written. Start this program again, or restore() "
+                "one of the steps there; newer steps are then set aside. Or use another directory.",
                 path=path,
             )
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Without a save in flight."""
+        """Deletes a step. Requires that no save is in flight."""
 
         def delete() -> list[Any]:
             self._recover()
-            for committed in self._directory.steps():  # of a local tier perhaps on other hosts only
+            for committed in self._directory.steps():  # a local step may be on other hosts only
                 if committed.step == step:
                     self._directory.delete(committed)
             self._telemetry.steps_gone("deleted", [step])
             return committed_step.described(self._directory.branches().in_place)
 
         with self._calls.round(f"deleting step {step}"):
-            left = self._calls.first(delete)
-        self._history.refresh(committed_step.named(left, self._directory.path))
+            remaining = self._calls.first(delete)
+        self._history.refresh(committed_step.named(remaining, self._directory.path))
 
     def _recover(self) -> None:
-        """Finishes or removes what killed and failed saves have left; for process 0."""
-        if not self._is_claimed:
+        """Finishes or removes the leftovers of killed and failed saves; call it on process 0."""
+        if not self._is_recovered:
             if self._num_failures:
                 self._directory.claim()
             self._directory.recover()
             self._history.refresh(self._directory.branches().in_place)
-            self._is_claimed = True
+            self._is_recovered = True
 
     def begin(self, capture: Capture) -> None:
-        """Starts to write a capture; first waits for the save in flight, if there is one."""
+        """Waits for the save in flight, if any, then starts the thread that writes a capture."""
         self.wait()
         save = SaveInFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
         self._history.begin(capture.step)
         try:
             save.thread.start()
-        except RuntimeError as error:  # no more threads, or the interpreter is ending
+        except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             self._in_flight = None
             self._history.end(None)
             self._telemetry.saving(capture.step, capture.began)
@@ -186,86 +186,90 @@ class Saver:
             if self._options.save_timeout_secs is not None:
                 name = f"watch-save-{save.step}"
                 threading.Thread(target=self._watch, args=(save,), name=name, daemon=True).start()
-            if capture.snapshot.way == "transfer" and not save.transferred.wait(self._left(save)):
+            if capture.snapshot.way == "transfer" and not save.transferred.wait(
+                self._remaining_secs(save)
+            ):
                 raise self._timeout_error(save)
-        finally:  # also when interrupted: the save's thread waits for this
+        finally:  # also after an interrupt, because the save's thread waits for this event
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
 
     def abstain(self, step: int, error: BaseException) -> None:
-        """Fails the save of a step that the other processes begin, and this one cannot."""
+        """Records a failed save of a step that other processes begin but this process cannot."""
         self._saves.refuse(_round_of(step), error)
         self._history.begin(step)
         self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight; failures are left for ``check_for_errors``.
+        """Waits until no save is in flight. ``check_for_errors`` raises the failures.
 
         Raises:
-          SaveTimeoutError: it took longer than ``timeout_secs``, or in all longer than
-            ``save_timeout_secs``; the save goes on.
+          SaveTimeoutError: the wait took ``timeout_secs``, or the save took ``save_timeout_secs``
+            in total; the save continues.
         """
         save = self._in_flight
         if save is None:
             return
-        bounds = [s for s in (timeout_secs, self._left(save)) if s is not None]
-        # Until its very end: a thread that is still on its way out when the interpreter shuts
-        # down is killed inside whatever C++ it is in, which aborts the process.
+        bounds = [s for s in (timeout_secs, self._remaining_secs(save)) if s is not None]
+        # Joins the thread instead of waiting for an event. If the interpreter shuts down before
+        # the thread has ended, it kills the thread inside C++ code, which aborts the process.
         save.thread.join(min(bounds, default=None))
         if save.thread.is_alive():
             raise self._timeout_error(save)
 
     def close(self) -> None:
-        """Finishes the save in flight, and lets others write to the directory.
+        """Finishes the save in flight, and releases the directory.
 
         May be called again, and on several threads at once.
 
         Raises:
-          SaveTimeoutError: the save takes too long. It goes on, and keeps the directory.
+          SaveTimeoutError: the save takes too long. It continues and keeps the lease.
         """
-        self._wait_and_say()
+        self._wait_showing_progress()
         self._telemetry.close()
-        with self._releasing:  # another thread may be at it: the directory is free after this
+        with self._releasing:  # waits if another thread is releasing it
             self._directory.release()
 
     def join(self) -> None:
-        """Waits for the save in flight, even if it has taken too long."""
+        """Waits for the save in flight without a time limit."""
         if self._in_flight is not None:
             self._in_flight.thread.join()
 
-    def _wait_and_say(self) -> None:
-        """Waits as ``wait`` does, and lets a person at a terminal see what for."""
+    def _wait_showing_progress(self) -> None:
+        """Waits like ``wait``, and shows on a terminal what it waits for."""
         if (save := self._in_flight) is not None:
             what = f"finishing the save of step {save.step}"
-            progress.join(save.thread, self._left(save), lambda: f"{what}: {save.where()}")
+            progress.join(
+                save.thread, self._remaining_secs(save), lambda: f"{what}: {save.where()}"
+            )
         self.wait()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure that nobody has read yet, once; then that a save is late."""
+        """Raises the oldest failure not yet raised; otherwise, once, that the save is late."""
         self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
             return
-        if self._left(save) == 0:
+        if self._remaining_secs(save) == 0:
             save.is_known_overdue = True
             raise self._timeout_error(save)
 
-    def _left(self, save: SaveInFlight) -> float | None:
-        """Seconds until the save has taken too long; None if nothing is too long."""
+    def _remaining_secs(self, save: SaveInFlight) -> float | None:
+        """Seconds until the save reaches ``save_timeout_secs``; None without a limit."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
     def _timeout_error(self, save: SaveInFlight) -> SaveTimeoutError:
         return SaveTimeoutError(
             f"the save of step {save.step} to {self._directory.path} is still in flight after "
-            f"{save.age_secs:.2f} s. It stands at: {save.where()}. It goes on; earlier steps are "
-            "intact.",
+            f"{save.age_secs:.2f} s. Current stage: {save.where()}. The save continues; earlier "
+            "steps are intact.",
             step=save.step,
             path=self._directory.path,
         )
 
     def _watch(self, save: SaveInFlight) -> None:
-        """Says where a save stands that takes too long; at growing distances, until it ends."""
+        """Logs the stage and the stack of a late save until it ends, at doubling intervals."""
         limit = self._options.save_timeout_secs
         assert limit is not None
         while True:
@@ -275,22 +279,22 @@ class Saver:
                 return
             if save.age_secs >= limit:
                 stack = "".join(traceback.format_stack(frame))
-                logger.error("%s Its thread:\n%s", self._timeout_error(save), stack)
+                logger.error("%s Stack of its thread:\n%s", self._timeout_error(save), stack)
                 limit *= 2
 
     # --- on the save's own thread ---
 
     def _run(self, capture: Capture, save: SaveInFlight) -> None:
         if capture.snapshot.way != "transfer":
-            # Otherwise the training thread would wait for the interpreter lock to hand over.
+            # Otherwise this thread would take the interpreter lock, and save() would block longer.
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:
             with self._saves.round(_round_of(capture.step)):
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
-        except BaseException as error:  # whatever it is, it must reach the training thread
-            self._fail(capture.step, save.age_secs, _named(capture, error))
+        except BaseException as error:  # the training thread must learn of any failure
+            self._fail(capture.step, save.age_secs, _with_leaf_name(capture, error))
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
@@ -308,10 +312,10 @@ class Saver:
             self.finished.append(cost)
         finally:
             save.transferred.set()
-            del capture  # frames of an error that is kept lead here
+            del capture  # the traceback of a stored error refers to this frame
 
     def _tidy(self, durable: CommittedStep) -> None:
-        """After a commit: sets the abandoned branch aside, deletes what no rule keeps."""
+        """After a commit, sets abandoned steps aside and deletes steps that no policy keeps."""
 
         def tidy() -> list[Any]:
             history = self._history
@@ -323,7 +327,8 @@ class Saver:
                 history.settle(self._directory.settle(durable))
             steps = history.branches.committed
             infos = [self._directory.info(s) for s in steps]
-            # What one host alone knows to be damaged is no reason to keep other parts than others.
+            # Each host must keep the parts of the same steps, so damage that only one host knows
+            # of does not count.
             is_per_host = self._saves.is_per_host
             verified = self._directory.verified
             damaged = [not is_per_host and verified.is_damaged(s) for s in steps]
@@ -336,8 +341,8 @@ class Saver:
 
         try:
             with self._saves.round(f"tidying up after step {durable.step}"):
-                left = self._saves.first(tidy)
-            self._history.refresh(committed_step.named(left, self._directory.path))
+                remaining = self._saves.first(tidy)
+            self._history.refresh(committed_step.named(remaining, self._directory.path))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "
@@ -346,7 +351,7 @@ class Saver:
                 path=self._directory.path,
             )
             failure.__cause__ = error
-            self._is_claimed = False  # what it left undone is done before the next save
+            self._is_recovered = False  # the next save does the rest of this work first
             self._failures.report(failure, "tidying", storage_errors.kind(error))
         else:
             self._failures.over("tidying")
@@ -355,10 +360,10 @@ class Saver:
         path = self._directory.path
         if isinstance(error, DonatedBufferError):
             self._on_donated()
-        does_end = isinstance(error, LeaseError)
+        is_lease_lost = isinstance(error, LeaseError)
         failure = SaveError(
             f"saving step {step} to {path} failed: {storage_errors.explained(error, path)} "
-            + ("" if does_end else "Earlier steps are intact; the next save tries again."),
+            + ("" if is_lease_lost else "Earlier steps are intact; the next save tries again."),
             step=step,
             path=getattr(error, "path", None) or path,
             key_path=getattr(error, "key_path", None),
@@ -366,27 +371,27 @@ class Saver:
         failure.__cause__ = storage_errors.without_locals(error)
         self.newest_failure = failure
         self._num_failures += 1
-        self._is_claimed = False  # what it left behind is removed before the next one
+        self._is_recovered = False  # the next save removes the leftovers of this one first
         self._history.end(None)
         self._failures.report(failure, "saving", storage_errors.kind(error))
         self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))
-        if does_end:
+        if is_lease_lost:
             self._telemetry.lost()
-            self._was_claimed = False  # the next save finds out anew, and raises
+            self._is_claimed = False  # the next save tries to acquire the directory, and raises
             return
         try:
             if self._saves.is_first:
-                self._directory.recover()  # if the medium lets it: a full disk needs the room now
-        except Exception as in_the_way:
-            logger.debug("leftovers stay until the next save: %s", in_the_way)
+                self._directory.recover()  # at once, because a full disk needs the space
+        except Exception as problem:
+            logger.debug("leftovers of the failed save stay until the next save: %s", problem)
 
 
 def _round_of(step: int) -> str:
     return f"saving step {step}"
 
 
-def _named(capture: Capture, error: BaseException) -> BaseException:
-    """The error, or one that names the array which was held by reference, and is gone."""
+def _with_leaf_name(capture: Capture, error: BaseException) -> BaseException:
+    """The error, replaced by one that names the leaf if a donated buffer caused it."""
     if "has been deleted" in str(error):
         try:
             capture.snapshot.require_alive()

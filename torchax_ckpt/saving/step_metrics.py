@@ -1,4 +1,4 @@
-"""Metrics of a step: checked when they are given, fetched from devices in the background."""
+"""Metrics of a step: checked when the caller gives them, fetched from devices in the background."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import MetricsError
 
 Pending = Mapping[str, Any]
-"""Metrics by name: JSON values, and device scalars that were not fetched yet."""
+"""Metrics by name: JSON values, and device scalars that are not fetched yet."""
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as they can be kept until they are fetched; waits for no device.
+    """Returns the metrics as JSON values and device scalars; does not wait for devices.
 
     Raises:
-      MetricsError: names the first metric that is neither a number nor JSON.
+      MetricsError: a metric is neither a number nor JSON; names the first one.
     """
     if not isinstance(metrics, Mapping):
         raise MetricsError(
@@ -76,12 +76,12 @@ def _array_of(name: str, tensor: torch.Tensor) -> Any:
 
 def _is_real(dtype: Any) -> bool:
     if dtype.itemsize > 8 or jax.dtypes.issubdtype(dtype, np.timedelta64):
-        return False  # float128; and to numpy a timedelta64 is an integer
+        return False  # excludes float128, and timedelta64, which numpy counts as an integer
     return any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.integer, np.floating))
 
 
 def hold(pending: Pending) -> dict[str, Any]:
-    """The metrics with device scalars copied on their devices, so that none can be donated."""
+    """Returns the metrics with copies of the device scalars, which no jitted step can donate."""
     return {
         name: jnp.copy(_check(name, value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
@@ -89,7 +89,7 @@ def hold(pending: Pending) -> dict[str, Any]:
 
 
 def _python_scalar(value: Any) -> Any:
-    # item() of an ml_dtypes scalar is not a Python number.
+    # item() of an ml_dtypes scalar does not return a Python number.
     scalar = np.asarray(value).reshape(())
     if scalar.dtype.kind == "V":
         with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
@@ -98,7 +98,7 @@ def _python_scalar(value: Any) -> Any:
 
 
 def fetch(pending: Pending) -> dict[str, Any]:
-    """The metrics as JSON; waits for those that are on devices."""
+    """Returns the metrics as JSON; waits for the devices of device scalars."""
     return {
         name: _python_scalar(np.asarray(value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
@@ -108,10 +108,15 @@ def fetch(pending: Pending) -> dict[str, Any]:
 def fetching(
     pending: Pending, ranked: Sequence[str], step: int
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
-    """Holds the metrics of a step, and returns what calls ``fetch_ranked`` in the background.
+    """Copies the metrics of a step, and returns a function that calls ``fetch_ranked`` on them.
+
+    Args:
+      pending: the metrics.
+      ranked: names of the metrics that a best-N rule ranks.
+      step: completed optimizer steps.
 
     Raises:
-      MetricsError: a ranked metric that is known already ranks nothing.
+      MetricsError: a ranked metric that is not on a device cannot be ranked.
     """
     require_ranking(pending, ranked, step)
     return functools.partial(fetch_ranked, hold(pending), ranked, step)
@@ -120,7 +125,7 @@ def fetching(
 def fetch_ranked(
     pending: Pending, ranked: Iterable[str], step: int
 ) -> tuple[dict[str, Any], MetricsError | None]:
-    """What ``fetch`` gives, and the error that ``require_ranking`` would raise for it."""
+    """Returns the result of ``fetch``, and the error of ``require_ranking`` for it, or None."""
     metrics = fetch(pending)
     try:
         require_ranking(metrics, ranked, step)
@@ -130,9 +135,9 @@ def fetch_ranked(
 
 
 def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
-    """Raises MetricsError if a ranked metric is there but ranks nothing: NaN, or no number.
+    """Raises MetricsError if a ranked metric is present but is NaN or not a number.
 
-    Metrics that are still on a device pass; they are looked at again once fetched.
+    Does not check metrics that are still on a device; ``fetch_ranked`` checks them after the fetch.
     """
     for name in ranked:
         value = metrics.get(name)

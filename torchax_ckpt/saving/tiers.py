@@ -1,8 +1,8 @@
-"""The tiers of a run: its durable directory, and perhaps a local one in front of it.
+"""The tiers of a run: its durable directory, and optionally a local one for more frequent saves.
 
-Each has steps, a history of them, a saver and policies of its own; whatever holds for one holds for
-the other. Together they are one run: the newest step of either that was not abandoned is the one to
-go on from, the local one of two that are equal, as it is closer.
+Each tier has its own steps, history, saver and policies, and works like the other. Together they
+form one run: it resumes from the newest step of either tier that was not abandoned. If both tiers
+have that step, it resumes from the local tier, which is closer.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from torchax_ckpt.telemetry.recorder import Telemetry
 
 @dataclasses.dataclass(frozen=True)
 class RunTier:
-    """One place for steps.
+    """One tier and its parts.
 
     Attributes:
-      name: which it is.
-      directory: where the steps are.
-      history: which of them are this run's.
-      saver: writes them.
-      decisions: when.
-      telemetry: is told what happens.
-      processes: those of the run, as they speak of this tier on their training threads.
+      name: "durable" or "local".
+      directory: the directory of the steps.
+      history: the steps of this run.
+      saver: writes the steps.
+      decisions: decides which steps are saved.
+      telemetry: records events.
+      processes: the processes of the run, for messages about this tier between training threads.
     """
 
     name: TierName
@@ -59,22 +59,22 @@ class Tiers:
     """The tiers of a run; iterating yields them, the durable one first.
 
     Args:
-      directory: of the durable tier.
-      save_decision_policy, preservation_policy: of the durable tier.
-      local: the local tier, if there is one.
+      directory: the path of the durable tier.
+      save_decision_policy, preservation_policy: the policies of the durable tier.
+      local: the settings of the local tier; None without one.
       options: how steps are written and read.
-      on_event: is told what happens in the durable tier.
-      on_donated: called when a save failed because a reference was donated.
+      on_event: called with each event of the durable tier.
+      on_donated: called if a save fails because a buffer held by reference was donated.
 
     Attributes:
-      processes: those of the run, as its training threads speak to them.
+      processes: the processes of the run, for messages between training threads.
       durable: the durable tier.
       local: the local tier, or None.
 
     Raises:
-      PolicyError: a policy is none.
-      TierError: a local tier that cannot be restored as the options say.
-      DirectoryError: a directory cannot be one.
+      PolicyError: a policy lacks its method.
+      TierError: the options do not allow a restore from a local tier.
+      DirectoryError: a path cannot be used as a directory.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tiers:
         self._on_donated = on_donated
         durable = RunDirectory(directory, read_only=options.read_only)
         self.processes, saves = (
-            self._conversation(f"{kind} {durable.path}") for kind in ("calls", "saves")
+            self._connect(f"{kind} {durable.path}") for kind in ("calls", "saves")
         )
         self._tiers: list[RunTier] = []
         self.durable = self._tier(
@@ -105,10 +105,11 @@ class Tiers:
         if local is not None:
             if options.restore_in_budget and self.processes.count > 1:
                 raise TierError(
-                    "on several processes a local tier is restored together, and restore_in_budget "
-                    "takes leaves in parts that differ between processes: give one of the two"
+                    "on several processes, a local tier restores all leaves together, but "
+                    "restore_in_budget restores leaves in parts that differ between processes: "
+                    "use one of the two"
                 )
-            saves = self._conversation(f"local saves {durable.path}")
+            saves = self._connect(f"local saves {durable.path}")
             self._replica_axis = local.replica_axis
             self.local = self._tier(
                 "local",
@@ -132,7 +133,7 @@ class Tiers:
         save_policy = save_policy or save_decision.default_save_decision_policy()
         for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
             if not callable(getattr(policy, method, None)):
-                raise PolicyError(f"{policy!r:.100} is no policy: it has no method {method}()")
+                raise PolicyError(f"{policy!r:.100} is not a policy: it has no method {method}()")
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
@@ -146,88 +147,90 @@ class Tiers:
             saves,
             self._on_donated,
         )
-        place = self._tiers[0].directory if self._tiers else directory
-        agreed = self._conversation(f"{name} decisions {place.path}")
-        decisions = Decisions(save_policy, history, saver, agreed)
+        durable = self._tiers[0].directory if self._tiers else directory
+        processes = self._connect(f"{name} decisions {durable.path}")
+        decisions = Decisions(save_policy, history, saver, processes)
         return RunTier(name, directory, history, saver, decisions, telemetry, calls)
 
     def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)
 
-    def _conversation(self, about: str) -> Processes:
-        """The processes of the run, as they speak to each other about one thing."""
+    def _connect(self, channel: str) -> Processes:
+        """The processes of the run, with their own channel for the messages about one subject."""
         service = orbax_context.coordination_service()
-        return Processes(about, self._options.process_timeout_secs, service)
+        return Processes(channel, self._options.process_timeout_secs, service)
 
-    # --- the steps there are ---
+    # --- finding steps ---
 
     def candidates(
         self, step: int | None = None, name: TierName | None = None
     ) -> list[CommittedStep]:
-        """Steps to read, the best one last: the newest, and of two that are equal the local one.
+        """Returns the steps to try to read, in ascending order; the first choice is last.
+
+        If both tiers have a step, the local one comes after the durable one.
 
         Args:
-          step: only those of this number.
-          name: only those in this tier.
+          step: returns only steps with this number; None returns all.
+          name: returns only steps in this tier; None returns those of all tiers.
 
         Raises:
-          StepNotFoundError: there are none.
+          StepNotFoundError: there is no such step.
           TierError: there is no such tier.
         """
         found = self.steps(name)
         if chosen := [s for s in found if step is None or s.step == step]:
             return chosen
-        where = " and ".join(str(tier.directory.path) for tier in self._asked(name))
+        where = " and ".join(str(tier.directory.path) for tier in self._selected_tiers(name))
         text = f"{where}: there are no checkpoints"
         if step is not None:
             there = ", ".join(map(str, sorted({s.step for s in found}))) or "none"
             text = f"{where}: no checkpoint at step {step}; there are: {there}"
-        raise StepNotFoundError(text, step=step, path=self._asked(name)[0].directory.path)
+        raise StepNotFoundError(text, step=step, path=self._selected_tiers(name)[0].directory.path)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
-        """As ``candidates``, perhaps none."""
-        asked, near = self._asked(name), self._compared()
+        """Returns the same steps as ``candidates``, but may return an empty list."""
+        tiers, local_steps = self._selected_tiers(name), self._compare_local_steps()
         found = []
-        for tier in asked:
+        for tier in tiers:
             if tier is self.local and self.processes.count > 1:
-                found += [near[key] for key in sorted(near)]
+                found += [local_steps[key] for key in sorted(local_steps)]
             else:
                 found += tier.history.found(tier.directory.steps)
-        return sorted(found, key=lambda s: s.step)  # which keeps the tiers of one step in order
+        return sorted(found, key=lambda s: s.step)  # stable: the local one stays last
 
     def find(self, step: int) -> CommittedStep:
-        """A step that this process finds, the local one first; asks no other process."""
+        """Returns the step as this process finds it, local first; asks no other process."""
         for tier in reversed(self._tiers[1:]):
             if step in (s.step for s in tier.directory.steps()):
                 return tier.directory.find(step)
         return self.durable.directory.find(step)
 
-    def _compared(self) -> dict[tuple[int, int], CommittedStep]:
-        """The steps that any host has in its local tier, as they lie on this one, if they do.
+    def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
+        """Returns the local steps of all hosts by key, with their paths on this host.
 
-        Tells the directories what other hosts know to be abandoned, and the history of the local
-        tier what not all hosts have.
+        Also shares between the hosts which steps are abandoned, and sets ``_on_all``, the keys of
+        the steps that all hosts have.
         """
         if self.local is None or self.processes.count == 1:
             return {}
         directory = self.local.directory
         with self.processes.round("comparing local steps"):
-            mine = {s.key: s for s in directory.steps()}
-            told = directory.abandonment.told(mine.values())
+            here = {s.key: s for s in directory.steps()}
+            told = directory.abandonment.told(here.values())
             keys = directory.abandonment.learn(self.local.processes.gather(told))
-        self._on_all, there = set.intersection(*keys), set.union(*keys)
-        # Under a name that nothing has: another step may lie here under its number.
+        self._on_all, on_any = set.intersection(*keys), set.union(*keys)
+        # The path is one that nothing has, because another step with this number may be here.
         elsewhere = {
             (step, at): CommittedStep(step, directory.path / f"{step}-on-another-host", at)
-            for step, at in there - mine.keys()
+            for step, at in on_any - here.keys()
         }
-        return {key: mine[key] for key in there & mine.keys()} | elsewhere
+        return {key: here[key] for key in on_any & here.keys()} | elsewhere
 
     def opened(self, committed: CommittedStep) -> Source:
-        """A step as it can be read. In a round.
+        """Opens a step for reading. Call it in a round.
 
         Raises:
-          ForeignCheckpointError, CorruptCheckpointError: it cannot.
+          ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
         """
         tier = self.holding(committed)
         if isinstance(tier.processes, PerHostProcesses) and tier.processes.is_per_host:
@@ -242,31 +245,36 @@ class Tiers:
         return StoredLeaves(committed, self._options, self.processes.meet)
 
     def numbers(self, name: TierName | None = None) -> list[int]:
-        """The numbers of the steps that this process finds, in order; asks no other process."""
-        return sorted({s.step for tier in self._asked(name) for s in tier.directory.steps()})
+        """Returns the numbers of the steps that this process finds, in ascending order.
+
+        Asks no other process.
+        """
+        return sorted(
+            {s.step for tier in self._selected_tiers(name) for s in tier.directory.steps()}
+        )
 
     def holding(self, committed: CommittedStep) -> RunTier:
-        """The tier that a step is in."""
+        """Returns the tier that contains a step."""
         return next(t for t in self._tiers if t.directory.path == committed.path.parent)
 
-    def _asked(self, name: TierName | None) -> list[RunTier]:
-        asked = [tier for tier in self._tiers if name in (None, tier.name)]
-        if not asked:
+    def _selected_tiers(self, name: TierName | None) -> list[RunTier]:
+        tiers = [tier for tier in self._tiers if name in (None, tier.name)]
+        if not tiers:
             raise TierError(
                 f"tier: expected one of {', '.join(t.name for t in self._tiers)}, found {name!r}; "
                 "a local tier is given as TorchaxCheckpointer(directory, local=LocalTier(path))"
             )
-        return asked
+        return tiers
 
     # --- saving ---
 
     def claim(self, step: int | None = None) -> None:
-        """Makes sure, before the first save, that all can be written, and takes them."""
+        """Acquires all directories before the first save, and checks that they can be written."""
         for tier in self._tiers:
             tier.saver.claim(step)
 
     def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
-        """Makes sure that some of the tiers can take a step, and have none in flight."""
+        """Acquires the directories, and waits for the saves in flight of the given tiers."""
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False
         self.claim(step)
@@ -276,7 +284,10 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """Names the run: a local tier that misses its steps does not count; ``run_identity.py``."""
+        """Gives the run a new name, in both tiers; see ``storage/directory/run_identity.py``.
+
+        A local tier without the run's current name does not count as part of the run.
+        """
         with self.processes.round("naming the run"):
             durable = self.durable.directory
             if self.local is None:
@@ -295,46 +306,46 @@ class Tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure of a tier's saves that nobody has read yet, once."""
+        """Raises the oldest failure of a save that was not yet raised."""
         for tier in self._tiers:
             tier.saver.check_for_errors()
 
     def open(self) -> None:
-        """Lists the directories, if that has not been done yet."""
+        """Lists the directories, unless they are listed already."""
         if not self._is_open:
             self.take_over()
-            self._compared()
+            self._compare_local_steps()
             for tier in self._tiers:
                 tier.history.open()
             self._forget_what_others_lack()
             self._is_open = True
 
     def go_on_from(self, step: int | None) -> None:
-        """The run goes on from this step (None: from the start); newer ones are abandoned."""
-        self._compared()
+        """Continues the run from this step (None: from the start); abandons newer steps."""
+        self._compare_local_steps()
         for tier in self._tiers:
             tier.history.go_on_from(step)
         self._forget_what_others_lack()
         self._is_open = True
 
     def _forget_what_others_lack(self) -> None:
-        """So that all hosts decide alike what to save."""
+        """Ignores local steps that some host lacks, so that all hosts make the same decisions."""
         if self.local is not None and self.processes.count > 1:
             self.local.history.keep_only(self._on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
-        """Deletes a step from the tiers that have it; raises as ``candidates`` does."""
+        """Deletes a step from each tier that has it; raises the errors of ``candidates``."""
         found = self.candidates(step, name)
-        self.claim()  # only now: a step that is not there creates no directory
+        self.claim()  # after the search, so that a missing step does not create a directory
         for committed in found:
             self.holding(committed).saver.delete(step)
 
     def take_over(self) -> None:
-        """Ends checkpointers of this process on the same directories that nobody uses any more."""
+        """Closes unreachable checkpointers of this process on the same directories."""
         for tier in self._tiers:
             take_over(tier.saver)
 
     def closing(self, last: Callable[[], None]) -> Closing:
-        """What finishes the saves in flight and lets others write; then calls ``last``."""
+        """Returns the object that finishes the saves, releases the directories, calls ``last``."""
         stops = [tier.decisions.close for tier in self._tiers]
         return Closing([tier.saver for tier in self._tiers], stops, last)

@@ -1,7 +1,8 @@
-"""Owns what one save writes: from a capture to a durable step, on all processes of the run.
+"""The writer of one save: turns a capture into a durable step, on all processes of the run.
 
-Each process writes what its devices hold. Process 0 writes the rest, which is the same everywhere,
-and does what is done once: it names the step, commits it, and deletes it if it cannot be read back.
+Each process writes the shards of its devices. Process 0 also writes the data that is equal on all
+processes, and does the work that is done once: it names the step, commits it, and deletes it if it
+cannot be read back.
 """
 
 from __future__ import annotations
@@ -35,34 +36,35 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.stored.stored_step import StoredStep
 
-# What hosts say of their parts of a step.
-_THERE, _NOT_THERE = b"there", b"not there"
+# Each host's message to the others about its part of a step: committed, or not.
+_COMMITTED, _NOT_COMMITTED = b"committed", b"not committed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What one save writes, fixed at the moment of ``save``.
+    """The content of one save, fixed when ``save`` is called.
 
     Attributes:
       step: completed optimizer steps.
       snapshot: the leaves.
       document: component -> node, see ``layout/manifest.py``.
-      own: what this process has for itself, of a run with several; not in the snapshot.
-      fetch_metrics: gives the metrics as JSON; may wait for devices. Its second answer is a
-        problem with them that does not keep the step from being saved, or None.
-      began: ``time.perf_counter()`` when the training thread turned to this save.
+      per_process: the state that differs between processes, for this process. It is not in the
+        snapshot. None in a run of one process.
+      fetch_metrics: returns the metrics as JSON, and None or a problem with the metrics that does
+        not prevent the save; may wait for devices.
+      began: ``time.perf_counter()`` when the training thread began this save.
     """
 
     step: int
     snapshot: Snapshot
     document: Mapping[str, Node]
-    own: PerProcessState | None
+    per_process: PerProcessState | None
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float
 
 
 class Progress(Protocol):
-    """Who is told what a save is at.
+    """Receives the stages of a save.
 
     Attributes:
       transferred: set once all arrays are on the host.
@@ -71,18 +73,18 @@ class Progress(Protocol):
     transferred: threading.Event
 
     def enter(self, phase: str) -> None:
-        """The save turns to this."""
+        """Notes that the save enters this stage."""
 
 
 class Writer:
     """Writes captures to a directory.
 
     Args:
-      directory: where steps go.
+      directory: the directory to write steps to.
       history: the steps of this run.
-      options: how they are written.
-      processes: those that write them together, in a round for each.
-      failures: where problems go that do not keep a step from being saved.
+      options: how steps are written.
+      processes: the processes that write each step together, in one round per step.
+      failures: gets the problems that do not prevent a save.
     """
 
     def __init__(
@@ -104,17 +106,17 @@ class Writer:
     def write(
         self, capture: Capture, progress: Progress, recover: Callable[[], None]
     ) -> tuple[CommittedStep, dict[str, Any]]:
-        """Writes a capture; returns the step, once it is durable, and its summary.
+        """Writes a capture; returns the step, which is then durable, and its summary.
 
         Args:
-          capture: what to write.
-          progress: is told what this is at.
-          recover: cleans up the directory, on process 0.
+          capture: the content to write.
+          progress: receives the stages.
+          recover: cleans up the directory; called on process 0.
         """
         directory, processes = self._directory, self._processes
         progress.enter("cleaning up the directory")
-        name, there = processes.first(lambda: self._prepare(capture.step, recover))
-        self._history.refresh(committed_step.named(there, directory.path))
+        name, existing = processes.first(lambda: self._prepare(capture.step, recover))
+        self._history.refresh(committed_step.named(existing, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
@@ -162,20 +164,21 @@ class Writer:
         return durable, summary
 
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
-        """The name to write a step under, and the steps of this run that are there."""
+        """Returns the name to write a step under, and the steps of this run as JSON."""
         recover()
         known = committed_step.described(self._history.branches.in_place)
         return self._directory.path_for(step).name, known
 
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
-        """The document, the plan, and what this process writes, alone or with others.
+        """Returns the document, the plan, and the arrays that this process writes.
 
-        Orbax takes no array of one process's devices where there are several. It goes as a host
-        array, from process 0, as host arrays do. A process that writes a step of its own writes its
-        part of what lies on several hosts.
+        In a run of several processes, Orbax does not accept an array that lies on the devices of
+        one process only. Process 0 writes such an array as a host array, like other host arrays. If
+        each host writes its own directory, each process writes its shards of the arrays that lie on
+        several hosts.
         """
-        plan, arrays = capture.snapshot.stored(self._any)
-        if capture.own is None:
+        plan, arrays = capture.snapshot.stored(self._any_process)
+        if capture.per_process is None:
             return capture.document, plan, arrays
         is_per_host = self._processes.is_per_host
         document = (
@@ -189,19 +192,19 @@ class Writer:
                 stored[name] = to_host_part(array) if is_per_host else array
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)
-        sent = self._processes.gather(capture.own.to_bytes())
+        gathered = self._processes.gather(capture.per_process.to_bytes())
         if not self._processes.is_first:
             return document, plan, stored
-        own, leaves = joined(sent)
+        nodes, leaves = joined(gathered)
         plan, more = beside(plan, leaves, self._options.layout)
-        return {**document, **own}, plan, {**stored, **more}
+        return {**document, **nodes}, plan, {**stored, **more}
 
-    def _any(self, is_so: bool) -> bool:
-        """Whether it is so on any process; a process by itself answers for itself."""
+    def _any_process(self, flag: bool) -> bool:
+        """True if the flag is set on any process."""
         if self._processes.count == 1:
-            return is_so
-        sent = self._processes.gather(bytes([is_so]))
-        return self._processes.first(lambda: any(map(any, sent)))
+            return flag
+        flags = self._processes.gather(bytes([flag]))
+        return self._processes.first(lambda: any(map(any, flags)))
 
     def _commit(self, step: int, name: str) -> CommittedStep:
         def commit() -> list[Any]:
@@ -214,34 +217,34 @@ class Writer:
         return durable
 
     def _commit_part(self, step: int, name: str) -> CommittedStep:
-        """Commits this host's part of a step, which all hosts have or none.
+        """Commits this host's part of a step, so that all hosts have their part or none has.
 
-        It is deleted again only where another says that it has none. Who cannot be asked, as it
-        has died, may have its part, and with this one the step is whole.
+        Deletes the part again only if another host reports that it has no part. A host that died
+        cannot report, but may have committed its part; then this part completes the step.
         """
         directory, processes = self._directory, self._processes
         at = processes.agreed_time()
         try:
             durable = directory.commit(step, directory.path / name, at)
         except Exception:
-            with contextlib.suppress(Exception):  # of all that goes wrong this one is to be told
-                processes.gather(_NOT_THERE)
+            with contextlib.suppress(Exception):  # the failed commit is the error to report
+                processes.gather(_NOT_COMMITTED)
             raise
         self._history.landed(durable)
-        if _NOT_THERE in processes.gather(_THERE):
-            directory.delete(durable)  # nobody would know of it, nor ever remove it
-            processes.meet()  # raises what kept the other from it
+        if _NOT_COMMITTED in processes.gather(_COMMITTED):
+            directory.delete(durable)  # later cleanups would not know this part
+            processes.meet()  # raises the other host's error
         return durable
 
     def _read_back(self, durable: CommittedStep) -> None:
-        """Reads the step on all processes, each its share; deletes it if any finds it damaged.
+        """Verifies the step, each process its share; deletes it if any process finds it damaged.
 
-        Where it cannot be read now, or one of them has died, it may be whole.
+        Keeps the step if it cannot be read now or if a process has died, because it may be intact.
         """
         try:
             StoredStep(durable, allow_part=True).verify(self._options, self._processes)
             self._processes.meet()
-        except CorruptCheckpointError:  # it must not be the newest step
+        except CorruptCheckpointError:  # no run may resume from it
             if self._processes.is_first:
                 self._directory.delete(durable)
             raise
