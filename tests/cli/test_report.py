@@ -389,6 +389,7 @@ def luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1100])
 def test_it_looks_right_in_a_browser(width: int, dark: bool, three_runs: Path) -> None:

@@ -38,6 +38,7 @@ def test_every_block_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert {p.name for p in tmp_path.iterdir()} == {"runs", "out", "out.pt", "report.html"}
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_quickstart_run_and_run_again(tmp_path: Path) -> None:
     for start in (0, 20):  # the second time everything resumes
         result = run_python(program(QUICKSTART, tmp_path), fresh=True)

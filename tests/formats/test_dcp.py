@@ -65,6 +65,7 @@ def shown(optimizer: torch.optim.Optimizer) -> list[str]:
     return [*lines, "3.0"]
 
 
+@pytest.mark.slow
 def test_plain_torch_goes_on_with_model_and_optimizer(trained: Any, tmp_path: Path) -> None:
     directory, _, optimizer = trained
     paths = [tmp_path / "x.pt", tmp_path / "dcp"]

@@ -187,6 +187,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "bound", "is_held"),
     [
@@ -290,6 +291,7 @@ def test_a_state_dict_holds_plain_tensors(
             check()
 
 
+@pytest.mark.slow
 def test_a_program_without_torchax_loads_weights(trained: tuple[Path, dict[str, Any]]) -> None:
     result = run_python(
         PROGRAMS / "weights_without_torchax.py",

@@ -167,6 +167,7 @@ def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
     assert set(resumed["devices"]) == set(expected["devices"]) == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blow", "raised", "saved"),
     [

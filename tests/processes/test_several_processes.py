@@ -80,6 +80,7 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
     assert expected[0]["seen"] != expected[1]["seen"]
 
 
+@pytest.mark.slow
 def test_nothing_listens_on_every_address(straight: tuple[Path, list[Any]]) -> None:
     """JAX's coordination service is on loopback; gloo goes where the host's name leads, no further.
 

@@ -180,6 +180,7 @@ LOST_BY_SUMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", LOST_BY_SUMS.values(), ids=LOST_BY_SUMS)
 def test_orbax_still_loses_bits_on_the_way_to_other_slices(value: np.ndarray) -> None:
     """Where it no longer does, docs/multi-tier.md has a reason less not to build on it."""

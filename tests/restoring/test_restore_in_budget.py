@@ -52,6 +52,7 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 @layouts
 @pytest.mark.parametrize("in_budget", [True, False])
 def test_old_buffers_are_freed_as_new_ones_arrive(

@@ -659,6 +659,7 @@ def test_shapes_are_compared_before_memory_is_taken(tmp_path: Path) -> None:
         warm_start(nn.Linear(2, 2, bias=False).to("jax"), path)
 
 
+@pytest.mark.slow
 def test_the_package_needs_no_safetensors(origins: Any) -> None:
     program = """
         import sys

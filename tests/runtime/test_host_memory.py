@@ -267,6 +267,7 @@ except errors.OutOfMemoryError as error:
 """
 
 
+@pytest.mark.slow
 def test_beyond_the_limit_a_load_is_refused_by_name_and_the_process_lives(tmp_path: Path) -> None:
     """In a real group where one can be made; else in one that is only written down."""
     layout = Layout(tmp_path / "layout")

@@ -287,6 +287,7 @@ UNREACHABLE = """
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_finishes_the_save_of_an_unreachable_one(directory: Path) -> None:
     result = run_python(UNREACHABLE, str(directory), devices=1, fresh=True)
     assert "ending without close(): finishing the save of step 1" in result.stderr
@@ -407,6 +408,7 @@ TWO = """
 """
 
 
+@pytest.mark.slow
 def test_on_two_processes(tmp_path: Path) -> None:
     for reports in run_processes(TWO, 2, str(tmp_path), devices=2):
         assert reports == [{"is_done": True}]

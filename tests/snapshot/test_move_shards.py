@@ -45,6 +45,7 @@ def assert_on(sharding: NamedSharding, array: Any, value: np.ndarray) -> None:
         assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes(), shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "spec"),
     [
@@ -65,6 +66,7 @@ def test_shards_of_one_replica_come_to_all(axes: tuple[str, ...], spec: Any) -> 
         assert_on(final, leaves[name], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
 def test_scalars_and_empty_arrays_and_all_dtypes_come_to_all(memory_kind: str) -> None:
     final = NamedSharding(mesh_of("replica", "fsdp", "tp"), P(), memory_kind=memory_kind)

@@ -86,6 +86,7 @@ donating = pytest.mark.parametrize("step_fn", [double, deleting], ids=["donated"
 layouts = pytest.mark.parametrize("layout", get_args(Layout))
 
 
+@pytest.mark.slow
 @donating
 @layouts
 @pytest.mark.parametrize("mode", ["auto", "copy", "transfer"])
@@ -340,6 +341,7 @@ def test_compression_and_memory_bounds_change_no_bit(
     assert all(np.array_equal(loaded[k], state[k]) for k in state)
 
 
+@pytest.mark.slow
 @layouts
 @pytest.mark.parametrize("mode", get_args(SnapshotMode))
 @pytest.mark.parametrize(
@@ -366,6 +368,7 @@ def test_every_bit_of_every_number_is_kept(
         assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["stacked", "flat"])
 @pytest.mark.parametrize("mode", ["reference", "copy"])
 def test_no_program_of_more_arguments_than_compile_fast_is_compiled(

@@ -75,6 +75,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_if_never_stopped(directory: Path, name: str) -> None:
     kind, arguments = OPTIMIZERS[name]

@@ -133,6 +133,7 @@ def test_orbax_alone_loads_every_array_by_what_the_manifest_says(run: Run) -> No
         assert find(f"optimizer/{name}/step") == 1.0
 
 
+@pytest.mark.slow
 def test_the_manifest_explains_every_stored_array(run: Run) -> None:
     manifest = read_manifest(run.step)
     stored = arrays_of(ocp.checkpointables_metadata(run.step).metadata["state"])

@@ -145,6 +145,7 @@ def test_threads_of_orbax_know_for_which_operation_they_work() -> None:
 # --- beside a program's own use of Orbax ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_programs_own_orbax_is_not_disturbed(directory: Path, tmp_path: Path) -> None:
     """Both of Orbax's APIs, while other threads save to two tiers, and load both ways."""
     before = replaced()
@@ -225,6 +226,7 @@ BESIDE = """
 """
 
 
+@pytest.mark.slow
 def test_on_several_processes_neither_is_a_programs_own_orbax(tmp_path: Path) -> None:
     for [told] in run_processes(BESIDE, 2, str(tmp_path)):
         assert told == {"failures": [], "is_put_back": True, "steps": [7, 8, 9]}
@@ -336,6 +338,7 @@ def test_an_orbax_without_an_internal_is_refused_with_its_version(
     TorchaxCheckpointer(tmp_path).close()  # a failed check is not remembered
 
 
+@pytest.mark.slow
 def test_an_orbax_without_a_private_module_is_refused_as_one_without_an_attribute() -> None:
     told = run_python(
         """
