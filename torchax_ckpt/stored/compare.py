@@ -1,7 +1,7 @@
-"""Compares two stored steps: leaves and values that one step lacks, or that differ.
+"""Compares two stored steps: finds leaves and values that one step lacks, or that differ.
 
-It reads a few leaves at a time, so two steps of any size need only the memory of their largest
-leaf.
+This module reads a few leaves at a time, so a comparison of steps of any size needs memory only for
+their largest leaf.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 What = Literal["only_in_a", "only_in_b", "form", "bits", "content"]
 
-# The bytes to read together: a round trip for each small leaf would be slow.
+# The bytes of leaves to read together: a round trip for each small leaf would be slow.
 _BATCH_BYTES = 64 << 20
 # The elements to compare at a time, so that their widened copies stay smaller than the leaves.
 _CHUNK_ELEMENTS = 1 << 20
-# The tags of nodes that hold pairs of a key and a node.
+# The tags of manifest nodes that hold pairs of a key and a node.
 _PAIRS = ("dict", "OrderedDict", "Counter", "namedtuple", "pytree")
 
 
@@ -32,13 +32,14 @@ class Difference:
 
     Attributes:
       name: the name of the leaf or value.
-      what: which step alone has it; or "form" (kind, dtype or shape differs), "content", or "bits"
-        (equal values with different bits: -0.0 and 0.0, or two NaNs).
+      what: "only_in_a" or "only_in_b" if the other step lacks it; "form" if kind, dtype or shape
+        differs; "content" if values differ; "bits" if equal values have different bits (-0.0 and
+        0.0, or two NaNs).
       a, b: the forms of the leaf, or the values that are not arrays; None for the step that lacks
         it.
       num_elements: how many elements differ in value; two NaNs count as equal.
       num_nan: how many of these are NaN in one step only.
-      max_abs: the largest absolute difference of the others; None if there are none.
+      max_abs: the largest absolute difference of the other differing elements; None if none.
     """
 
     name: str
@@ -84,7 +85,7 @@ def compare(
       a, b: the steps.
       options: memory bounds of reading.
       is_wanted: returns whether to compare the leaf or value of this name.
-      on_bytes: called with the number of bytes just compared, of one step.
+      on_bytes: called with the number of bytes just compared, counted in one step only.
 
     Returns:
       All differences.
@@ -92,7 +93,7 @@ def compare(
     Raises:
       CorruptCheckpointError: a step is damaged.
       DirectoryError: a step cannot be read now.
-      StepNotFoundError: a step was deleted meanwhile.
+      StepNotFoundError: a step was deleted during the comparison.
     """
     found: list[Difference] = []
     both: list[StoredLeaf] = []
@@ -131,7 +132,7 @@ def _form(leaf: StoredLeaf | None) -> str | None:
 
 
 def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
-    """Leaves to read together. Members of a stack, which is read as a whole, are adjacent."""
+    """Yields leaves to read together. Members of a stack are adjacent: it is read as a whole."""
     batch: list[StoredLeaf] = []
     size = 0
     for leaf in sorted(leaves, key=lambda leaf: (leaf.stack or leaf.name, leaf.name)):
@@ -145,7 +146,7 @@ def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
 
 
 def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
-    """How two arrays of equal dtype and shape differ; None if they are identical to the bit."""
+    """Returns how arrays of equal dtype and shape differ; None if identical to the bit."""
     a, b = a.reshape(-1), b.reshape(-1)
     is_identical, num_elements, num_nan = True, 0, 0
     largest: list[float | int] = []
@@ -176,7 +177,7 @@ def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
 
 
 def _widened(array: np.ndarray) -> np.ndarray:
-    """The same values in a dtype that numpy computes with; integers stay exact."""
+    """Returns the same values in a dtype that numpy computes with; integers stay exact."""
     dtype = array.dtype
     if dtype.kind in "iufc" and dtype.itemsize >= 8:
         return array
@@ -188,7 +189,7 @@ def _widened(array: np.ndarray) -> np.ndarray:
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> float | int:
-    """The largest absolute difference; exact for integers, even if no integer dtype holds it."""
+    """Returns the largest absolute difference, exact for integers even if no dtype holds it."""
     with np.errstate(over="ignore", invalid="ignore"):
         if a.dtype.kind not in "iu":
             return float(np.abs(a - b).max())
@@ -201,7 +202,7 @@ _ABSENT = object()
 
 
 def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """The differences between two manifest documents, arrays excluded."""
+    """Yields the differences between two manifest documents, arrays excluded."""
     try:
         left, right = dict(_plain(a, ())), dict(_plain(b, ()))
     except RecursionError:
@@ -218,7 +219,7 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
 
 
 def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value at or below a node that is not an array, with its path."""
+    """Yields path and value of every value at or below a manifest node, arrays excluded."""
     if isinstance(node, dict):
         if "array" in node:
             return

@@ -37,7 +37,7 @@ def copy_steps(
     on_bytes: Callable[[int], None] = lambda nbytes: None,
     on_left_out: Callable[[CheckpointError], None] = lambda error: None,
 ) -> list[CommittedStep]:
-    """Copies steps, oldest first, and marks the copies as verified. Takes the target's lease.
+    """Copies steps, oldest first, and marks the copies as verified. Holds the lease of ``target``.
 
     A copy becomes visible only after every byte of it was read and compared with the digests taken
     when the step was saved. The comparison also reveals damage of the original. Steps that are
@@ -54,7 +54,8 @@ def copy_steps(
       The copies.
 
     Raises:
-      CorruptCheckpointError, StepNotFoundError: no step was copied; this is the last one's reason.
+      CorruptCheckpointError, StepNotFoundError: no step was copied. The error is that of
+        the last step.
       DirectoryError: the target has one of the steps or cannot be written, or a step cannot be read
         now.
       ForeignCheckpointError: bare Orbax wrote a step, without digests.
@@ -82,7 +83,7 @@ def copy_steps(
     _require_absent(sound, target)
     try:
         target.claim()
-        _require_absent(sound, target)  # again, because only now no other program writes to it
+        _require_absent(sound, target)  # again: only from now on no other program writes
         target.recover()
         for committed in sound:
             with leaving_out_lost():
@@ -122,7 +123,7 @@ def _copy(
         fsync.sync_tree(path)
         done = target.commit(committed.step, path)
     except BaseException as error:
-        # Without the lease, the files may be those of its new holder.
+        # If the lease is lost, the files may be those of the lease's new holder.
         if not isinstance(error, LeaseError):
             with contextlib.suppress(OSError):
                 path.rmtree(missing_ok=True)
@@ -145,7 +146,7 @@ def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> Non
 
 
 def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Yields the path inside the step of every file except its marks."""
+    """Yields the path inside the step of every file except the step's marks."""
     for child in (step / below if below else step).iterdir():
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():

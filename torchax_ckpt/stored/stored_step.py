@@ -1,8 +1,8 @@
 """A stored step, open for reading: its leaves as arrays on the host.
 
 This module uses neither torch nor devices. A program that inspects a checkpoint therefore starts
-within a second, and can run beside a training that uses the accelerators. A restore, which must
-rebuild every leaf, uses ``restoring/step_reader.py``.
+within a second, and can run beside a training program that uses the accelerators. A restore, which
+must rebuild every leaf, uses ``restoring/step_reader.py``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def still_there(committed: CommittedStep) -> Iterator[None]:
 
 
 def parse_manifest(committed: CommittedStep) -> Manifest:
-    """Returns the manifest of a step, without a check that its leaves can be rebuilt.
+    """Returns the manifest of a step; does not check that its leaves can be rebuilt.
 
     Raises:
       ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
@@ -105,7 +105,7 @@ def digests_of(manifest: Manifest, stored: str) -> Digests:
     """Returns the digests of a stored array.
 
     Raises:
-      CorruptCheckpointError: the manifest has none for it.
+      CorruptCheckpointError: the manifest has no digests of the array.
     """
     if stored not in manifest.digests:
         raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
@@ -122,7 +122,7 @@ class StoredLeaf:
         or ``key``.
       dtype: the name of its dtype in numpy or ml_dtypes.
       shape: its shape, as stored: a random key has one more dim than the saved key had.
-      stack: the stored array that holds it as a row, if there is one.
+      stack: the name of the stack that has the leaf as a row; None if no stack does.
     """
 
     name: str
@@ -133,7 +133,7 @@ class StoredLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, uncompressed."""
+        """The size of the leaf in bytes, uncompressed."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -151,9 +151,9 @@ class StoredStep:
 
     Raises:
       ForeignCheckpointError: bare Orbax wrote the step.
-      CorruptCheckpointError: its manifest is damaged, or it is one host's part.
-      StepNotFoundError: it was deleted meanwhile. The methods raise this too.
-      DirectoryError: it cannot be read now.
+      CorruptCheckpointError: its manifest is damaged, or the step is one host's part.
+      StepNotFoundError: the step was deleted meanwhile. The methods raise this too.
+      DirectoryError: the step cannot be read now.
     """
 
     def __init__(self, committed: CommittedStep, *, allow_part: bool = False) -> None:
@@ -181,11 +181,11 @@ class StoredStep:
 
     @functools.cached_property
     def shardings(self) -> Mapping[str, str]:
-        """Leaf -> the sharding it was saved with, in words; {} if Orbax recorded no shardings.
+        """Leaf -> the sharding of the saved leaf, in words; {} if Orbax recorded no shardings.
 
         Raises:
           CorruptCheckpointError: the record of the shardings is damaged.
-          DirectoryError: it cannot be read now.
+          DirectoryError: the record cannot be read now.
         """
         by_key = _read_shardings(self.committed)
         found = {}
@@ -201,8 +201,8 @@ class StoredStep:
         """Reads leaves piece by piece, and compares the pieces with their digests.
 
         Leaves come in the order in which they are stored, each in one or several pieces.
-        ``options.max_host_bytes`` bounds the bytes in memory at one time, except that one piece
-        always fits.
+        ``options.max_host_bytes`` bounds the bytes in memory at one time, but a single piece may
+        exceed this bound.
 
         Yields:
           The leaf's name, the index of the piece in the leaf, and the piece's content.
@@ -235,8 +235,8 @@ class StoredStep:
         Args:
           names: the leaves.
           options: memory bounds of reading.
-          allocate: makes an array to read into from a shape and a dtype; default: in this host's
-            memory.
+          allocate: returns an array to read into, given its shape and dtype; default: an array in
+            this host's memory.
 
         Raises:
           CorruptCheckpointError, DirectoryError: as in ``stream``.
@@ -267,7 +267,7 @@ class StoredStep:
     ) -> None:
         """Reads all leaves, compares them with their digests, and keeps nothing.
 
-        Each of several processes does this for its share of the stored arrays.
+        If there are several processes, each of them does this for its share of the stored arrays.
 
         Raises:
           CorruptCheckpointError, DirectoryError: as in ``stream``.
@@ -294,7 +294,7 @@ class StoredStep:
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
-    """Stored key -> the sharding that Orbax recorded, for people; {} if there is no record."""
+    """Returns stored key -> the sharding that Orbax recorded; {} if there is no record."""
     with step_files.as_corrupt(committed, "shardings"):
         try:
             content = commit_record.read_sealed(committed.path, commit_record.SHARDINGS)
@@ -309,11 +309,11 @@ def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
 
 
 def _in_words(sharding: Any, *, is_stacked: bool) -> str:
-    """A sharding as text, for example ``(fsdp, -) on fsdp=8``.
+    """Returns a sharding as text, for example ``(fsdp, -) on fsdp=8``.
 
     Args:
       sharding: the JSON that Orbax recorded.
-      is_stacked: whether the array is a stack, whose first dim is not the leaf's.
+      is_stacked: whether the array is a stack, whose first dim is not a dim of the leaf.
     """
     if not isinstance(sharding, dict):
         return "?"

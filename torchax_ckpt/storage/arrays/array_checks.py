@@ -1,9 +1,9 @@
 """Checks of stored arrays before they are opened: their metadata must match the manifest.
 
-A directory from elsewhere is untrusted. Orbax and TensorStore join names from metadata to paths.
-They also allocate memory for any shape and any chunks that an array's metadata states, and too
-large an allocation ends the process. The checks therefore read the metadata of arrays before
-anything opens the arrays.
+A directory from elsewhere is untrusted. Orbax and TensorStore build file paths from names in
+the metadata. They also allocate memory for any shape and any chunks that an array's metadata
+states, and too large an allocation ends the process. The checks therefore read the metadata of
+arrays before anything opens the arrays.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _MAX_ARRAY_METADATA_BYTES = 1 << 20
 # A shard is one chunk, or several chunks of some MiB. No run has so many devices, or so large an
 # array, that an array needs more chunks than this.
 MAX_CHUNKS = 1 << 20
-# The most bytes to which Zstandard expands one byte: four bytes can say that a block of 128 KiB
-# repeats another one.
+# The most bytes to which Zstandard expands one byte: four bytes can encode a block of 128 KiB.
 _MAX_UNPACKED = 1 << 15
 
 
@@ -83,7 +82,7 @@ def stored_key(name: str) -> str:
 
 
 def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] | None:
-    """Returns what an array's metadata should be, and what it is; None if it fits."""
+    """Returns the expected and the found metadata of an array; None if the metadata fits."""
     if len(raw) > _MAX_ARRAY_METADATA_BYTES:
         return f"at most {_MAX_ARRAY_METADATA_BYTES} bytes of metadata", f"{len(raw)}"
     try:
@@ -126,7 +125,7 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
     """Raises if the pytree metadata of a step names arrays outside the step.
 
     Raises:
-      CorruptCheckpointError: names the metadata file and the array.
+      CorruptCheckpointError: the message names the metadata file and the array.
     """
     for folder in (step_path, *(p for p in step_path.iterdir() if p.is_dir())):
         path = folder / _PYTREE_METADATA
@@ -145,16 +144,16 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
 
 
 def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
-    """Raises if arrays do not fit into this host's memory, or if their chunks cannot be right.
+    """Raises if arrays are larger than this host's memory, or if their chunks are impossibly large.
 
     Args:
       step_path, step: the step.
       leaves: name -> Orbax's metadata of an array.
 
     Raises:
-      OutOfMemoryError: the host has too little memory. Names the array.
-      CorruptCheckpointError: the files on storage are too small to hold that much, or a chunk is
-        larger than its array and than the memory. Names the array.
+      OutOfMemoryError: the host has too little memory. The message names the array.
+      CorruptCheckpointError: the files on storage are too small to hold these arrays, or a chunk
+        is larger than its array and than this host's memory. The message names the array.
     """
     memory, total = host_memory.host_memory_bytes(), 0
     for name, leaf in leaves.items():
@@ -165,7 +164,7 @@ def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) 
         if nbytes < math.prod(chunk) * itemsize > memory:
             expected = f"chunks within {list(leaf.shape)!r:.80}"
             raise corrupt(step, step_path, expected, f"{list(chunk)!r:.80}", name)
-        if total > memory:  # Orbax compresses by default
+        if total > memory:  # storage may hold less: Orbax compresses by default
             raise beyond_memory(step_path, step, total, total // _MAX_UNPACKED, name)
 
 

@@ -1,10 +1,10 @@
 """Block digests: one 64-bit number for each block of stored bytes, which reveals damage.
 
 An array is cut into equal blocks (``chunking.py``). A stack is cut into one or more blocks for each
-member, so that a mismatch names the leaf. The host computes the digest from the same bytes that go
-to storage. It compares the digest with the bytes that come back, whatever mesh the array is read
-onto. Digests do not cover devices: they cannot detect changes in a device's memory, or on the way
-between the device and the host.
+member, so that a mismatch names the leaf. The host computes the digests from the same bytes that go
+to storage. A read compares the digests with the bytes that come back from storage, whatever mesh
+the array is read onto. Digests do not cover devices: they cannot detect changes in a device's
+memory, or on the way between the device and the host.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
 """
@@ -32,7 +32,7 @@ Part = tuple[tuple[int, ...], np.ndarray]
 
 
 def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
-    """Returns the digests of all blocks of an array that this process stores; zero for others.
+    """Returns an array's digests, with zero for each block that this process does not store.
 
     Args:
       array: the array.
@@ -53,7 +53,7 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
 def gathered(
     taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """Returns the digests of all blocks on process 0, and ``taken`` on the others.
+    """Returns the digests of all blocks on process 0, and ``taken`` on the other processes.
 
     Only process 0 needs the digests of all blocks.
 
@@ -101,9 +101,10 @@ def _values(known: Digests) -> np.ndarray:
 def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     """Yields the start and the content of each part of the array that this process stores.
 
-    For a device array this fetches the parts to the host, unless Orbax has already done so: a
-    fetched copy stays beside the array. Only if the replicas of a shard on several processes each
-    store a part of it, Orbax and this function cut and fetch that part separately.
+    This function fetches the parts of a device array to the host, unless Orbax has already fetched
+    them: JAX keeps a fetched copy beside the array. There is one exception: if replicas of a shard
+    on several processes each store a part of the shard, Orbax and this function each fetch a copy
+    of that part.
     """
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array
@@ -117,15 +118,15 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
 
 
 def num_host_bytes(array: jax.Array) -> int:
-    """Returns the host memory a device array takes while this process stores its part."""
+    """Returns the bytes of host memory that a device array takes while this process stores it."""
     parts = _stored_parts(array)
-    # A part of a shard is fetched twice, see ``shards``.
+    # ``shards`` explains why a part of a shard is fetched twice.
     is_cut = any(part.slice_args is not None for part in parts.replica_slices)
     return int(parts.nbytes) * (2 if is_cut else 1)
 
 
 def _stored_parts(array: jax.Array) -> Any:
-    shards_of(array)  # before Orbax lists them: two threads at once would conflict
+    shards_of(array)  # must precede Orbax's listing: two threads would conflict
     return orbax_internals.stored_parts(array, use_replica_parallel=chunking.is_shared(array))
 
 
@@ -151,7 +152,7 @@ def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
 
 
 def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
-    """True if each block is contiguous in memory and they follow one another."""
+    """True if each block is contiguous in memory and the blocks follow one another."""
     cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
     return shape[cut + 1 :] == block[cut + 1 :]
 
@@ -163,7 +164,7 @@ def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
 def mismatches(
     host: np.ndarray, start: Sequence[int], known: Digests, shape: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the blocks whose bytes differ from the stored ones, as cells of the array's grid.
+    """Returns the blocks whose digests differ from ``known``, as cells of the array's grid.
 
     Args:
       host: a part of the array that consists of whole blocks.
@@ -182,7 +183,7 @@ def mismatches(
 
 
 def fit(known: Digests, shape: Sequence[int]) -> bool:
-    """True if these can be the digests of an array of this shape."""
+    """Returns whether ``known`` can be the digests of an array of this shape."""
     return (
         len(known.block) == len(shape)
         and all(b >= 1 and s % b == 0 for s, b in zip(shape, known.block, strict=True))

@@ -13,21 +13,22 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-# The most bytes that are read, checked and held in memory as one piece, if the dims can be divided
-# so far.
+# The most bytes that are read, checked and kept in memory as one piece. A piece is larger if its
+# dims cannot be divided so far.
 MAX_BYTES = 64 << 20
-# Cutting stops at this fraction of MAX_BYTES. A dim without small divisors would shrink to a few
-# elements in one cut, and readers reject the index of millions of such chunks. So the chunk stays
-# too large instead.
+# No cut makes a chunk smaller than MAX_BYTES divided by this number. A dim without small divisors
+# would shrink to a few elements in one cut, and readers reject the index of millions of such
+# chunks. Such a chunk therefore stays larger than MAX_BYTES.
 _MIN_FRACTION = 16
 
 
 def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """Returns the shape of a chunk, which divides the shape that is written at once.
+    """Returns the shape of a chunk, which divides the written shape (``_written_shape``).
 
-    This repeats what Orbax does: it cuts the largest of the dims that are already divided to its
-    next smaller divisor, again and again. It cuts the other dims once those dims cannot be divided
-    further. Orbax cannot be told to leave out a dim, only when to stop.
+    This function repeats what Orbax does. Among the dims in which the written shape is
+    smaller than the array, Orbax takes the longest and cuts its length to the next smaller divisor,
+    again and again. Orbax cuts the other dims only when these dims cannot be divided further. Its
+    caller can set the size at which Orbax stops, but cannot exclude a dim.
     """
     written = _written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:
@@ -48,15 +49,15 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
 
 
 def chunk_limit(array: jax.Array | np.ndarray) -> int:
-    """Returns the byte limit for chunks with which Orbax chooses ``chunk_shape``."""
+    """Returns the limit on a chunk's bytes that makes Orbax choose ``chunk_shape``."""
     return max(MAX_BYTES, _nbytes(chunk_shape(array), array))
 
 
 def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
     """Returns the shape of an array's blocks. A block of a stack belongs to one member.
 
-    It divides the shape that is written at once. It is that whole shape, or the shape of a chunk if
-    the whole is too large.
+    The block has the written shape (``_written_shape``), or the shape of a chunk if the written
+    shape is too large.
     """
     written, first = _written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
@@ -66,22 +67,22 @@ def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, 
 
 
 def is_shared(array: jax.Array | np.ndarray) -> bool:
-    """True if each replica of a shard writes a part of it, provided that the shard can be divided.
+    """Returns whether each replica of a shard writes a part of the shard, if it can be divided.
 
-    This spreads the work over processes. Within one process the first replica writes the whole
-    shard: the bytes that are fetched for its digest are then the bytes that are written, and leave
-    the device once.
+    Replicas on several processes then share the work. Within one process the first replica writes
+    the whole shard: the bytes that are fetched for its digest are then also the bytes that are
+    written, so they leave the device only once.
     """
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
-    """Returns how many pieces of one shape make up an array."""
+    """Returns how many pieces of shape ``piece`` make up an array of shape ``shape``."""
     return math.prod(-(-n // length) for n, length in zip(shape, piece, strict=True))
 
 
 def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """Returns the shape that is written at once: a shard, or one replica's part of it."""
+    """Returns the shape of what one device or host writes: a shard, or one replica's part of it."""
     shard = _shard_shape(array)
     if not (isinstance(array, jax.Array) and is_shared(array)):
         return shard

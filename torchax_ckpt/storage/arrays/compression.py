@@ -1,10 +1,10 @@
 """The decision whether array data is compressed: as the user chose, or once storage proves slow.
 
-Zstandard makes float32 weights and moments about 8 % smaller, and bfloat16 weights 22 %. That
-shortens a save only if storage takes bytes more slowly than the processor compresses them. It also
-costs processor time that the training may need. Unless the user chose it, compression therefore
-begins only when storage is several times slower than compression. ``benchmarks/compressing.py``
-measures both.
+Compression by Zstandard makes float32 weights and moments about 8 % smaller, and bfloat16 weights
+22 %. It shortens a save only if storage takes bytes more slowly than the processor compresses them.
+It also costs processor time that the training may need. Unless the user chose it, compression
+therefore begins only when storage is several times slower than compression.
+``benchmarks/compressing.py`` measures both speeds.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Compression:
         self._writing: tuple[int, float] | None = None
 
     def begin(self, nbytes: int) -> None:
-        """Records that these bytes are on the host: from now on only storage takes time."""
+        """Records that ``nbytes`` bytes are on the host: from now on only storage takes time."""
         self._writing = nbytes, time.perf_counter()
 
     def end(self, count: int) -> None:
-        """Records that the bytes are stored, in ``count`` arrays, and how long that took.
+        """Records how long storage took for the bytes given to ``begin``, in ``count`` arrays.
 
-        Does nothing if ``begin`` was not called: if arrays come in batches, devices take time as
-        well.
+        Does nothing if ``begin`` was not called. A save in several batches does not call it,
+        because its time includes transfers from devices.
         """
         if self._writing is not None:
             nbytes, began = self._writing

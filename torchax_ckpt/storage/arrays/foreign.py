@@ -1,4 +1,4 @@
-"""Steps that Orbax wrote without this package: describes and reads them."""
+"""Describes and reads steps that Orbax wrote without this package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_foreign(
 
 
 def foreign_metadata(committed: CommittedStep) -> Any:
-    """Returns Orbax's metadata of such a step: a pytree of shapes and dtypes."""
+    """Returns a pytree of the shapes and dtypes in a step that Orbax wrote without this package."""
     with as_corrupt(committed, "metadata"):
         array_checks.require_names_within(committed.path, committed.step)
         metadata = ocp.metadata(committed.path).metadata
@@ -71,9 +71,12 @@ def _host_abstract(leaf: Any) -> Any:
 def abstract_array(
     shape: tuple[int, ...], dtype: str | np.dtype[Any], sharding: Sharding | None
 ) -> Any:
-    """Returns the abstract leaf that makes Orbax read a sharded array, or a numpy array."""
+    """Returns the abstract leaf that makes Orbax read one array.
+
+    With a sharding Orbax reads a sharded JAX array, and with None a numpy array.
+    """
     dtype = np.dtype(dtype)
     if sharding is not None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    # If the abstract leaf is a numpy array, Orbax reads into numpy. This one takes no memory.
+    # A numpy array as abstract leaf makes Orbax read a numpy array. This one takes no memory.
     return np.broadcast_to(np.zeros((), dtype), shape)

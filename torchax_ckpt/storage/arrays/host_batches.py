@@ -47,13 +47,14 @@ class Batches(orbax_internals.StatusCallback):
       stacks: the names of the arrays that are stacks.
       max_bytes: most bytes of device arrays in a batch, unless a single array is larger; None for
         one batch of all arrays.
-      on_host: called once a batch is on the host, on any thread, with the number of the batch (from
-        1), the number of batches, and the bytes of the batch. Host arrays count towards the first
-        batch.
+      on_host: called for each batch when it is on the host, on any thread, with the number of the
+        batch (from 1), the number of batches, and the bytes of the batch. The bytes of host arrays
+        count towards the first batch.
 
     Attributes:
-      on_devices: a future of the digests of the device arrays. It is set once the last batch is
-        digested, or fails with the error of a batch, or is cancelled if Orbax gives up.
+      on_devices: a future of the digests of the device arrays. It has a result when the digests
+        of the last batch are known. It fails with the error of a batch, and is cancelled if Orbax
+        gives up the save.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Batches(orbax_internals.StatusCallback):
         self._is_over = False
         self.on_devices: concurrent.futures.Future[dict[str, Digests]] = concurrent.futures.Future()
         for array in self._device.values():
-            shards_of(array)  # before threads of Orbax list them
+            shards_of(array)  # must precede the listing by Orbax's threads
         self._batches = [*_cut(self._device, max_bytes)]
         # The first batch is fetched while Orbax prepares the save.
         self._first = self._started(self._batches[0]) if self._batches else {}
@@ -80,12 +81,12 @@ class Batches(orbax_internals.StatusCallback):
             self.on_devices.set_result({})
 
     def taken(self) -> dict[str, Digests]:
-        """Returns the digests of what this process stores; waits for ``on_devices``."""
+        """Returns the digests of the blocks that this process stores; waits for ``on_devices``."""
         on_host = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
         return on_host | self.on_devices.result()
 
     def writing(self, params: Sequence[Any], write: _Write) -> _Writing:
-        """Returns an awaitable that writes all device arrays; arguments as for ``write``."""
+        """Returns an awaitable that calls ``write`` with these arguments."""
         return _Writing(self, params, write)
 
     async def write(self, params: Sequence[Any], write: _Write) -> None:
@@ -114,7 +115,7 @@ class Batches(orbax_internals.StatusCallback):
                 hosts = {name: [*block_digests.shards(array)] for name, array in fetched.items()}
                 nbytes = sum(host.nbytes for parts in hosts.values() for _, host in parts)
                 nbytes += self._host_bytes if number == 1 else 0
-                # From now on the caller may delete the originals.
+                # From now on the training program may delete the original arrays.
                 self._on_host(number, len(self._batches), nbytes)
                 digesting = asyncio.to_thread(self._take, fetched, hosts, taken)
                 for error in await asyncio.gather(writing, digesting, return_exceptions=True):
@@ -127,18 +128,18 @@ class Batches(orbax_internals.StatusCallback):
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
             known = concurrent.futures.CancelledError() if was_cancelled else error
-            # All digests are set already.
+            # ``on_devices`` has its result if the error came after the last digest.
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 self.on_devices.set_exception(known)
             raise
 
     def cancel(self) -> None:
-        """Stops before the next batch: Orbax gives up, perhaps at once, or the save failed."""
+        """Stops the writing before the next batch: the save failed, or Orbax gives it up."""
         self._is_over = True
         self.on_devices.cancel()
 
     def _started(self, batch: Iterable[str]) -> dict[str, jax.Array]:
-        """Returns temporary arrays for a batch, whose copies to the host have started."""
+        """Returns temporary arrays for a batch, and starts to copy them to the host."""
         fetched = {name: unshared(self._device[name]) for name in batch}
         for array in fetched.values():
             for shard in shards_of(array):
@@ -152,7 +153,7 @@ class Batches(orbax_internals.StatusCallback):
         hosts: Mapping[str, Sequence[block_digests.Part]],
         taken: dict[str, Digests],
     ) -> None:
-        """Digests a batch; sets ``on_devices`` once all batches are digested."""
+        """Computes the digests of a batch; sets ``on_devices`` after the last batch."""
         for name, parts in hosts.items():
             taken[name] = self._digests(name, fetched[name], parts)
         if len(taken) == len(self._device):
@@ -184,7 +185,7 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
 
 
 class _Writing:
-    """The awaitable given to Orbax, which awaits it, or cancels it if it gives up."""
+    """The awaitable that Orbax gets. Orbax awaits it, or cancels it if Orbax gives up the save."""
 
     def __init__(self, batches: Batches, params: Sequence[Any], write: _Write) -> None:
         self._batches, self._params, self._write = batches, params, write

@@ -1,7 +1,7 @@
 """Locates a stored chunk in a step's files, so that an error can name the damaged file.
 
-TensorStore does not report the place. This module reads the nodes of the OCDBT database one after
-the other, which is slow and only done after an error.
+TensorStore's errors do not name the file. This module reads the nodes of the OCDBT database one
+after the other, which is slow, so it is done only after an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torchax_ckpt.storage.medium import location
 
 logger = logging.getLogger(__name__)
 
-# A place: kind, the database that first wrote it, file, first byte, number of bytes.
+# A place in TensorStore's text form: kind, database that first wrote it, file, first byte, number
+# of bytes.
 _PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
 
 
@@ -27,7 +28,7 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
     Args:
       folder: the folder of the database.
       key: the key of the array in the database.
-      chunk: place of the chunk in the array's grid.
+      chunk: the indices of the chunk in the array's grid of chunks.
     """
     wanted = f"{key}/{'.'.join(map(str, chunk)) or '0'}".encode()
     try:
@@ -48,7 +49,7 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
 
 
 def _described(folder: epath.Path, found: str) -> str | None:
-    """Returns file and bytes of a place in words."""
+    """Returns the file and the bytes of a place in words; None if the place is not understood."""
     place = _PLACE.fullmatch(found)
     if place is None:
         return None

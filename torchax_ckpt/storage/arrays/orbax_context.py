@@ -1,4 +1,4 @@
-"""The setup of Orbax for one save or load; its barriers become meetings in the processes' round."""
+"""The setup of Orbax for one save or load. Orbax's barriers become meetings in a round."""
 
 from __future__ import annotations
 
@@ -56,14 +56,17 @@ class _LaterJson(ocp.handlers.JsonHandler):
 
 
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
-    """A path for Orbax that, with the commit mark, seals its step and checks the fence of the step.
+    """A path for Orbax that checks a step's fence before Orbax writes the step's commit mark.
 
-    On a bucket it ignores Orbax's request to delete a file before Orbax writes it; the write
+    A fence is a function that raises if the step must not be committed. The path also adds digests
+    to the text of the mark (``commit_record.sealing``).
+
+    On a bucket the path ignores Orbax's request to delete a file before Orbax writes it; the write
     replaces the file in any case. If the answer to a delete is slow, the client sends the request
     again. The first request may then be carried out after the write, and even after the step was
     reported durable.
 
-    The fences are in the class, because Orbax keeps paths in caches.
+    The fences are in the class, because Orbax keeps path objects in caches.
     """
 
     fences: ClassVar[dict[str, Callable[[], None]]] = {}
@@ -109,7 +112,7 @@ def for_saving(
       folder_mode: the permissions of new folders; None for the usual ones.
       before_commit: called right before the commit mark is written.
       is_compressed: whether arrays are compressed.
-      is_alone: whether no other process takes part.
+      is_alone: whether no other process takes part in the save.
     """
     registry = ocp.handlers.local_registry(include_global_registry=False)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
@@ -117,26 +120,26 @@ def for_saving(
     registry.add(orbax_internals.PyTreeInBatches, checkpointable_name=STATE)
     context = ocp.Context()
     context.checkpointables.registry = registry
-    # If folders are created in the background and that fails, Orbax's other threads wait for them
+    # If Orbax creates folders in the background and fails, its other threads wait for the folders
     # for minutes, and the program cannot end. The batches also would not know which operation to
-    # wait for: by the time they begin, Orbax's newest operation may be another one.
+    # wait for: when the batches begin, Orbax's newest operation may be another one.
     context.async_options.create_directories_asynchronously = False
     context.file.path_class = _FencedPath
     context.file.path_permission_mode = folder_mode
     saving = context.array.saving
     saving.use_compression = is_compressed
-    # Orbax cuts no chunk larger than this size, so it must cover the largest chunk limit.
+    # Orbax cuts no chunk larger than this size, so the size must cover the largest limit.
     saving.ocdbt_target_data_file_size = max(
         [_DATA_FILE_BYTES, *map(chunking.chunk_limit, arrays.values())]
     )
     saving.scoped_storage_options_creator = _storage_options
-    # The cutting of chunks depends on this. The defaults of this option and the next depend on the
-    # platform.
+    # The cutting of chunks depends on this option. The defaults of this option and the next one
+    # depend on the platform.
     saving.use_replica_parallel = not is_alone
     # A pinned transfer would not leave the fetched bytes where the digests read them.
     saving.enable_pinned_host_transfer = False
-    # Zarr version 3 would join a shard's chunks and their index to one value. That copies each byte
-    # once more, and takes a seventh of the time of a save.
+    # Zarr version 3 would join a shard's chunks and their index to one value. The join copies each
+    # byte once more, and takes a seventh of the time of a save.
     saving.use_zarr3 = False
     context.memory.serialization_status_callback = coming
     # Host leaves were copied already, when the state was captured.
@@ -155,26 +158,26 @@ def for_saving(
 # --- operations ----------------------------------------------------------------------------------
 
 one_at_a_time = threading.RLock()
-"""Each checkpointer of this process holds this lock while Orbax begins a save or loads.
+"""The lock that each checkpointer of this process holds while Orbax begins a save, or loads.
 
-A save that has begun does not hold it, so a slow save to a bucket does not delay a save to a local
-tier.
+A checkpointer releases the lock as soon as its save has begun, so a slow save to a bucket does not
+delay a save to a local tier.
 """
 
 _numbers = itertools.count(1)
 
 
 def coordination_service() -> Any:
-    """Returns JAX's coordination service, or None if there is only one process.
+    """Returns the client of JAX's coordination service, through which processes communicate.
 
-    Processes communicate through it.
+    Returns None if there is only one process.
     """
     return v0.multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
 
 
 @contextlib.contextmanager
 def one_order(processes: Processes) -> Iterator[None]:
-    """Holds ``one_at_a_time`` on all processes for the same save or load; in a round."""
+    """Holds ``one_at_a_time`` on all processes for the same save or load. Call it in a round."""
     if not processes.is_first:
         processes.share()  # returns once process 0 holds the lock
     with one_at_a_time:
@@ -185,9 +188,10 @@ def one_order(processes: Processes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
-    """Makes this thread's calls of Orbax one save or load; its barriers are meetings in the round.
+    """Makes this thread's calls of Orbax one save or load, within this context.
 
-    Leave this context only after Orbax has ended, also in the background.
+    Orbax's barriers become meetings in the round of ``processes``. Leave this context only after
+    Orbax has ended all work of the save or load, in the background too.
     """
     # Orbax's processes find each other's messages by the number of the operation, which each
     # process counts for itself. An operation that one process carries out alone must not be

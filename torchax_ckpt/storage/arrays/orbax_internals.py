@@ -1,11 +1,11 @@
 """The only module that uses Orbax's internals: private modules, private attributes and patches.
 
 Orbax's public API does not let its caller choose how the processes meet, which number an operation
-gets, or when an array comes to the host. This module does so, only for operations of this package.
-``operation`` replaces attributes of Orbax while any such operation runs. Each replacement looks up
-the operation in which it is called (``_operation``). Outside such an operation it does what the
-original does, because a program may also use Orbax by itself. ``check_internals`` checks all
-assumptions once, at first use.
+(a save or load) gets, or when an array comes to the host. This module chooses these for operations
+of this package only. ``operation`` replaces attributes of Orbax while such an operation runs. Each
+replacement looks up the operation in which it is called (``_operation``). Outside this package's
+operations it does what the original does, because a program may also call Orbax directly.
+``check_internals`` checks all assumptions once, at first use.
 
 Source: orbax-checkpoint 0.12.8.
 """
@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
 
-# The same as in pyproject.toml.
+# The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
 
 
@@ -73,9 +73,9 @@ class _Operation:
     """An operation of this package, as the patches of Orbax see it.
 
     Attributes:
-      id: replaces Orbax's number of the operation, and differs from all such numbers.
-      meet: waits for the other processes of the operation, at the meeting with that name.
-      is_alone: True if there are no other processes.
+      id: replaces Orbax's number of the operation, and differs from all of Orbax's numbers.
+      meet: waits for the operation's other processes at a meeting, given the meeting's name.
+      is_alone: True if no other process takes part in the operation.
     """
 
     id: str
@@ -134,12 +134,12 @@ _ABSENT = object()
 
 
 class _Replaced:
-    """Replaces the attributes from the first thread that enters to the last that leaves."""
+    """Replaces the attributes in ``_PATCHES`` while at least one thread is within this context."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_within = 0
-        # Owner, name, original (absent if it is inherited), replacement.
+        # Owner, name, original (``_ABSENT`` if the owner inherits it), replacement.
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def __enter__(self) -> None:
@@ -171,7 +171,7 @@ class _Replaced:
         while self._replaced:
             owner, name, original, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
-                continue  # other code has replaced it since, and may call this one
+                continue  # other code has replaced it since, and may call our replacement
             if original is _ABSENT:
                 delattr(owner, name)
             else:
@@ -211,7 +211,7 @@ def _barrier(original: Any) -> Any:
 
 
 # The original compares directory names through a collective on the devices. On a background thread
-# that would interleave with the training step's collectives. No upstream issue is known;
+# it would interleave with the training step's collectives. No upstream issue is known;
 # google/orbax#999 shows such collectives of Orbax failing.
 @_replaces(execution, "_check_directory_consistency")
 def _comparison(original: Any) -> Any:
@@ -240,7 +240,7 @@ def _start(original: Any) -> Any:
     return start
 
 
-# TensorStore 0.1.86 never frees the answer to this, 7 kB each time: 1 GB in 70,000 saves. Orbax
+# TensorStore 0.1.86 never frees the answer to this call, 7 kB each: 1 GB in 70,000 saves. Orbax
 # only reports the answer. No upstream issue is known.
 @_replaces(tensorstore_utils, "get_tensorstore_raw_bytes")
 def _raw_bytes(original: Any) -> Any:
@@ -250,9 +250,9 @@ def _raw_bytes(original: Any) -> Any:
     return ask
 
 
-# For operations of one process. Orbax writes the host arrays of process 0 only, and requires array
-# metadata of all processes (no upstream issue is known). It also rejects arrays of one process
-# (google/orbax#731 and #844, which were about arrays that all processes have).
+# This is for operations of one process. Orbax writes host arrays of process 0 only, and requires
+# array metadata of all processes (no upstream issue is known). It also rejects arrays of one
+# process (google/orbax#731 and #844, which were about arrays that all processes have).
 @_replaces(type_handlers, "multihost")
 @_replaces(array_metadata_store, "multihost")
 @_replaces(jax_array_handlers, "jax")
@@ -266,11 +266,11 @@ class _SingleProcessView:
         return getattr(self._module, name)
 
     def process_count(self) -> int:
-        """Returns 1 during such an operation, otherwise the number of processes."""
+        """Returns 1 during an operation of one process, otherwise the number of processes."""
         return 1 if _is_alone() else self._module.process_count()
 
     def process_index(self) -> int:
-        """Returns 0 during such an operation, otherwise the index of this process."""
+        """Returns 0 during an operation of one process, otherwise the index of this process."""
         return 0 if _is_alone() else self._module.process_index()
 
 
@@ -282,7 +282,7 @@ def _is_alone() -> bool:
 
 
 def future_of(response: Any) -> concurrent.futures.Future[Any]:
-    """Returns the future of a save, which a caller can wait for together with others."""
+    """Returns the future of a save, which a caller can wait for together with other futures."""
     return response._thread_runner._future
 
 
@@ -300,7 +300,7 @@ StatusCallback = DefaultSerializationStatusCallback
 
 
 def recorded_as(public: type) -> Callable[[type], type]:
-    """Makes Orbax record in each step that its public handler reads the item."""
+    """Makes Orbax record in each step that the handler ``public`` reads the item."""
 
     def rename(handler: type) -> type:
         handler.__module__, handler.__qualname__ = public.__module__, public.__qualname__
@@ -310,7 +310,7 @@ def recorded_as(public: type) -> Callable[[type], type]:
 
 
 class _Arrays(ArrayLeafHandler):
-    """Orbax's handler of arrays, which here receives one batch after the other."""
+    """Orbax's handler of arrays, which writes the batches of a save one after the other."""
 
     async def serialize(self, params: Sequence[Any], context: Any) -> Any:
         async def write(batch: Sequence[Any]) -> Awaitable[None]:

@@ -1,8 +1,8 @@
-"""Puts pieces of stored arrays together to leaves, and moves the leaves to their devices.
+"""Puts pieces of stored arrays together into leaves, and moves the leaves to their devices.
 
 A piece is the unit of reads: whole chunks and whole blocks, so that it can be compared with its
-digests. The part of an array that a device holds goes there as soon as its pieces have arrived. The
-members of a stack go together.
+digests. The part of an array that a device holds goes to the device as soon as the part's pieces
+have arrived. All members of a stack go to their devices together.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a stored array that is read at once, in whole blocks and chunks."""
+    """A part of a stored array that is read as one unit, in whole blocks and whole chunks."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class _Region:
         return low, high
 
     def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
-        """Copies the overlap with a piece; returns the region once complete, else None."""
+        """Copies the overlap with a piece; returns the region's content once complete, or None."""
         if self.is_piece(piece):
             return host
         if not self.overlaps(piece):
@@ -118,15 +118,15 @@ class _Region:
 
 
 class Target:
-    """An array that is being read. It takes pieces, and stores its leaves once they are complete.
+    """An array that is being read. It takes pieces, and stores each leaf once the leaf is complete.
 
     Args:
       name: the stored name.
       wanted: the expected array, and where its leaves go.
-      leaves: the dict to which this adds the leaves, by name.
+      leaves: a dict from name to leaf, to which this object adds its leaves.
 
     Attributes:
-      nbytes: bytes of everything that is put together from pieces.
+      nbytes: bytes of all parts of the array that are put together from pieces.
     """
 
     nbytes = 0
@@ -145,9 +145,9 @@ class Target:
         """Returns the host memory that a piece takes.
 
         Returns:
-          Bytes of the piece itself, which count until it has arrived. Bytes of the parts that are
-          put together from this piece and others. The parts count from their first piece until
-          ``arrived`` has sent them on and they are on their devices.
+          Two numbers of bytes: of the piece itself, which counts until it has arrived; and of the
+          parts of the array whose first piece this is, which count until they are complete and on
+          their devices.
         """
         return piece.nbytes, 0
 
@@ -155,8 +155,8 @@ class Target:
         """Takes a piece that was read.
 
         Returns:
-          Bytes of the parts that are complete with this piece, and the arrays that carry these
-          parts to devices.
+          The bytes of the parts that this piece completes, and the arrays in which these parts
+          move to devices.
         """
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class Target:
 
 
 class SingleLeaf(Target):
-    """An array that is one leaf. Each device's part goes there as soon as it is complete."""
+    """An array that is one leaf. A device's part goes to the device once the part is complete."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
@@ -206,7 +206,7 @@ class SingleLeaf(Target):
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts each part at its first piece. A piece that is a whole part counts once."""
+        """Counts a device's part at its first piece. A piece that is a whole part counts once."""
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
             if not region.is_awaited and region.overlaps(piece):
@@ -237,11 +237,11 @@ class SingleLeaf(Target):
 
 
 class Stack(Target):
-    """An array of many leaves, which go to their devices together once all of it has arrived."""
+    """An array of many leaves, which all go to devices after the array's last piece has arrived."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
-        # The pieces, if they match the parts that devices hold; otherwise ``_whole`` is the array.
+        # The pieces, if they match the parts that devices hold; if not, ``_whole`` has the array.
         self._parts: dict[tuple[int, ...], np.ndarray] = {}
         self._whole: np.ndarray | None = None
         self._are_parts = False
@@ -251,7 +251,7 @@ class Stack(Target):
         self._missing = math.prod(wanted.shape)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces; each piece has a part of all members."""
+        """Yields the pieces; each piece has the same part of every member."""
         unit = [self.wanted.shape[0], *self._unit(chunk)[1:]]
         pieces = list(self._pieces(unit, [self._region]))
         found = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
@@ -264,14 +264,14 @@ class Stack(Target):
         yield from pieces
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts a kept piece until all have arrived, or else the array from the first piece."""
+        """Counts each piece that is kept; if none is kept, the whole array at its first piece."""
         if self._are_parts or self._region.is_piece(piece):
             return 0, piece.nbytes
         is_first, self._region.is_awaited = not self._region.is_awaited, True
         return piece.nbytes, self.nbytes if is_first else 0
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Sends the members to their devices with the last piece."""
+        """Takes a piece; with the last piece, sends all members to their devices."""
         if self._are_parts:
             self._parts[piece.start[1:]] = host
         else:
@@ -306,7 +306,7 @@ class Stack(Target):
 
 
 class Checked(Target):
-    """An array that is only compared with its digests."""
+    """An array that is compared with its digests and not kept."""
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
         """Yields the pieces of the whole array."""
@@ -314,12 +314,12 @@ class Checked(Target):
         return self._pieces(self._unit(chunk), [everything])
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Drops the piece."""
+        """Drops the piece, which was compared before."""
         return 0, []
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
-    """Returns the devices of this process that hold a leaf, or the host, with their parts."""
+    """Returns this process's devices for a leaf, or the host, each with the bounds of its part."""
     if isinstance(placement, Sharding):
         memory = placement.memory_kind
         return [
@@ -330,7 +330,10 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
 
 
 def _put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
-    """Starts moving host arrays to devices, in one batch; None for each that stays on the host."""
+    """Starts to move host arrays to devices, in one batch, and returns the device arrays.
+
+    The result has None for each array that stays on the host.
+    """
     moved = [i for i, device in enumerate(devices) if device is not Local.HOST]
     targets = [None if devices[i] is Local.DEFAULT_DEVICE else devices[i] for i in moved]
     result: list[Any] = [None] * len(hosts)
@@ -360,8 +363,8 @@ def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Returns a new host array, aligned so that a CPU device takes it over without a copy.
 
-    This is sound because no other code writes to it, and JAX does not reuse donated memory that it
-    does not own.
+    A device may take the array over because no other code writes to it, and because JAX does not
+    reuse donated memory that JAX does not own.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
@@ -370,7 +373,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return octets[skipped : skipped + nbytes].view(dtype).reshape(shape)
     try:
         pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # the error that numpy raises
+    except OSError as error:  # numpy would raise MemoryError
         raise MemoryError(f"cannot allocate {dtype}{list(shape)}: {error}") from None
     return np.frombuffer(pages, dtype).reshape(shape)
 

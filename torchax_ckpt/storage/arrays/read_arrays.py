@@ -1,8 +1,8 @@
 """Reads arrays: compares them with their digests, and moves them to devices as they arrive.
 
 This module reads through TensorStore directly, because Orbax gives no access to the bytes between
-storage and devices. Here the host compares these bytes with their digests. Each process reads only
-what its devices hold, in regions of whole blocks. A limit bounds the bytes in flight.
+storage and devices. In this module the host compares these bytes with their digests. Each process
+reads only what its devices hold, in regions of whole blocks. A limit bounds the bytes in flight.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt
 from torchax_ckpt.storage.medium import location, storage_errors
 
-# Default limit of the bytes in flight between storage and devices, besides the largest array that
-# is put together there: enough to keep storage and devices busy.
+# The default limit of the bytes in flight between storage and devices, in addition to the largest
+# array that the host puts together from pieces. It is enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
-# For programs that run beside a training program and must not take its memory.
+# The default limit for programs that run beside a training program and must not take its memory.
 STREAMED_BYTES = 256 << 20
 
 
@@ -58,11 +58,11 @@ def read_arrays(
       agree: raises if another process has failed; called before devices communicate.
 
     Returns:
-      Leaf -> array.
+      Name of the leaf -> array.
 
     Raises:
       CorruptCheckpointError: an array is missing, cannot be read, or differs from what was stored;
-        names the leaf.
+        the message names the leaf.
     """
     leaves: dict[str, Any] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
@@ -81,7 +81,7 @@ def read_arrays(
 def stream_arrays(
     committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Reads some arrays of a step whole, piece by piece; only pieces in flight are in memory.
+    """Reads whole arrays of a step piece by piece; only the pieces in flight are in memory.
 
     Yields:
       Stored name, piece, and the checked content of the piece on the host.
@@ -120,7 +120,7 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
         for target, piece in pieces:
             piece_bytes, joined_bytes = target.awaits(piece)
             window.make_room(piece_bytes + joined_bytes)
-            # The arrival gets no name here, which would keep it in memory until the next one.
+            # A variable for the arrival would keep the arrival in memory until the next one.
             window.add(
                 piece_bytes, joined_bytes, _Arrival(committed, target, piece, stores[target.name])
             )
@@ -128,7 +128,7 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
 
 
 def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
-    """Checks that the digests fit the arrays, and returns the opened arrays."""
+    """Checks that the digests fit the arrays' shapes, and returns stored name -> opened array."""
     for name, want in wanted.items():
         if want.digests is not None and not block_digests.fit(want.digests, want.shape):
             raise _corrupt(
@@ -174,7 +174,7 @@ def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, t
 
 
 def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
-    """Returns the shape of a chunk."""
+    """Returns the shape of a stored array's chunks."""
     return tuple(int(length or 1) for length in store.chunk_layout.read_chunk.shape or ())
 
 
@@ -211,8 +211,8 @@ def _corrupt(
 class _Arrival:
     """A piece on its way from storage to the host, and then to devices.
 
-    The thread of TensorStore that has brought the piece compares it at once. Pieces are therefore
-    compared in parallel, and while they are still in the processor's caches.
+    The thread of TensorStore that has read the piece also compares it with its digests. Pieces are
+    therefore compared in parallel, and while they are still in the processor's caches.
     """
 
     def __init__(
@@ -244,11 +244,11 @@ class _Arrival:
             self._is_compared.set()
 
     def finish(self) -> tuple[int, list[jax.Array]]:
-        """Waits for the piece, and starts to move complete parts to their devices."""
+        """Waits for the piece and passes it on; returns what ``Target.arrived`` returns."""
         return self._target.arrived(self._piece, self.fetch())
 
     def fetch(self) -> np.ndarray:
-        """Waits for the piece; raises if it differs from what was stored."""
+        """Waits for the piece and returns it; raises if it differs from what was stored."""
         try:
             with as_corrupt(self._committed, self._target.name):
                 self._future.result()
@@ -275,7 +275,7 @@ class _Arrival:
         )
 
     def _undecodable(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        """Returns the error, with the leaves and the file of the first unreadable chunk."""
+        """Returns the error, extended by the leaves and the file of the first unreadable chunk."""
         start, shape = self._piece.start, self._piece.shape
         rows, place = range(start[0], start[0] + shape[0]) if shape else range(0), None
         if (chunk := self._first_unreadable()) is not None:
@@ -290,7 +290,7 @@ class _Arrival:
         )
 
     def _first_unreadable(self) -> tuple[int, ...] | None:
-        """Returns the first unreadable chunk of the piece; None if all can be read by now."""
+        """Returns the first unreadable chunk of the piece; None if all are readable now."""
         grid = [
             range(start // size, -(-(start + length) // size))
             for start, length, size in zip(
@@ -311,7 +311,7 @@ class _Arrival:
         return locate_chunk.place_of_chunk(folder, stored_key(self._target.name), chunk)
 
     def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
-        """Returns an error about the members of a stack in these rows, or about the array."""
+        """Returns an error about the members of a stack in these rows, or about the whole array."""
         members, name = self._target.wanted.members, self._target.name
         leaves = sorted({members[row] for row in rows}) if members else [name]
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
@@ -319,7 +319,9 @@ class _Arrival:
 
 
 class _Window:
-    """The pieces and parts in flight, oldest first, within a limit unless one array needs more.
+    """The pieces and parts in flight, oldest first, within a limit.
+
+    The limit is exceeded only if a single array needs more.
 
     A piece counts until it has arrived. A part that is put together from pieces counts from its
     first piece until it is on its devices.
@@ -338,12 +340,12 @@ class _Window:
         self._reading.append((piece_bytes, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Finishes the oldest until ``nbytes`` more fit into the limit, or none are left."""
+        """Waits for the oldest pieces and parts until ``nbytes`` fit, or until none is left."""
         while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
             self._finish_oldest()
 
     def drain(self) -> None:
-        """Finishes everything that is still being read."""
+        """Waits for all pieces that are still being read."""
         while self._reading:
             self._finish_oldest()
 

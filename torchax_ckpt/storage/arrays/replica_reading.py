@@ -1,8 +1,8 @@
-"""The choice of leaves that one replica reads from storage for all others.
+"""The choice of leaves that one replica reads from storage for all other replicas.
 
 With data-parallel replicas over slices, each slice would read the same bytes from storage. With
-``single_replica_restore`` only the processes of the first replica read them. ``move_shards`` then
-sends them to the devices of all other replicas.
+``single_replica_restore`` only the processes of the first replica read these bytes. ``move_shards``
+then sends them to the devices of all other replicas.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torchax_ckpt.snapshot.move_shards import replicas
 from torchax_ckpt.snapshot.sharding import Placement
 from torchax_ckpt.storage.arrays.placement import Wanted
 
-# Each process reads leaves of these dtypes, and complex ones, by itself, because they are rare.
+# Each process itself reads leaves of these dtypes and of complex dtypes, because they are rare.
 _NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 
 
 def split(
     wanted: Mapping[str, Wanted],
 ) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
-    """Returns what this process reads, and the leaves that come from the first replica.
+    """Returns the arrays that this process reads, and the leaves that the first replica sends.
 
-    The leaves that come from the first replica are the same on all processes.
+    The leaves that the first replica sends are the same on all processes.
     """
     read_here: dict[str, Wanted] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
@@ -49,7 +49,7 @@ def split(
 
 
 def _source(placement: Placement, dtype: str) -> NamedSharding | None:
-    """Returns where the first replica reads a leaf; None if each process reads its own part."""
+    """Returns the first replica's sharding of a leaf; None if each process reads its own part."""
     if not isinstance(placement, NamedSharding) or placement.is_fully_addressable:
         return None
     if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
@@ -62,7 +62,7 @@ def _source(placement: Placement, dtype: str) -> NamedSharding | None:
 
 @functools.lru_cache(maxsize=1024)
 def _first_replica(final: NamedSharding) -> tuple[NamedSharding, bool]:
-    """Returns the sharding of the first replica, and if each process has a part of it."""
+    """Returns the sharding of the first replica, and whether each process has a part of it."""
     source = replicas(final)[0]
     return source, _processes(source) == _processes(final)
 

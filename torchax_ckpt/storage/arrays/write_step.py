@@ -33,7 +33,7 @@ from torchax_ckpt.storage.medium import fsync, permissions, seals
 
 logger = logging.getLogger(__name__)
 
-# TensorStore's name of the folders of files with array data.
+# The name that TensorStore gives to folders that hold files of array data.
 _DATA = "d"
 # Orbax requires content in each item, but a state may have no stored arrays at all.
 _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
@@ -109,7 +109,7 @@ def write_step(
             pending_manifest.set_result(seals.seal(manifest(batches.taken())))
         except BaseException as error:
             batches.cancel()
-            pending_manifest.set_exception(error)  # ends the save
+            pending_manifest.set_exception(error)  # ends Orbax's wait for the manifest
             # If Orbax has given up, only Orbax knows the reason.
             is_known = not isinstance(error, concurrent.futures.CancelledError)
             with contextlib.suppress(Exception) if is_known else contextlib.nullcontext():
@@ -121,7 +121,7 @@ def write_step(
 
 
 def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
-    """Raises if readers would reject an array, or could not give back its bytes."""
+    """Raises if readers would reject an array, or could not return its exact bytes."""
     count = chunking.num_pieces(array.shape, chunking.chunk_shape(array))
     if count > array_checks.MAX_CHUNKS:
         raise SaveError(

@@ -1,27 +1,29 @@
 """Which steps of a run are abandoned. No other module decides this.
 
 A run that goes back to an earlier step, or starts anew, leaves its branch: it abandons the newer
-steps. They stay in place until a new step is durable. Then they are set aside, and no run resumes
-from them. A run that goes back and ends before it saves has abandoned nothing.
+steps. The abandoned steps stay in place until a new step is durable. Then they are set aside
+(renamed, or deleted in a local tier), and no run resumes from them. A run that goes back and ends
+before it saves has abandoned nothing.
 
 A step becomes abandoned in memory first, in the ``Branches`` that ``run_history.py`` keeps for each
-tier. The abandoned steps are:
+tier (the run's durable directory, and its local directory if it has one). The abandoned steps are:
 
     - in both tiers, steps newer than the step that the run continues from;
     - in both tiers, steps newer than the step that a save begins to write;
     - steps in a local tier that some host lacks;
     - a step whose save failed after its commit.
 
-The next step records them durably: its summary lists, under ``abandons``, the keys (number and
-commit time) of the abandoned steps that are still in place, in both tiers. They therefore stay
-abandoned if the process is killed before it sets them aside. A process that lists a directory later
-treats as abandoned:
+The next step records the abandoned steps durably: its summary lists, under ``abandons``, the keys
+(number and commit time) of the abandoned steps that are still in place, in both tiers. These steps
+therefore stay abandoned if the process is killed before it sets them aside. A process that lists a
+directory later treats as abandoned:
 
     - the steps listed in the summaries of the latest commits in the directory;
     - the steps listed in the summaries of the run's other tier;
     - the steps that other hosts report (each host reads the summaries in its own local tier only);
-    - if the summary of an incoming step is damaged, older commits with its number or a higher one:
-      it waits to replace an abandoned step, so it must have abandoned at least one.
+    - if the summary of an incoming step is damaged, the steps that were committed before it and
+      have its number or a higher one. An incoming step waits to replace an abandoned step of its
+      number, so its summary must have listed at least one step.
 
 If several remaining steps have the same number, only one counts: an incoming step before others,
 then the latest commit. The rest are treated as abandoned. A local tier of another run contributes
@@ -50,8 +52,8 @@ Key: TypeAlias = tuple[int, int]
 
 # The field of a step's summary that lists the steps it abandons, as [number, commit time].
 SUMMARY_FIELD = "abandons"
-# How many of the latest commits are read: with several hosts' clocks, any of these may be the
-# latest.
+# How many summaries are read: those of the latest commits by commit time. Hosts' clocks differ, so
+# any of these may be the summary of the commit that is really the latest.
 _LATEST = 32
 
 
@@ -61,7 +63,7 @@ class Branches:
 
     Attributes:
       committed: the steps that count, oldest first, one for each number.
-      abandoned: the other steps that are still in place.
+      abandoned: the other committed steps that are still in place.
     """
 
     committed: tuple[CommittedStep, ...] = ()
@@ -69,7 +71,7 @@ class Branches:
 
     @classmethod
     def among(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
-        """Divides the steps found in a directory, given the keys of the abandoned ones."""
+        """Returns the steps found in a directory, divided by the keys of the abandoned steps."""
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in abandoned}
         return cls(
@@ -79,31 +81,34 @@ class Branches:
 
     @property
     def in_place(self) -> tuple[CommittedStep, ...]:
-        """All steps. A later step must list the abandoned ones while they are in place."""
+        """All steps, committed and abandoned.
+
+        The summary of a new step must list the abandoned ones while they are in place.
+        """
         return (*self.committed, *self.abandoned)
 
     def newer_than(self, step: int | None) -> list[CommittedStep]:
-        """The steps that a run abandons if it continues from this step; all for None."""
+        """Returns the steps that a run abandons if it continues from ``step``; all for None."""
         newest_first = reversed(self.committed)
         newer = itertools.takewhile(lambda s: step is None or s.step > step, newest_first)
         return list(newer)[::-1]
 
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
-        """The branches after these steps, committed or others, were abandoned."""
+        """Returns new branches with ``steps`` abandoned, whether or not ``committed`` had them."""
         left = tuple(steps)
         keys = {s.key for s in left}
         kept = tuple(s for s in self.committed if s.key not in keys)
         return Branches(kept, (*self.abandoned, *left))
 
     def with_newest(self, durable: CommittedStep) -> Branches:
-        """The branches after a step that continues the committed ones became durable."""
+        """Returns new branches with ``durable`` added as the newest committed step."""
         return Branches((*self.committed, durable), self.abandoned)
 
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
-        """The branches after steps were moved or deleted.
+        """Returns new branches without deleted steps, and with the new paths of moved steps.
 
         Args:
-          now: the steps that are left, with their new paths.
+          now: all steps that still exist, with their present paths.
         """
         now_at = {s.key: s for s in now}
         committed, abandoned = (
@@ -113,23 +118,23 @@ class Branches:
         return Branches(committed, abandoned)
 
     def described(self) -> list[Any]:
-        """The branches as JSON, to send to other processes of the run."""
+        """Returns the branches as JSON, to send to other processes of the run."""
         return [committed_step.described(steps) for steps in (self.committed, self.abandoned)]
 
     @classmethod
     def named(cls, described: Iterable[Any], directory: epath.Path) -> Branches:
-        """The branches that ``described`` returned, perhaps in another process."""
+        """Returns the branches that ``described`` turned into JSON, perhaps in another process."""
         committed, abandoned = (tuple(committed_step.named(d, directory)) for d in described)
         return cls(committed, abandoned)
 
 
 def to_summary(*tiers: Branches) -> list[list[int]]:
-    """The value of ``SUMMARY_FIELD`` in the summary of a step that is saved now."""
+    """Returns the value of ``SUMMARY_FIELD`` for the summary of a step that is saved now."""
     return [list(s.key) for branches in tiers for s in branches.abandoned]
 
 
 def from_summary(summary: Mapping[str, Any]) -> set[Key]:
-    """The abandoned keys in a summary; skips entries that ``to_summary`` cannot have written."""
+    """Returns the abandoned keys in a summary; skips entries that ``to_summary`` never writes."""
     entries = summary.get(SUMMARY_FIELD)
     return {
         (entry[0], entry[1])
@@ -143,8 +148,8 @@ class Abandonment:
 
     Args:
       path: the directory.
-      found: lists its committed steps, abandoned ones included.
-      summaries: the summaries of its steps.
+      found: returns the directory's committed steps, abandoned ones included.
+      summaries: the summaries of the directory's steps.
       durable: for a local tier, the abandonment of the durable directory.
     """
 
@@ -172,17 +177,17 @@ class Abandonment:
         return Branches.among(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
-        """The steps that a program may set aside before it has saved anything.
+        """Returns those of ``steps`` that a program may set aside before it has saved anything.
 
-        If only a local step says that a step of the durable tier is abandoned, that step is not
-        returned. The local step may be lost with its host, and the run then continues from the
+        Does not return a step of the durable tier that only the summary of a local step lists as
+        abandoned. The local step may be lost with its host, and the run then continues from the
         durable step.
         """
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
-        """This host's report to the others, as JSON: keys of committed and of abandoned steps."""
+        """Returns this host's report, as JSON: the keys of ``steps`` and of abandoned steps."""
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
@@ -203,10 +208,10 @@ class Abandonment:
         return self._recorded_in(self._found())
 
     def _recorded_in(self, steps: Sequence[CommittedStep]) -> set[Key]:
-        """The keys, in either tier, that the summaries of these steps list as abandoned."""
+        """Returns the keys, of either tier, that the summaries of these steps list as abandoned."""
         # Only the latest commit can list steps that are still in place, because each writer first
         # finishes setting abandoned steps aside. The clocks of several hosts may order the last
-        # commits wrongly, so several are read.
+        # commits wrongly, so several summaries are read.
         in_order = sorted(steps, key=lambda s: (s.has_lost_record, s.commit_timestamp_nsecs))
         # A step whose commit time is lost may be the latest one.
         latest = in_order[-_LATEST - sum(s.has_lost_record for s in steps) :]
@@ -216,7 +221,7 @@ class Abandonment:
         for step, summary in zip(latest, summaries, strict=True):
             if summary is not None:
                 keys |= from_summary(summary)
-            elif step.is_incoming:  # It abandoned a step, but its summary is damaged.
+            elif step.is_incoming:  # its summary is damaged, and listed at least one step
                 keys |= {s.key for s in steps if _may_replace(step, s)}
         return keys
 

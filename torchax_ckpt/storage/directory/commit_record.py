@@ -1,7 +1,7 @@
 """The files that make a directory a committed step: Orbax's commit record and its commit mark.
 
-The mark is written last and therefore holds digests of files written before it: those of Orbax's
-metadata files that have no digest of their own and that this package shows to users or relies on.
+The mark is written last. It therefore holds digests of those files of Orbax's metadata that have no
+digest elsewhere and that this package relies on or shows to users.
 On a bucket, only the mark makes a folder a step.
 """
 
@@ -37,34 +37,39 @@ _RECORD = "_CHECKPOINT_METADATA"
 # The shardings that the arrays were saved with, for people to read.
 SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (_RECORD, SHARDINGS)
-# The entries of a step of this package or of bare Orbax.
+# The names of entries in a step, whether this package or Orbax alone wrote the step.
 _PARTS = {STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
-# Marks a folder of a bucket in which a save began and was removed.
+# The name of an empty object that marks a folder of a bucket in which a save began and from which
+# the save's files were removed.
 BEGUN = "begun"
-# Only steps of this package have all three. Locally they get their name at the commit.
+# Only steps of this package have all three items. A local step gets its name only at its commit, so
+# a folder with such a name and these items was committed.
 _OWN_PARTS = {STATE, MANIFEST, SUMMARY}
-# In nanoseconds since 1970: the year 2262, the latest date that can be computed with.
+# The latest commit time that can be computed with, in nanoseconds since 1970: the year 2262.
 _MAX_TIME = 2**63 - 1
 
 
 def is_marked(path: epath.Path) -> bool:
     """Returns whether a step is complete: on a bucket if its mark exists, locally always.
 
-    Locally a step gets its name only when it is complete.
+    A local step gets its name only when it is complete.
     """
     return not location.is_bucket(path) or (path / MARK).exists()
 
 
 def is_there(committed: CommittedStep) -> bool:
-    """Returns whether a step exists: a delete first removes its name, on a bucket its mark."""
+    """Returns whether a step still exists.
+
+    A delete first removes the name of a local step, or the mark of a step on a bucket.
+    """
     return committed.path.exists() and is_marked(committed.path)
 
 
 def is_begun(path: epath.Path) -> bool:
-    """Returns whether a folder in a bucket is a step that was not finished, or only partly removed.
+    """Returns whether a folder in a bucket is an unfinished step, or a partly removed one.
 
-    Any other folder there that has a number for a name belongs to the user.
+    Any other unmarked folder in the bucket with a number for a name belongs to the user.
     """
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
@@ -72,13 +77,13 @@ def is_begun(path: epath.Path) -> bool:
 
 
 class CommitTimes:
-    """Reads commit times; warns once of each entry that looks like a step and is not one."""
+    """Reads commit times; warns once about each entry that looks like a step and is not one."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def steps_among(self, children: Iterable[epath.Path], first: int = 0) -> list[CommittedStep]:
-        """The committed steps among the folders of a run, from the number ``first`` on."""
+        """Returns the committed steps among a run's folders, from the number ``first`` on."""
         named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
         found = [(child, match) for child, match in named if int(match[2]) >= first]
         # In parallel, because each read is a round trip to a bucket.
@@ -92,7 +97,7 @@ class CommitTimes:
             ]
 
     def read(self, path: epath.Path) -> int | None:
-        """The commit time of a step, in nanoseconds since 1970; None if it is no committed step.
+        """Returns a step's commit time, in nanoseconds since 1970; None if it was not committed.
 
         Returns 0 if the step was committed but its record is damaged, so that the step is still
         reported.
@@ -118,7 +123,7 @@ class CommitTimes:
 
 
 def read_time(path: epath.Path) -> int:
-    """The commit time in a step's record, in nanoseconds since 1970.
+    """Returns the commit time in a step's record, in nanoseconds since 1970.
 
     Raises:
       OSError: the record or the mark cannot be read.
@@ -149,7 +154,7 @@ def read_time(path: epath.Path) -> int:
 
 
 def _was_committed(path: epath.Path) -> bool:
-    """Returns whether the remaining files show that a commit happened, record or not."""
+    """Returns whether the files show that a commit happened, even without a readable record."""
     if location.is_bucket(path):
         # A mark without other files comes from a late request of a save that was given up and
         # removed.
@@ -164,7 +169,10 @@ def _was_committed(path: epath.Path) -> bool:
 
 
 def item_names(path: epath.Path) -> set[str]:
-    """The items that a step had when it was committed, from its record; some may be lost since."""
+    """Returns the names of the items that a step had at its commit, from the commit record.
+
+    Some of these items may have been lost since then.
+    """
     items = json.loads((path / _RECORD).read_text()).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
 
@@ -181,7 +189,7 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
 
 
 def sealing(path: epath.Path, said: str) -> str:
-    """The text of a step's mark: Orbax's text, and the digests of Orbax's metadata files.
+    """Returns the text of a step's mark: Orbax's text, and the digests of Orbax's metadata files.
 
     Args:
       path: the step.
@@ -189,23 +197,23 @@ def sealing(path: epath.Path, said: str) -> str:
     """
     found = {}
     for name in _SEALED:
-        with contextlib.suppress(FileNotFoundError):  # there may be no array with a sharding
+        with contextlib.suppress(FileNotFoundError):  # no sharded array: no file of shardings
             found[name] = seals.of_octets((path / name).read_bytes())
     return f"{said}\n{json.dumps(found)}\n"
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:
-    """Reads a file of Orbax's metadata of a step, and compares it with its digest in the mark.
+    """Returns the content of a file of Orbax's metadata, compared with its digest in the mark.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it does not match its digest.
+      ValueError: the content does not match its digest.
     """
     return _read_checked(path, name, _stored_digests(path))
 
 
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
-    """File -> digest; {} if the mark has none, as bare Orbax writes it; None without a mark."""
+    """Returns file -> digest; {} if Orbax alone wrote the mark; None if there is no mark."""
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -227,7 +235,7 @@ def remove_leftover(path: epath.Path) -> None:
     """Removes the files of a failed save as far as possible; Orbax may still be writing others.
 
     On a bucket the writer may only be stalled and may write more of the step at any time. An empty
-    object remains there, so that no program uses the name again.
+    object (``BEGUN``) remains there, so that no program uses the step's name again.
     """
     if location.is_bucket(path):
         bucket.remove(path)

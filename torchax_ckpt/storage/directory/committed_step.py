@@ -25,7 +25,7 @@ class CommittedStep:
       path: its directory.
       commit_timestamp_nsecs: the commit time, in nanoseconds since 1970. It distinguishes the step
         from other steps of the same number. 0 if the record that holds it is damaged.
-      is_incoming: whether it waits to replace an abandoned step of its number.
+      is_incoming: whether it waits to replace an abandoned step of the same number.
     """
 
     step: int
@@ -35,20 +35,20 @@ class CommittedStep:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The number and the commit time, which no other step of the run shares."""
+        """The pair of number and commit time; no other step of the run has the same pair."""
         return self.step, self.commit_timestamp_nsecs
 
     @property
     def has_lost_record(self) -> bool:
-        """Whether its commit record was damaged when the step was listed."""
+        """Whether the step's commit record was damaged when the directory was listed."""
         return self.commit_timestamp_nsecs == LOST
 
 
 def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
-    """The steps as JSON, to send to other processes of the run."""
+    """Returns the steps as JSON, to send to other processes of the run."""
     return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
 
 
 def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
-    """The steps that ``described`` returned, perhaps in another process, in a directory."""
+    """Returns the steps of a directory that ``described`` turned into JSON in any process."""
     return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]

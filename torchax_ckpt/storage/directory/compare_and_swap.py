@@ -5,8 +5,8 @@ content, one wins and the other gets ``Conflict``. The exchange is atomic becaus
 
 - On a local path: a lock on the directory for the moment of the exchange, and a rename. A hard link
   creates the first record. On network file systems without locks on directories a gap of
-  microseconds remains between the comparison and the rename; within it, the later of two programs
-  wins.
+  microseconds remains between the comparison and the rename; within this gap, the later of two
+  programs wins.
 - On a bucket: the server's own condition, "if the generation is still this one".
 """
 
@@ -28,7 +28,7 @@ import fsspec
 from torchax_ckpt.storage.medium import location, permissions
 
 DRAFT_SUFFIX = ".draft"
-# Longer than any record; reading stops there.
+# The most bytes that are read of a record; no valid record is so long.
 _MAX_BYTES = 1 << 16
 
 
@@ -42,7 +42,7 @@ class Seen:
 
     Attributes:
       content: the bytes of the record.
-      version: distinguishes it from earlier and later records at the same place.
+      version: distinguishes the record from earlier and later records at the same place.
     """
 
     content: bytes
@@ -53,10 +53,10 @@ class AtomicRecord(Protocol):
     """A record at one path or URL."""
 
     def read(self) -> Seen | None:
-        """Returns the present record, of any content; None if there is none."""
+        """Returns the present record, whatever its content; None if there is none."""
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        """Replaces the record that was seen.
+        """Replaces the record that was seen (None: there was none); returns the new record.
 
         Raises:
           Conflict: the present record is another one.
@@ -69,11 +69,11 @@ class AtomicRecord(Protocol):
         """Returns whether the directory of the record was removed or moved elsewhere."""
 
     def close(self) -> None:
-        """Closes the open files."""
+        """Closes the files that this object keeps open."""
 
 
 def record_at(path: Any) -> AtomicRecord:
-    """The record at a local path, whose directory must exist, or at a ``gs://`` URL."""
+    """Returns the record at a local path, whose directory must exist, or at a ``gs://`` URL."""
     if location.is_bucket(path):
         return _BucketRecord(str(path))
     return _LocalRecord(pathlib.Path(path))
@@ -180,7 +180,7 @@ class _BucketRecord:
                 json_out=True,
             )
         except FileExistsError:  # gcsfs raises this for "precondition failed"
-            # The request may have succeeded, its answer been lost, and gcsfs have sent it again.
+            # The request may have succeeded; if its answer was lost, gcsfs sent it again.
             now = self.read()
             if now is None or now.content != content:
                 raise Conflict from None

@@ -4,11 +4,12 @@ The lease is a small file in the directory that names its holder: host, process,
 and last sign of life. A thread of the holder renews the sign of life every 20 s. A program that
 wants to write and finds a lease
 
-- of a process on the same host that has ended (according to the kernel): takes it over at once;
-- of a running process on the same host: is refused at once;
-- of a process on another host, which cannot be examined: takes it over once the last sign of life
-  is 60 s old. If the sign is fresher, the program waits. It is refused as soon as it sees another
-  sign.
+- of a process on the same host that has ended (according to the kernel): takes the lease over
+  immediately;
+- of a running process on the same host: is refused immediately;
+- of a process on another host, which cannot be examined: takes the lease over once the last sign of
+  life is 60 s old. Until then the program waits, and is refused as soon as it sees another sign of
+  life.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
 The clocks of hosts that share a directory should agree to within half a minute. If they do not, a
@@ -84,7 +85,7 @@ class Lease:
         self._hold = self._take()
 
     def renew(self) -> None:
-        """Gives a sign of life, as the thread does every 20 s."""
+        """Writes a new sign of life, as the thread of the lease does every 20 s."""
         if self._hold is not None:
             self._hold.renew()
 
@@ -190,7 +191,7 @@ class _Hold:
         return self._is_this_process() and self._record.is_orphaned()
 
     def confirm(self) -> None:
-        """Raises LeaseError if another program has the lease."""
+        """Raises LeaseError if this process does not have the lease any more."""
         self._require_this_process()
         with self._lock:
             self._require_not_lost()
@@ -200,7 +201,7 @@ class _Hold:
             self._require_not_lost()
 
     def renew(self) -> None:
-        """Gives a sign of life."""
+        """Writes a new sign of life into the lease."""
         with self._lock:
             if self._loss is not None or self._ended.is_set() or not self._is_this_process():
                 return
@@ -212,7 +213,7 @@ class _Hold:
                 if not self._record.is_orphaned():
                     self._lose(self._record.read())
             except OSError as error:
-                # Only a write needs the lease; it checks the lease itself.
+                # Only writes need the lease, and each write checks the lease itself.
                 logger.warning("%s: cannot renew the lease: %s", self._directory, error)
 
     def end(self) -> None:
@@ -236,7 +237,7 @@ class _Hold:
             self.renew()
 
     def _is_this_process(self) -> bool:
-        """Returns whether this process itself, not the one it was forked from, took the lease."""
+        """Returns whether this process took the lease, not a process that it was forked from."""
         return self.holder.pid == os.getpid()
 
     def _require_this_process(self) -> None:

@@ -11,7 +11,7 @@ import time
 import uuid
 
 _MAX_PID = 2**31 - 1
-# The year 9999, the last one that dates can be written in.
+# The end of the year 9999, in seconds since the epoch: later dates cannot be written.
 _MAX_SECS = 253_402_300_799
 
 
@@ -39,7 +39,7 @@ class LeaseHolder:
 
     @classmethod
     def here(cls, now: float) -> LeaseHolder:
-        """This process as a holder that takes the lease now."""
+        """Returns this process as a holder that takes the lease now."""
         process = process_of(os.getpid())
         started = process.started if process else None
         return cls(
@@ -48,7 +48,7 @@ class LeaseHolder:
 
     @classmethod
     def of(cls, content: bytes) -> LeaseHolder | None:
-        """The holder that a lease file names; None if the file cannot be parsed."""
+        """Returns the holder that a lease file names; None if the file cannot be parsed."""
         try:
             found = cls(**json.loads(content))
         except (ValueError, TypeError, RecursionError):
@@ -68,11 +68,11 @@ class LeaseHolder:
         )
 
     def to_bytes(self) -> bytes:
-        """The content of the lease file."""
+        """Returns the content of the lease file."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_alive(self) -> bool | None:
-        """Returns whether the process runs; None if that cannot be known here, or not yet."""
+        """Returns whether the holder runs; None if this process cannot know that, or not yet."""
         if self.kernel is None or self.kernel != this_kernel():
             return None
         process = process_of(self.pid)
@@ -86,7 +86,7 @@ class LeaseHolder:
         return True
 
     def describe(self, now: float) -> str:
-        """The holder in words, for messages."""
+        """Returns the holder in words, for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_secs))
         return (
             f"host {self.host}, pid {self.pid}, since {since}, last sign of life "
@@ -102,7 +102,7 @@ class _Process:
 
 
 def process_of(pid: int) -> _Process | None:
-    """The process of this number according to the kernel; None if the kernel shows none."""
+    """Returns the process of this number, from the kernel; None if the kernel shows none."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
         # The second field is the program's name, in parentheses, which may hold any character.
@@ -113,7 +113,7 @@ def process_of(pid: int) -> _Process | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Returns whether a process runs that /proc does not show, as of another user."""
+    """Returns whether a process runs that /proc does not show, for example another user's."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -124,7 +124,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def this_kernel() -> str | None:
-    """A unique name of this kernel and set of process numbers; None if unknown."""
+    """Returns a unique name of this kernel and set of process numbers; None if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -2,7 +2,8 @@
 
     DIRECTORY/120/             a committed step
     DIRECTORY/incoming-120/    a committed step whose number is still taken by an abandoned step or,
-                               on a bucket, by an unfinished save; there also incoming-120-2, ...
+                               on a bucket, by an unfinished save; buckets also have
+                               incoming-120-2, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
@@ -12,8 +13,8 @@
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
 ``abandonment.py`` decides which steps are abandoned. A run may have two directories, a durable one
-and a local one in front of it. A step of either may abandon steps of both. If storage cannot be
-read for now, that is an error, never an absent step: a temporary failure must not send a run back.
+and a local one in front of it. A step in either may abandon steps in both. While storage cannot be
+read, listing fails and reports no step as absent: a temporary failure must not send a run back.
 
 A bucket has no renames, so a save writes a step under the name that the step keeps, and Orbax's
 commit mark, written last, completes it. An incoming step stays where it is: if it were moved object
@@ -25,7 +26,8 @@ write into the step that its successor wrote. On local storage each save has a u
 commit.
 
 Listing and reading change nothing. Only the holder of the lease writes. In a run of several
-processes process 0 holds it, and claims, cleans up, commits and deletes for all of them.
+processes process 0 holds the lease; it claims the directory, cleans up, commits and deletes for all
+processes.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
     rf"|({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-.*{re.escape(DRAFT_SUFFIX)}"
 )
-# Neither a step nor one that was set aside, as long as it has no commit mark.
+# Names of steps and of steps that were set aside. A folder without a commit mark is neither.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 
 
@@ -69,7 +71,8 @@ class RunDirectory:
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
-      read_only: refuse to write. The account then needs no permission to write to a bucket.
+      read_only: whether to refuse writes. If so, the account needs no permission to write to a
+        bucket.
       durable: for a local tier, the durable directory of the run.
 
     Raises:
@@ -115,7 +118,7 @@ class RunDirectory:
     def found(self, first: int = 0) -> list[CommittedStep]:
         """Lists the committed steps with this number or a higher one, abandoned steps included.
 
-        A local tier of another run has none.
+        Returns no steps for a local tier of another run.
         """
         with self._translated("read"):
             is_ours = self._durable is None or run_identity.is_before(self.path, self._durable.path)
@@ -125,7 +128,7 @@ class RunDirectory:
         """Returns the step of this number.
 
         Raises:
-          StepNotFoundError: there is none; the message lists the steps that exist.
+          StepNotFoundError: no such step exists; the message lists the steps that exist.
         """
         steps = {committed.step: committed for committed in self.steps()}
         if step in steps:
@@ -155,7 +158,7 @@ class RunDirectory:
     def _children(self) -> list[epath.Path]:
         try:
             return list(self.path.iterdir())
-        # A bucket has no folder without objects in it.
+        # The directory may be missing: a bucket has no folder without objects in it.
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -176,13 +179,16 @@ class RunDirectory:
             permissions.prove_writable(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
-        """Returns the name of the run of a durable directory, or []; for the writer only."""
+        """Returns a list with the name of the run, or []; only for the lease's holder.
+
+        Call it on a durable directory.
+        """
         with self._translated("read"):
             self.fence()
             return run_identity.names(self.path)
 
     def join(self, present: Sequence[str], name: str) -> None:
-        """Makes this a directory of a run. Deletes first the steps of another run in a local tier.
+        """Makes this a directory of a run; first deletes another run's steps from a local tier.
 
         Args:
           present: the name that the run has now, if it has one.
@@ -203,7 +209,8 @@ class RunDirectory:
     def leave_tiers(self) -> None:
         """Removes the run's name, because a program without a local tier continues the run.
 
-        Existing local tiers lack the steps that it saves and must no longer count as the run's.
+        Existing local tiers lack the steps that this program saves, and must no longer count as
+        tiers of the run.
         """
         with self._translated("write"):
             self.fence()
@@ -222,7 +229,7 @@ class RunDirectory:
         self._lease.release()
 
     def recover(self) -> None:
-        """Finishes or removes what a killed process left behind; for the writer only."""
+        """Finishes or removes what a killed process left behind; only for the lease's holder."""
         with self._translated("clean up"):
             self.fence()
             visible = self._visible()
@@ -239,7 +246,7 @@ class RunDirectory:
 
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which to write a step until it is committed."""
-        # Write the name again if its file was removed meanwhile.
+        # Write the run's name again if the file of the name was removed meanwhile.
         if self._runs and not (self.path / run_identity.NAME).exists():
             self.fence()
             run_identity.write(self.path, self._runs, is_local=self._durable is not None)
@@ -290,7 +297,10 @@ class RunDirectory:
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
-        """Moves an incoming step to its own name and sets the step aside that had it."""
+        """Renames an incoming step to its number, after setting aside the step with that name.
+
+        Returns the step with its present path. On a bucket the step keeps its path.
+        """
         if self._is_bucket:
             return incoming
         final = self.path / str(incoming.step)
@@ -307,7 +317,7 @@ class RunDirectory:
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
         """Renames steps of an abandoned branch, so that no run resumes from them.
 
-        In a local tier it deletes them, because their space is needed.
+        In a local tier this method deletes the steps, because their space is needed.
         """
         for committed in abandoned:
             if committed.path.exists():
@@ -338,7 +348,7 @@ class RunDirectory:
     def delete(self, committed: CommittedStep) -> None:
         """Removes a step: first its name or commit mark, then its files.
 
-        A process killed in between leaves nothing that looks like a checkpoint.
+        A process killed between the two removals leaves nothing that looks like a checkpoint.
         """
         self._require_writable()
         with self._translated("delete from"):
@@ -360,7 +370,7 @@ class RunDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps that are not kept, but never the newest verified durable one.
+        """Deletes the steps not to keep, but never a durable directory's newest verified step.
 
         Args:
           keep: for each step, whether to keep it.
@@ -370,7 +380,7 @@ class RunDirectory:
           The numbers of the deleted steps.
         """
         doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
-        if self._durable is None:  # a local tier has no room for more
+        if self._durable is None:  # a local tier has no room for another step
             spared = self.verified.newest_of(doomed, steps)
             doomed = [s for s in doomed if s is not spared]
         for committed in doomed:

@@ -1,7 +1,8 @@
 """The steps that a run continues from and those it abandons, kept in memory while it runs.
 
-Process 0 lists the directory once for all processes. After that only this run writes, so it tracks
-its steps without listing again. ``abandonment.py`` decides which steps are abandoned.
+Process 0 lists the directory once for all processes. From then on only this run writes to the
+directory, so the run tracks its steps without listing again. ``abandonment.py`` decides which
+steps are abandoned.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class RunHistory:
         self.branches = Branches()
         self._in_flight: CheckpointInfo | None = None
         self._landed: CommittedStep | None = None
-        # In ascending order. Replaced as a whole, never changed in place: training reads it at
-        # every step while the save's thread adds to it.
+        # The steps as policies see them, in ascending order. Replaced as a whole, never
+        # changed in place: training reads it at every step while the save's thread adds to it.
         self._checkpoints: tuple[CheckpointInfo, ...] = ()
         self._is_open = False
 
     def open(self) -> None:
-        """Lists the directory, unless that was done before."""
+        """Lists the directory, unless this object has listed it before."""
         if not self._is_open:
             with self._processes.round("looking for steps"):
                 found = self._processes.first(lambda: self._directory.branches().described())
@@ -76,7 +77,7 @@ class RunHistory:
         if not self._is_open:
             return []
         known = {s.key for s in self.branches.in_place}
-        # The first save waits for this, and there may be thousands of old steps.
+        # The first save waits for this listing, and there may be thousands of old steps.
         if step is not None:
             found = self._directory.found(first=step)
         else:
@@ -93,7 +94,7 @@ class RunHistory:
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Abandons all other steps, because some host lacks them; removed after the next save."""
+        """Abandons the steps with other keys, which some host lacks. The next save removes them."""
         missing = (s for s in self.branches.committed if s.key not in keys)
         self._replace(self.branches.leaving(missing))
 
@@ -115,7 +116,7 @@ class RunHistory:
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
-        """Notes that the step in flight is readable from now on, even if its save fails."""
+        """Records that the step in flight is readable from now on, even if its save fails."""
         self._landed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
@@ -137,7 +138,7 @@ class RunHistory:
             self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
 
     def settle(self, settled: CommittedStep) -> None:
-        """Records that the newest step has moved to its own name."""
+        """Records the path of the newest step after ``RunDirectory.settle`` has renamed it."""
         self._replace(self.branches.moved((*self.branches.in_place, settled)))
 
     def clear_abandoned(self) -> None:
@@ -149,7 +150,7 @@ class RunHistory:
         self._replace(self.branches.moved(steps))
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Removes deleted steps, given by number."""
+        """Forgets the steps with these numbers, which were deleted."""
         if gone := set(steps):
             self.refresh(s for s in self.branches.in_place if s.step not in gone)
 
@@ -165,7 +166,7 @@ class RunHistory:
         return self._checkpoints
 
     def _replace(self, branches: Branches) -> None:
-        """Replaces the branches; for changes that affect more than the newest step."""
+        """Replaces the branches, and rebuilds all checkpoints that policies see from them."""
         self.branches = branches
         in_flight = () if self._in_flight is None else (self._in_flight,)
         self._checkpoints = (*map(_checkpoint_info, self.branches.committed), *in_flight)

@@ -35,12 +35,12 @@ _RUN = re.compile(rf"(?P<local>{_LOCAL})?(?P<names>[0-9a-f]{{32}}( [0-9a-f]{{32}
 
 
 def new() -> str:
-    """A new, unique name."""
+    """Returns a new, unique name."""
     return uuid.uuid4().hex
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """The names of the run that a durable directory, or a local tier, belongs to; [] if none.
+    """Returns the names of the run to which a durable directory or local tier belongs, or [].
 
     A local tier may have two names: the present one and the next.
     """
@@ -67,7 +67,7 @@ def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None
       is_local: whether the directory is a local tier.
 
     Raises:
-      DirectoryError: this package did not write the present file of that name, or another program
+      DirectoryError: this package did not write the present file ``run``, or another program
         replaces the name at the same time.
     """
     content = (_LOCAL if is_local else "") + " ".join(runs)
@@ -101,7 +101,7 @@ def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-    """Gives the record of the name, and its present content; the block may replace it.
+    """Yields the record of the name, and the record's present content, which may be replaced.
 
     Raises:
       DirectoryError: this package did not write the present file, or another program replaces it.

@@ -20,13 +20,13 @@ from torchax_ckpt.storage.medium import location, seals, storage_errors
 
 
 def read_manifest(committed: CommittedStep) -> Any:
-    """Reads the manifest of a step, as JSON, and checks its summary too.
+    """Returns the manifest of a step, as JSON; also checks the step's summary.
 
     Raises:
       ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
       CorruptCheckpointError: the manifest, the summary or the commit record cannot be read, or is
         not what was written.
-      DirectoryError: one of them cannot be read now.
+      DirectoryError: one of these files cannot be read now.
     """
     if committed.has_lost_record:
         with as_corrupt(committed, "commit record"):
@@ -54,7 +54,7 @@ def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
 
     Args:
       committed: the step that the block reads.
-      what: the part of the step that it reads, for the message.
+      what: the part of the step that the block reads, for the message.
     """
     try:
         yield

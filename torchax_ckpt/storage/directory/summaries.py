@@ -35,7 +35,7 @@ class Summaries:
         return dict(metrics) if isinstance(metrics, dict) else {}
 
     def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
-        """The summary of each step; None for a missing or damaged one."""
+        """Returns the summary of each step; None for a missing or damaged one."""
         with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
             return [None if said is _LOST else said for said in pool.map(self._of, steps)]
 

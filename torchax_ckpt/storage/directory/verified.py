@@ -20,7 +20,7 @@ MARK = "verified"
 
 
 class Verified:
-    """The verified steps of a directory: noted in this process or marked by an earlier one."""
+    """The verified steps of a directory: noted in this process, or marked by an earlier process."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, int], bool] = {}  # step's key -> whether it was intact
@@ -71,14 +71,14 @@ class Verified:
         return (committed.path / MARK).exists() if found is None else found
 
     def named(self, steps: Iterable[CommittedStep]) -> str:
-        """The five newest steps not known to be damaged, in words, oldest first."""
+        """Returns in words, oldest first, the five newest steps not known to be damaged."""
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 
     def newest_of(
         self, doomed: list[CommittedStep], steps: Iterable[CommittedStep]
     ) -> CommittedStep | None:
-        """The newest verified step, if it is one of those to be deleted; otherwise None.
+        """Returns the newest verified step if it is among ``doomed``; otherwise None.
 
         Args:
           doomed: the steps to be deleted, oldest first.

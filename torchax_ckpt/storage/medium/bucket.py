@@ -73,7 +73,8 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
     try:
         found = _call(filesystem, "b/{}/iam/testPermissions", name, permissions=list(wanted))
     except Exception as error:
-        # Some servers of this API do not answer that; the first save then shows it.
+        # Some servers of this API do not answer this request. The first save then shows whether a
+        # permission is missing.
         logger.info(
             "%s: cannot read this account's permissions: %s",
             path,
@@ -149,7 +150,7 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
 
 
 def _filesystem(path: epath.Path) -> Any:
-    """The gcsfs instance behind epath, with its caches cleared."""
+    """Returns the gcsfs instance that epath uses, after clearing its caches."""
     filesystem = backend.fsspec_backend.fs(path)
     filesystem.invalidate_cache()
     return filesystem
@@ -158,8 +159,8 @@ def _filesystem(path: epath.Path) -> Any:
 class _Settings:
     """The settings of the gcsfs instance that epath, Orbax, this package and the program share.
 
-    They have this package's values while it has users of the instance, and the earlier values after
-    that.
+    The settings have this package's values while any object of this package uses the instance, and
+    their earlier values afterwards.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class _Settings:
         )
 
     def use(self, filesystem: Any, user: object) -> None:
-        """Sets the instance until this user and all other users are garbage-collected."""
+        """Applies this package's values until ``user`` and all other users no longer exist."""
         with self._lock:
             if self._num_users == 0:
                 self._had_cache = filesystem.dircache.use_listings_cache
@@ -204,8 +205,9 @@ def use(path: epath.Path, user: object) -> None:
 def _start_tensorstore() -> None:
     """Makes TensorStore give up on silent connections.
 
-    Only environment variables set this. TensorStore reads them once, when it opens its first
-    bucket, which sends no request. They are set for that moment only.
+    Only environment variables set this limit. TensorStore reads them once, when it opens its first
+    bucket. This function opens a bucket, which sends no request, and sets the variables only
+    meanwhile.
     """
     missing = [name for name in _TENSORSTORE if name not in os.environ]
     try:

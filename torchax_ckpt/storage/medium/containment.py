@@ -52,7 +52,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
 
 
 def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields everything at and below a path that is not a folder; does not follow links."""
+    """Yields path and status of all non-folders at and below a path; does not follow links."""
     folders = [top]
     while folders:
         folder = folders.pop()
@@ -69,7 +69,7 @@ def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def stored_bytes(step_path: epath.Path) -> int:
-    """The size of a step's files on storage; files removed meanwhile count as 0."""
+    """Returns the size of a step's files on storage; files removed meanwhile count as 0."""
     if location.is_bucket(step_path):
         return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
     try:
@@ -79,7 +79,7 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:
-    """Returns whether the folder is no link, and the file in it is regular or missing."""
+    """Returns whether the folder is no link, and the file in it passes ``is_plain_file``."""
     if location.is_bucket(folder):
         return True
     try:
@@ -107,16 +107,16 @@ def is_plain_file(path: epath.Path) -> bool:
 def beyond_memory(
     step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
 ) -> CheckpointError:
-    """The error for leaves that this host's memory cannot hold.
+    """Returns the error for leaves that this host's memory cannot hold.
 
-    It says that the step is damaged if storage holds fewer bytes than such leaves need, and
+    The error says that the step is damaged if storage holds fewer bytes than such leaves need, and
     otherwise that the host is too small.
 
     Args:
       step_path, step: the step.
-      needed: the bytes of this host's memory needed at one time.
-      least: the fewest bytes that the leaves can occupy on storage. If storage holds less, the
-        sizes in the step's metadata are false.
+      needed: the bytes of this host's memory that the leaves need at one time.
+      least: the fewest bytes that the leaves can occupy on storage. If storage holds fewer bytes,
+        the sizes in the step's metadata are false.
       name: the name of the largest leaf.
     """
     return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
@@ -154,7 +154,7 @@ def corrupt(
     found: str,
     name: str | None = None,
 ) -> CorruptCheckpointError:
-    """The error for a file or an array of a step that is not as it must be."""
+    """Returns the error for a file or an array of a step that is not as it must be."""
     leaf = "" if name is None else f"{name}: "
     return CorruptCheckpointError(
         f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}",

@@ -1,8 +1,9 @@
 """Syncs files and folders, so that they survive a loss of power.
 
 TensorStore syncs each file that it writes, and the folder that holds the file, before it reports
-the write (``file_io_sync``, which is on unless a context turns it off). Orbax syncs none of its
-other files, nor the folders above. A bucket answers a write only after it has stored the object.
+the write (``file_io_sync``, which is on unless a context turns it off). Orbax syncs neither the
+files that it writes without TensorStore nor the folders above them. A bucket answers a write only
+after it has stored the object.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def sync_tree(top: epath.Path, *, but: str = "") -> None:
 
     Args:
       top: the folder.
-      but: the name of folders whose files are synced already. There may be thousands, of other
-        hosts too, and each would have to be opened again.
+      but: the name of folders whose files are synced already. There may be thousands of such
+        files, also from other hosts, and each would have to be opened again.
 
     Raises:
       OSError: the medium failed to store a file or a folder.

@@ -52,7 +52,7 @@ def is_bucket(path: Any) -> bool:
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
-    """TensorStore's spec of a folder as a key-value store."""
+    """Returns TensorStore's spec of a folder as a key-value store."""
     if not is_bucket(folder):
         return {"driver": "file", "path": f"{folder}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
@@ -60,10 +60,11 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 
 
 def reading_context() -> ts.Context:
-    """TensorStore's settings for reading: parallel file access, and a cache for a database's index.
+    """Returns TensorStore's settings for reading.
 
-    By default TensorStore repeats a request to a bucket for 15 minutes; these settings limit that
-    to two minutes. Writes keep Orbax's own settings, which are constants that no option changes.
+    They set parallel file access and a cache for a database's index. By default TensorStore repeats
+    a request to a bucket for 15 minutes; these settings limit that to two minutes. Writes keep
+    Orbax's own settings, which are constants that no option changes.
     """
     return ts.Context(
         {

@@ -1,10 +1,10 @@
 """Modes of new files and folders: never writable by everybody, whatever the umask of the process.
 
 Orbax and TensorStore create files and folders with the modes that the umask allows. The umask
-belongs to the whole process, so a change around a save would affect files that other threads create
-at that time. Instead, a save writes its step in a folder that only the owner can enter. Before the
-folder gets its final name, the save removes everybody's write permission inside it and opens it to
-others.
+belongs to the whole process, so a change of the umask during a save would affect files that other
+threads create at that time. Instead, a save writes its step in a folder that only the owner can
+enter. Before the folder gets its final name, the save removes everybody's write permission (the
+mode's ``o+w``) inside the folder, and opens the folder to other users.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROBE = "probe"
 
 
 def make_folder(path: epath.Path) -> None:
-    """Creates a folder and its parents, if missing, not writable by everybody."""
+    """Creates a folder and its parents, if missing. Those created are not writable by everybody."""
     if location.is_bucket(path):
         path.mkdir(parents=True, exist_ok=True)
         return
@@ -40,14 +40,14 @@ def write_file(path: pathlib.Path, content: bytes) -> None:
     """Creates a file that is never writable by everybody, not even for a moment.
 
     Raises:
-      FileExistsError: the file exists, or there is a link, which is not followed.
+      FileExistsError: a file or a link has this path. Links are not followed.
     """
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
         file.write(content)
 
 
 def make_file(path: epath.Path) -> None:
-    """Creates an empty file, if missing, not writable by everybody."""
+    """Creates an empty file, if it is missing; the new file is not writable by everybody."""
     if location.is_bucket(path):
         path.write_text("")
         return
@@ -84,7 +84,8 @@ def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[in
 
     Args:
       step: the folder, which the block creates.
-      opens: whether this process opens it; of several processes that write a step, one does.
+      opens: whether this process opens the folder. If several processes write a step, one of
+        them does.
 
     Yields:
       The mode to create the folder with; None for the default.

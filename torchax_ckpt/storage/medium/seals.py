@@ -1,4 +1,4 @@
-"""Seals: a JSON object that carries the digest of its own text, which reveals damage.
+"""Seals: a sealed JSON object carries a digest of its own text, which reveals damage.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0.
 """
@@ -13,7 +13,7 @@ import xxhash
 from etils import epath
 
 _SEAL = "xxh3_64"
-# The largest JSON or index file that this package reads. A million leaves need half of this.
+# The largest size of a JSON or index file that is read. A million leaves need half of this.
 MAX_JSON_BYTES = 1 << 28
 
 
@@ -21,8 +21,8 @@ def read_sealed(folder: epath.Path) -> dict[str, Any]:
     """Reads the content of a sealed JSON object that Orbax's JSON handler wrote.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is not what was sealed.
+      OSError: the object cannot be read.
+      ValueError: the content is not what was sealed.
     """
     return unseal(json.loads((folder / "data.json").read_text()))
 
@@ -31,10 +31,10 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON object together with the digest of its text.
 
     Raises:
-      ValueError: it is larger than the largest object that this package reads.
+      ValueError: the result is larger than the largest object that this package reads.
     """
     text = _text(dict(content))
-    # In the file a space follows each of these.
+    # In the file a space follows each comma and each colon.
     nbytes = len(text) + text.count(b",") + text.count(b":")
     if nbytes > MAX_JSON_BYTES:
         raise ValueError(
@@ -49,7 +49,7 @@ def unseal(raw: Any) -> dict[str, Any]:
     """Returns the content of a sealed JSON object.
 
     Raises:
-      ValueError: it is not what was sealed.
+      ValueError: the content is not what was sealed.
     """
     if not isinstance(raw, dict) or _SEAL not in raw:
         raise ValueError(f"expected a JSON object with its digest under {_SEAL!r}, found none")
@@ -66,5 +66,5 @@ def _text(content: Any) -> bytes:
 
 
 def of_octets(content: bytes) -> str:
-    """The digest of a file's content, hexadecimal."""
+    """Returns the digest of a file's content, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(content)

@@ -36,7 +36,7 @@ _UNAVAILABLE = {
     ),
     *("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"),
 }
-# A missing file of a committed step is damage, and so is one of another kind.
+# A missing file of a committed step is damage, and so is a folder instead of a file or the reverse.
 _DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _CLIENTS = {"aiohttp", "gcsfs", "google", "requests", "urllib3"}
 
@@ -77,8 +77,8 @@ _NETWORK = (
 def is_unavailable(error: BaseException) -> bool:
     """Returns whether an error during a read means that storage cannot be read now.
 
-    If not, the data is damaged or is not what was asked for. A missing file counts as damage. A
-    missing permission, an I/O error or a network failure may be temporary.
+    Returns False if the data is damaged or is not what was asked for. A missing file counts as
+    damage. A missing permission, an I/O error or a network failure may be temporary.
     """
     for link in _chain(error):
         number = _errno(link)
@@ -95,11 +95,11 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error in the chain that storage itself reported; otherwise ``error``."""
+    """Returns the error in the chain of ``error`` that storage itself reported, or ``error``."""
     for link in _chain(error):
         if isinstance(link, CheckpointError):
             if link.__cause__ is None:
-                # Its text is complete; the error that was being handled is not its reason.
+                # Its text is complete; its ``__context__`` is not the reason for it.
                 return link
             continue  # its cause is what storage reported
         is_client = type(link).__module__.partition(".")[0] in _CLIENTS
@@ -109,13 +109,13 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def said(error: BaseException) -> str:
-    """The text of the error that storage itself reported, on one line, without a full stop."""
+    """Returns the text of the error that storage reported, on one line, without a full stop."""
     link = root_cause(error)
     return " ".join(f"{type(link).__name__}: {link}".split()).rstrip(".: ")
 
 
 def advice(error: BaseException, *, is_bucket: bool = False) -> str:
-    """What to do about a storage error; "" if there is no specific advice."""
+    """Returns what to do about a storage error; "" if there is no specific advice."""
     link = root_cause(error)
     number, code, status = _errno(link), _http_code(link), _status(link)
     if is_bucket:
@@ -137,14 +137,14 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
 
 
 def explained(error: BaseException, path: Any) -> str:
-    """The error that storage at a path reported, and what to do about it, in sentences."""
+    """Returns sentences: the error that storage at a path reported, and what to do about it."""
     return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
 
 
 def without_locals(error: BaseException) -> BaseException:
     """Returns the error with its frames cleared, so that it may be kept.
 
-    Otherwise the frames would keep their local variables alive, perhaps a copy of a whole state on
+    Uncleared frames would keep their local variables alive, perhaps a copy of a whole state on
     the devices.
     """
     if error.__traceback__ is not None:  # the frame that caught it still runs and cannot be cleared
@@ -155,15 +155,15 @@ def without_locals(error: BaseException) -> BaseException:
 
 
 def kind(error: BaseException) -> str:
-    """A text that is the same for all failures that need the same repair."""
+    """Returns a text that is the same for all failures that need the same repair."""
     link = root_cause(error)
     what = _errno(link) or _http_code(link) or _status(link)
-    # Names and numbers of files differ between saves, and types with the library that failed.
+    # Codes are best: file names in texts differ between saves, and error types between libraries.
     return str(what) if what else f"{type(link).__name__} {re.sub(r'[0-9a-f]+', '#', str(link))}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, its causes and contexts, and the members of exception groups."""
+    """Yields the error, its causes and contexts, and the members of exception groups."""
     seen: set[int] = set()
     todo = [error]
     while todo:
