@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,38 @@ def test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces(
     assert entries(directory) <= {"1", "2", "run"}
     until(lambda: names() == THREADS)
     assert signal.getsignal(signal.SIGTERM) is ours
+
+
+def test_it_is_found_under_another_name_of_the_directory(
+    directory: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.set()
+    link = tmp_path / "latest"
+    trainer = Trainer(directory)
+    trainer.ckpt.save(1, state=STATE, force=True)
+    link.symlink_to(directory)
+    trainer = Trainer(link)
+    assert trainer.ckpt.save(2, state=STATE, force=True)
+    trainer.ckpt.close()
+    assert entries(directory) == {"1", "2"}
+
+
+def test_a_hook_is_let_go_of_with_the_closed_checkpointer(directory: Path) -> None:
+    class Owner:
+        def log(self, event: Event) -> None:
+            """Does nothing."""
+
+    owner = Owner()
+    with TorchaxCheckpointer(directory, on_event=owner.log) as ckpt:
+        ckpt.save(1, state=STATE)
+    seen = weakref.ref(owner)
+    gc.collect()
+    gc.disable()
+    try:
+        del owner, ckpt
+        until(lambda: seen() is None)
+    finally:
+        gc.enable()
 
 
 def test_what_the_replaced_checkpointer_is_saving_is_resumed_from(

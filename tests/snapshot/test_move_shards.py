@@ -134,6 +134,20 @@ def test_leaves_change_their_sharding_on_any_mesh_and_memory(memory_kind: str) -
         assert_on(target, leaves[name], value)
 
 
+def test_leaves_on_meshes_of_another_order_of_devices_move_together() -> None:
+    devices = np.array(jax.devices())
+    meshes = {"a": Mesh(devices, ("fsdp",)), "b": Mesh(devices[::-1], ("fsdp",))}
+    value = random_bits("float32", (8, 4), seed=1)
+    leaves: dict[str, Any] = {
+        n: jax.device_put(value, NamedSharding(mesh, P("fsdp"))) for n, mesh in meshes.items()
+    }
+    onto = {n: NamedSharding(mesh, P()) for n, mesh in meshes.items()}
+    targets = {n: targets_of({n: value}, onto[n])[n] for n in meshes}
+    move_shards.reshard(leaves, targets)
+    for name in meshes:
+        assert_on(onto[name], leaves[name], value)
+
+
 def test_programs_are_built_once() -> None:
     shardings = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
     again = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]

@@ -70,6 +70,11 @@ class DecisionWindows:
         self._num_windows = self._num_deleted = 0
         self._window_began = (0, 0.0)  # step and time.monotonic()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the background thread may run."""
+        return self._num_windows > 0
+
     def ask(self, step: int) -> bool:
         """Returns whether to save this step, equal on all processes.
 

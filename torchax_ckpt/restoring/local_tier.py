@@ -124,7 +124,8 @@ class HostSteps:
             self._copy = None  # values from other hosts do not verify this host's copy
         here = {name: read for name, read in reads.items() if name not in spanning}
         found = self._spanning_leaves(spanning, values)
-        moved = [n for n in found if asked[n].placement != reads[n].placement]
+        # In the same order on every process: resharding runs collectives.
+        moved = [n for n in spanning if asked[n].placement != reads[n].placement]
         reshard(found, {name: _target(asked[name]) for name in moved})
         return {**self._local_leaves(here, values), **found}
 

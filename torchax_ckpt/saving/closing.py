@@ -38,6 +38,14 @@ class _Saver(Protocol):
     def join(self) -> None: ...
 
 
+class _Decisions(Protocol):
+    """The parts of a tier's save decisions that closing uses."""
+
+    @property
+    def has_begun(self) -> bool: ...
+    def close(self) -> None: ...
+
+
 class Closing:
     """Ends the background work of one checkpointer: saves, leases, threads, SIGTERM handling.
 
@@ -49,25 +57,26 @@ class Closing:
 
     Args:
       savers: the savers of the tiers.
-      first: called before the wait for saves in flight; may be called more than once.
+      decisions: the save decisions of the tiers; closed before the wait for saves in flight.
       last: called after everything has ended; may be called more than once.
     """
 
     def __init__(
         self,
         savers: Sequence[_Saver],
-        first: Sequence[Callable[[], None]],
+        decisions: Sequence[_Decisions],
         last: Callable[[], None],
     ) -> None:
         self._savers = savers
-        self._first = first
+        self._decisions = decisions
         self._last = last
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: the collector may call drop() at any point
         self._thread: threading.Thread | None = None
         self._is_dropped = self._has_ended = False
         self.is_asked = False
-        _unfinished.add(self)
+        with _lock:
+            _unfinished.add(self)
 
     def close(self) -> None:
         """Ends the background work.
@@ -78,8 +87,8 @@ class Closing:
         """
         self.is_asked = True
         try:
-            for stop in self._first:
-                stop()
+            for each in self._decisions:
+                each.close()
             with contextlib.ExitStack() as closing:  # closes each, even if another one raises
                 for saver in self._savers:
                     closing.callback(saver.close)
@@ -96,12 +105,12 @@ class Closing:
         Args:
           hook: the user's event hook, which gets the remaining events; None without one.
         """
-        if hook is not None:
-            hook.outlive()
         if self._has_ended or self._pid != os.getpid() or sys.is_finalizing():
             return
+        if hook is not None:
+            hook.outlive()
         self._is_dropped = self.is_asked = True
-        if any(saver.has_begun for saver in self._savers):
+        if any(part.has_begun for part in (*self._savers, *self._decisions)):
             _dropped.append(self)  # the collector has cleared the weak reference in _unfinished
             self._finish_later()
 
@@ -110,7 +119,7 @@ class Closing:
         return (
             not self._has_ended
             and not any(other is saver for other in self._savers)
-            and any(str(s.path) == str(saver.path) and s.has_begun for s in self._savers)
+            and any(_is_same(s.path, saver.path) and s.has_begun for s in self._savers)
         )
 
     def finish_at_exit(self) -> None:
@@ -140,8 +149,8 @@ class Closing:
                 self._thread = None
 
     def _finish(self) -> None:
-        for stop in self._first:
-            stop()
+        for each in self._decisions:
+            each.close()
         for saver in self._savers:
             saver.join()
             saver.close()
@@ -170,6 +179,12 @@ class Closing:
 # Checkpointers that have not been collected, and unreachable ones that have not ended.
 _unfinished: weakref.WeakSet[Closing] = weakref.WeakSet()
 _dropped: list[Closing] = []
+_lock = threading.RLock()  # reentrant: the collector may call Closing.drop() at any point
+
+
+def _is_same(path: Any, other: Any) -> bool:
+    """Returns whether both name one directory; links are followed."""
+    return os.path.realpath(str(path)) == os.path.realpath(str(other))
 
 
 def take_over(saver: _Saver) -> None:
@@ -181,7 +196,8 @@ def take_over(saver: _Saver) -> None:
     Raises:
       SaveTimeoutError: a save of another checkpointer takes too long; it continues.
     """
-    others = [c for c in {*_unfinished, *_dropped} if c.concerns(saver)]
+    with _lock:
+        others = [c for c in {*_unfinished, *_dropped} if c.concerns(saver)]
     if not all(other.is_asked for other in others):
         gc.collect()
     for other in others:

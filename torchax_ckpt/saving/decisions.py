@@ -67,6 +67,11 @@ class Decisions:
         if self._windows is not None:
             self._windows.keep()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the background thread that receives decisions may run."""
+        return self._windows is not None and self._windows.has_begun
+
     def close(self) -> None:
         """Ends the background thread that receives decisions; may be called again."""
         if self._windows is not None:

@@ -347,5 +347,6 @@ class Tiers:
 
     def closing(self, last: Callable[[], None]) -> Closing:
         """Returns the object that finishes the saves, releases the directories, calls ``last``."""
-        stops = [tier.decisions.close for tier in self._tiers]
-        return Closing([tier.saver for tier in self._tiers], stops, last)
+        return Closing(
+            [tier.saver for tier in self._tiers], [tier.decisions for tier in self._tiers], last
+        )

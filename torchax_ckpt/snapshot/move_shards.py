@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -268,7 +269,11 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
       leaves: leaf -> array with a NamedSharding. The results are stored here.
       targets: see ``Targets``.
     """
-    for chunk in _chunks(targets):
+    # One program runs on one list of devices, so leaves on meshes of another order come apart.
+    by_devices: dict[tuple[jax.Device, ...], dict[str, Any]] = collections.defaultdict(dict)
+    for name, target in targets.items():
+        by_devices[tuple(_sharding(target).mesh.devices.flat)][name] = target
+    for chunk in itertools.chain.from_iterable(map(_chunks, by_devices.values())):
         onto = [_sharding(target) for target in chunk.values()]
         given = [_relabelled(leaves[name]) for name in chunk]
         program = reshard_program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import threading
 import tomllib
@@ -248,6 +249,18 @@ def test_the_installed_orbax_passes_the_check_once() -> None:
     orbax_internals.check_internals()
     assert orbax_internals.check_internals.cache_info().currsize == 1
     assert replaced() == before
+
+
+@pytest.mark.usefixtures("_check_again")
+def test_the_check_leaves_the_event_loop_of_the_program() -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        orbax_internals.check_internals()
+        assert asyncio.get_event_loop() is loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def test_the_release_to_install_is_the_one_that_is_depended_on() -> None:

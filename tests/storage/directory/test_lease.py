@@ -344,6 +344,22 @@ def test_a_lease_that_was_removed_is_lost_unless_the_directory_went_with_it(
     lease.release()
 
 
+def test_a_lease_that_cannot_be_renewed_for_lack_of_threads_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lease = Lease(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError):
+            lease.hold()
+    lease.hold()
+    lease.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- what checkpointers do with it ---
 
 

@@ -278,9 +278,6 @@ def _is_alone() -> bool:
     return (current := _operation.get()) is not None and current.is_alone
 
 
-# --- private results of Orbax --------------------------------------------------------------------
-
-
 def future_of(response: Any) -> concurrent.futures.Future[Any]:
     """Returns the future of a save, which a caller can wait for together with other futures."""
     return response._thread_runner._future
@@ -292,8 +289,6 @@ def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
         array, replica_id=0, use_replica_parallel=use_replica_parallel
     )
 
-
-# --- handlers ------------------------------------------------------------------------------------
 
 StatusCallback = DefaultSerializationStatusCallback
 """Receives progress of array writes from Orbax; the base of ``host_batches.Batches``."""
@@ -343,10 +338,12 @@ def check_internals() -> None:
       BackendError: names the Orbax release, what was not as expected, and what to install.
     """
     try:
-        _check_operations()
+        # On a thread: Orbax unsets the event loop of the thread on which it runs a coroutine.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(_check_operations).result()
         _check_handlers()
         _check_users()
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:
         raise _incompatible(error) from error
 
 

@@ -133,7 +133,11 @@ class Lease:
                 taken = record.swap(seen, holder.to_bytes())
             except Conflict:
                 continue
-            return _Hold(record, taken, holder, self._directory, self._clock)
+            try:
+                return _Hold(record, taken, holder, self._directory, self._clock)
+            except BaseException:  # no thread can be started: nobody would renew the lease
+                record.remove(taken)
+                raise
 
     def _log_waiting(self, other: LeaseHolder | None, now: float) -> None:
         if other is None or other.renewed_secs + LEASE_SECS > now:
