@@ -103,9 +103,9 @@ class Processes:
         channel, waits first.
 
         Args:
-          what: the work of the round, the same on all processes: ``saving step 12``. The
-            n-th round of some work on one process meets the n-th round of that work on the others.
-            So if one process omits a round, rounds of other work are not affected.
+          what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
+            of some work on one process meets the n-th round of that work on the others. So if one
+            process omits a round, rounds of other work are not affected.
 
         Raises:
           CheckpointError: the error of another process. It has the same type if that is an error
@@ -145,7 +145,7 @@ class Processes:
         self._verdict = None
 
     def _end(self) -> None:
-        """Waits for the verdict, which process 0 publishes when all have called this."""
+        """Waits for the verdict, which process 0 publishes once all processes have called this."""
         self.gather(topic="the end")
         if not self.is_first:
             place = f"{self._here}/the end"
@@ -198,7 +198,7 @@ class Processes:
         self.share(topic=topic)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Runs an action on process 0 only; returns its result, which must be JSON, on all.
+        """Runs an action on process 0 only; returns its JSON result on all processes.
 
         If the action raises, the round fails on all processes.
         """
@@ -310,7 +310,7 @@ class Processes:
         )
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:
-        """Reports an error of this process; returns the error that ends the round on all.
+        """Reports this process's error; returns the error that ends the round on all processes.
 
         Returns None if the round succeeded on all processes.
         """

@@ -39,7 +39,10 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """The decisions for each ``stride``-th step from ``first`` to ``last``: ``saved`` are saved."""
+    """The decisions for every ``stride``-th step from ``first`` to ``last``.
+
+    The steps in ``saved`` are to be saved, the others are not.
+    """
 
     first: int
     last: int
@@ -91,7 +94,7 @@ class DecisionWindows:
         return self._answer
 
     def keep(self) -> None:
-        """Records that the save of the last decided step began; ``ask`` then returns False."""
+        """Records that the last decided step is being saved; its decision is then False."""
         self._answer = False
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_note_fork)
 class Calls:
     """The running calls on one checkpointer: one per thread.
 
-    The thread that makes the first training call is the only one that may make training calls.
+    The thread that makes the first call with ``trains`` is the only one that may make such calls.
     """
 
     def __init__(self) -> None:

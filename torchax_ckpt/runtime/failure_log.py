@@ -23,8 +23,8 @@ class FailureLog:
     def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
         """Logs a failure and keeps it to be raised.
 
-        If the action failed before with the same kind, and ``over`` was not called since, logs at
-        level DEBUG only, and keeps the failure only if no other failure waits to be raised.
+        If the last failure of the action had the same kind, and ``over`` was not called since, logs
+        at level DEBUG only, and keeps the failure only if no other failure waits to be raised.
 
         Args:
           failure: the failure.

@@ -142,7 +142,7 @@ def _unescaped(path: str) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """Returns the number in a file; None if it is missing or has no number, but ``max``, say."""
+    """Returns the number in a file; None if the file is missing or has text such as ``max``."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

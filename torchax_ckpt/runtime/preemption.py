@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 128 + signal.SIGTERM
 # Signals within this time count as one notice, because GNU timeout sends its child two in a row.
 _ONE_NOTICE_SECS = 0.1
-_WAKE = b"\0"  # wakes the thread that reads the pipe; no signal number
+_WAKE = b"\0"  # wakes the thread that reads the pipe; not a signal number
 
 
 class Preemption:
@@ -168,7 +168,7 @@ class _Watch:
         return self._pipe is not None
 
     def _take_wakeup_fd(self) -> None:
-        """Sets our pipe as the wakeup descriptor; keeps the previous one, to relay to it."""
+        """Sets our pipe as wakeup descriptor; keeps the previous one, to relay signals to it."""
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
@@ -294,7 +294,7 @@ class _Watch:
 
 
 def _end(cause: str) -> NoReturn:
-    """Ends the process without the main thread, which may be busy for a long time."""
+    """Ends the process immediately, without waiting for the main thread, which may be busy."""
     with contextlib.suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)
