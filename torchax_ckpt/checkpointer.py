@@ -59,15 +59,15 @@ class TorchaxCheckpointer:
 
     Call the methods on the training thread, because torchax keeps the random key and its modes per
     thread. A method that cannot work where it is called raises CallError. From ``attach`` or the
-    first ``save`` until ``close``, a SIGTERM ends the process only after
-    ``CheckpointOptions(preemption_grace_secs=)``. Until then the next ``save`` waits until its step
-    is durable, and ``reached_preemption`` returns True. Only one program at a time may write to a
-    directory; any number of programs may read it. In a run of several processes, each process must
+    first ``save`` until ``close``, a SIGTERM does not end the process immediately: the next
+    ``save`` saves its step and waits until the step is durable, and ``reached_preemption`` returns
+    True (see ``preemption_grace_secs`` of ``CheckpointOptions``). Only one program at a time may
+    write to a directory; any number may read it. In a run of several processes, each process must
     make the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
-      save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
+      save_decision_policy: when ``save`` saves; default: if no save is in flight, or at preemption.
       preservation_policy: which steps are kept; default: the latest three.
       local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has its own
         policies; the two policies above apply to ``directory`` only.
@@ -168,8 +168,8 @@ class TorchaxCheckpointer:
           rng: whether to save and restore the random state of torchax, torch, numpy and Python.
 
         Returns:
-          The number of completed steps of the restored checkpoint; 0 without a checkpoint.
-          Functional state (``save(state=)``) is not restored; call ``load`` to get it.
+          The number of completed steps of the newest readable checkpoint; 0 without one. If that
+          checkpoint holds functional state (``save(state=)``), call ``load`` to get the state.
 
         Raises:
           AttachError: ``attach`` was called before, or the objects cannot be attached: the model is
@@ -241,7 +241,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          MismatchError: ``strict``, and the step does not match the objects; nothing was changed.
+          MismatchError: with ``strict``, the step does not match the objects; nothing was changed.
           SelectionError: as for ``warm_start``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
           AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
@@ -465,7 +465,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of a step; {} if it has none, or damaged ones (see ``verify``).
+        """Returns the metrics of a step; {} if it has none or they are damaged (see ``verify``).
 
         Raises:
           StepNotFoundError: there is no such step.

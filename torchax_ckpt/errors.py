@@ -102,10 +102,10 @@ class ForeignCheckpointError(CheckpointError, ValueError):
 
 
 class LeaseError(CheckpointError, RuntimeError):
-    """Another program writes to the directory, or has saved steps there meanwhile.
+    """Another program writes, or has written, to the directory.
 
-    "Meanwhile" is since this program listed the directory. The error is also raised if another
-    program has taken over the lease that this program had on the directory.
+    It holds the lease of the directory, has taken over this program's lease, or has saved steps
+    since this program listed the directory.
     """
 
 

@@ -42,7 +42,7 @@ class CheckpointOptions:
         in a local tier. Bytes that were just written usually come back from the host's page cache,
         not from the medium.
       on_save_error: what a failed save does to training. "continue" reports the failure, and the
-        next save tries again. "raise" raises it in the next call of ``save`` (by ``steps`` too).
+        next save tries again. "raise" raises it in the next call of ``save``, also in ``steps``.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -144,8 +144,8 @@ class LocalTier:
         a run removes the steps that another run has left in its local directory.
       save_decision_policy: when a step is saved to the local tier. None: whenever the previous
         local save is durable.
-      keep: how many steps the local tier keeps. While a step is written, it needs space besides
-        these.
+      keep: how many steps the local tier keeps. There must be space for one more, which is being
+        written.
       replica_axis: the mesh axis of the arrays along which slices hold equal data. In a restore, a
         host that lacks a part gets it from a host of its own slice if one has it, otherwise from a
         host of another slice.
