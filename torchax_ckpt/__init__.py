@@ -33,8 +33,8 @@ __all__ = [
     "warm_start",
 ]
 
-# Loaded at first use, because all of them but planning import JAX and Orbax, and most import
-# torchax.
+# These names and ``_MODULES`` are loaded at first use, because all but planning import JAX and
+# Orbax, and most import torchax.
 _LAZY = {
     "Event": "torchax_ckpt.telemetry.events",
     "RandomState": "torchax_ckpt.state.random_state",

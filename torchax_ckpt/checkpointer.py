@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class TorchaxCheckpointer:
     """Saves and restores the training of a PyTorch program that runs on JAX through torchax.
 
-    With two lines a training loop survives interruptions::
+    This training loop survives interruptions::
 
         torchax.enable_globally()
         with TorchaxCheckpointer("runs/digits") as ckpt:
@@ -48,7 +48,7 @@ class TorchaxCheckpointer:
                 ...train...
                 ckpt.record(loss=loss)
 
-    Or call ``save`` in a loop of your own::
+    The same with ``save`` in a loop of your own::
 
         with TorchaxCheckpointer("runs/digits") as ckpt:
             start = ckpt.attach(model, optimizer)
@@ -59,26 +59,26 @@ class TorchaxCheckpointer:
 
     Call the methods on the training thread, because torchax keeps the random key and its modes per
     thread. A method that cannot work where it is called raises CallError. From ``attach`` or the
-    first ``save`` until ``close``, a SIGTERM does not end the process at once. Instead the next
-    ``save`` saves and waits, and ``reached_preemption`` returns True
-    (``CheckpointOptions(preemption_grace_secs=)``). One program at a time may write to a directory;
-    any number may read it. In a run of several processes, each process must make the same calls at
-    the same steps.
+    first ``save`` until ``close``, a SIGTERM does not end the process immediately: the next
+    ``save`` saves its step and waits until the step is durable, and ``reached_preemption`` returns
+    True (see ``preemption_grace_secs`` of ``CheckpointOptions``). Only one program at a time may
+    write to a directory; any number may read it. In a run of several processes, each process must
+    make the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
-      save_decision_policy: when ``save`` saves; default: continuously, and at a preemption.
+      save_decision_policy: when ``save`` saves; default: if no save is in flight, or at preemption.
       preservation_policy: which steps are kept; default: the latest three.
       local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has its own
-        policies; the two policies above apply to the directory.
+        policies; the two policies above apply to ``directory`` only.
       options: how steps are written and read.
       on_event: called with each ``Event``, for loggers: in order, on a separate thread, which
-        ``close`` waits for. Its exceptions are logged; training and saving continue.
+        ``close`` waits for. Exceptions that it raises are logged; training and saving continue.
 
     Raises:
-      DirectoryError: the directory is a file, or its scheme is not supported; the bucket does not
-        exist, or does not grant a permission (to write, unless
-        ``CheckpointOptions(read_only=True)``).
+      DirectoryError: the directory is a file, or its scheme is not supported; or the bucket does
+        not exist, or does not grant permission to read or, unless
+        ``CheckpointOptions(read_only=True)``, to write.
       BackendError: the installed torchax or Orbax lacks internals that this package needs.
     """
 
@@ -145,8 +145,8 @@ class TorchaxCheckpointer:
     ) -> int:
         """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
-        Restored arrays get the live shardings, whatever mesh they were saved from. A damaged newest
-        step is skipped with a warning; a step that does not match the objects raises.
+        Restored arrays get the shardings of the attached ones, whatever mesh they were saved from.
+        Damaged steps are skipped with a warning; a step that does not match raises MismatchError.
 
         Args:
           model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
@@ -158,24 +158,24 @@ class TorchaxCheckpointer:
             ``StatefulDataLoader``, or a dict of them.
           stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
           shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
-            tensors, or a ``torchax.mesh_util.Mesh``; default: the live shardings. The name is the
+            tensors, or a ``torchax.mesh_util.Mesh``; default: their present ones. The name is the
             torch name (``encoder.0.weight``); with several models, ``<model>/`` precedes it.
-          init: ``(name, jax.ShapeDtypeStruct) -> array`` for tensors on ``"meta"`` that no
-            checkpoint supplies: all at a first start, and non-persistent buffers. The
-            ShapeDtypeStruct has the sharding; the function may return None to decline.
-          resume: whether to restore. If False, existing steps become an abandoned branch once a
-            new step is durable.
-          rng: whether to save and restore random state: torchax's key, torch, numpy, Python.
+          init: ``(name, jax.ShapeDtypeStruct) -> array``, called for each tensor on ``"meta"`` that
+            no checkpoint supplies: at a first start all of them, later only non-persistent buffers.
+            The ShapeDtypeStruct has the sharding; the function may return None to decline.
+          resume: whether to restore. If False, existing steps are abandoned once a new step is
+            durable: they are renamed to ``abandoned-N``, and no run resumes from them.
+          rng: whether to save and restore the random state of torchax, torch, numpy and Python.
 
         Returns:
-          The restored checkpoint's completed steps, or 0 without a checkpoint. If the checkpoint
-          holds functional state, ``attach`` returns its step; call ``load`` to get the state.
+          The number of completed steps of the newest readable checkpoint; 0 without one. If that
+          checkpoint holds functional state (``save(state=)``), call ``load`` to get the state.
 
         Raises:
-          AttachError: called twice, or the objects do not belong together: the model is still on
-            the CPU, or the optimizer's parameters are not the model's.
+          AttachError: ``attach`` was called before, or the objects cannot be attached: the model is
+            still on the CPU, for example, or the optimizer's parameters are not the model's.
           MismatchError: the checkpoint does not match the objects; nothing was changed.
-          UninitializedLeafError: nothing fills a meta tensor.
+          UninitializedLeafError: neither a checkpoint nor ``init`` fills a meta tensor.
           UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
           CorruptCheckpointError: there are steps, but all are damaged.
@@ -220,19 +220,19 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        Compares the whole step first, so that a mismatch changes no live state. Newer steps become
-        an abandoned branch: they stay until a new step is durable, are then renamed to
-        ``abandoned-N``, and no run resumes from them.
+        Compares the whole step with the objects first, so that a mismatch changes no live state.
+        Steps newer than the restored one stay until a new step is durable. They are then renamed
+        to ``abandoned-N``, and no run resumes from them.
 
         To continue a run with another head or with other names, call ``attach(..., resume=False)``
-        and then this. To start a new run from the weights of another, see ``warm_start``.
+        and then ``restore``. To start a new run from another run's weights, see ``warm_start``.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
-          strict: whether any difference raises. If False, restores the leaves that match and
-            reports the rest.
-          include, exclude, rename: patterns that select and rename the model's tensors, as for
-            ``warm_start``, with their optimizer state. Other tensors and their state stay.
+          strict: whether any difference raises MismatchError. If False, restores the leaves that
+            match and reports the rest.
+          include, exclude, rename: patterns that select and rename the model's tensors, and so
+            their optimizer state, as for ``warm_start``. Other tensors and their state stay.
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Returns:
@@ -241,7 +241,7 @@ class TorchaxCheckpointer:
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          MismatchError: the checkpoint does not match, and ``strict``; nothing was changed.
+          MismatchError: with ``strict``, the step does not match the objects; nothing was changed.
           SelectionError: as for ``warm_start``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
           AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
@@ -282,7 +282,7 @@ class TorchaxCheckpointer:
         return dataclasses.replace(report, tier=tier.name)
 
     def _reads_over_devices(self) -> bool:
-        """True if processes send each other restored values over the device network."""
+        """Returns whether processes send each other restored values over the device network."""
         return self._processes.count > 1 and (
             self._options.single_replica_restore or self._tiers.local is not None
         )
@@ -299,13 +299,13 @@ class TorchaxCheckpointer:
 
         Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
         written by Orbax alone. On several processes with ``single_replica_restore`` or a local
-        tier, call it on the training thread only, because processes then send each other values
-        over the device network.
+        tier, call ``load`` on the training thread only, because processes then send each other
+        values over the device network.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
           abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays (also
-            donated ones), torch CPU tensors, numpy arrays and Python values. The result has its
+            donated ones), torch CPU tensors, numpy arrays and Python values. The result has this
             structure, kinds of leaves and shardings. None returns everything as it was saved, with
             device arrays on the default device; nodes that are not dicts, lists or tuples become
             dicts.
@@ -331,21 +331,21 @@ class TorchaxCheckpointer:
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a whole step and compares every byte with the bytes that were saved.
 
-        The step then counts as verified, also for later programs unless this one is
-        ``read_only``; no preservation policy deletes the newest verified durable step. Live state
+        An intact step then counts as verified, also for later programs unless this checkpointer is
+        ``read_only``. No preservation policy deletes the newest verified durable step. Live state
         does not change.
 
         Args:
-          step: completed steps of the checkpoint; None for the newest, damaged or not.
+          step: completed steps of the checkpoint; None for the newest step, damaged or not.
           tier: "durable" or "local"; None for each tier that has the step.
 
         Returns:
-          The step.
+          The number of the verified step.
 
         Raises:
           StepNotFoundError: there is no such step, or none at all.
           TierError: there is no such tier.
-          CorruptCheckpointError: the step is damaged; names the leaf and, if known, the file.
+          CorruptCheckpointError: the step is damaged; the error names the leaf and any known file.
           ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
           DirectoryError: the step cannot be read now.
         """
@@ -364,16 +364,16 @@ class TorchaxCheckpointer:
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
         last step is always saved. If a body restores another step, the loop continues after that
-        step and does not save the body. ``break`` and exceptions leave the loop without a save of
-        the current body. At a preemption, saves the step, waits until it is durable and ends the
-        loop.
+        step, and the step of the body is not saved. ``break`` and exceptions leave the loop without
+        a save of the current step. At a preemption, saves the step, waits until it is durable and
+        ends the loop.
         """
         self._require_open()
         self._require_attached("steps")
         return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
-        """Records metrics of the current step; they are fetched and stored only if it is saved.
+        """Records metrics of the current step. Fetches and stores them only if the step is saved.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -395,7 +395,7 @@ class TorchaxCheckpointer:
     ) -> bool:
         """Saves the step if the policy says so, in the background.
 
-        The saved values are fixed when this returns. ``save`` waits neither for devices nor for
+        The saved values are fixed when ``save`` returns. ``save`` waits neither for devices nor for
         storage, with three exceptions: the first save acquires the directory; a save waits for an
         earlier save that is still in flight; a snapshot by "transfer" waits until the arrays are
         on the host. After a preemption notice, ``save`` saves the step whatever the policy says
@@ -406,15 +406,15 @@ class TorchaxCheckpointer:
           state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
             numbers and strings, for functional training. It is saved in place of attached
             modules and optimizers; random state, loaders and stateful objects are saved too.
-          metrics: numbers (also device scalars) and JSON by name, added to those of ``record``.
-          force: saves to the durable tier, whatever the policy says.
+          metrics: name -> number (also a device scalar) or JSON, added to those of ``record``.
+          force: whether to save to the durable tier whatever the policy says.
 
         Returns:
           Whether a save began; False if the step is already saved. After a preemption notice:
           whether the step is durable, after a second attempt if the first one failed.
 
         Raises:
-          StepError: negative, or below the last step saved or restored; StepTypeError: no int.
+          StepError: a step below 0 or the last saved or restored step; StepTypeError: not an int.
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
           MetricsError: a metric cannot be stored, or a best-N rule cannot rank it.
@@ -423,7 +423,7 @@ class TorchaxCheckpointer:
           DirectoryError: the first save finds that the directory cannot be written.
           LeaseError: another program writes to the directory or took it over; or the first save
             finds that another program has saved this step, or newer ones, since ``attach``.
-          SaveError: an earlier save failed, under ``CheckpointOptions(on_save_error="raise")``.
+          SaveError: an earlier save failed, with ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
         return self._saves.save(as_step(step), self._attached, state, metrics or {}, force=force)
@@ -431,19 +431,19 @@ class TorchaxCheckpointer:
     def reached_preemption(self, step: int | None = None) -> bool:
         """Returns whether this run got a preemption notice; call it after each completed step.
 
-        Once True, it stays True. Under ``jax.distributed`` each process must call this or ``save``
-        at every step. Without a step it returns the latest answer, also after ``close``. Then exit
-        with 143, or another code than 0, so that the scheduler starts the program again.
+        Once True, the answer stays True. Under ``jax.distributed`` each process must call this or
+        ``save`` at every step. Without a step, returns the latest answer, also after ``close``. If
+        True, exit with code 143, or another than 0, so that the scheduler restarts the program.
         """
         return self._preemption.reached(None if step is None else as_step(step))
 
     # --- listing and deleting steps -----------------------------------------------------------
 
     def all_steps(self, tier: TierName | None = None) -> list[int]:
-        """Returns the existing steps, in order. Lists the directories at each call; opens no step.
+        """Returns the existing steps, ascending. Lists the directories at each call; opens no step.
 
         Args:
-          tier: lists only this tier, "durable" or "local"; raises TierError if it does not exist.
+          tier: "durable" or "local" (TierError if it does not exist); None lists all tiers.
         """
         return self._tiers.numbers(tier)
 
@@ -465,7 +465,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of a step; {} if there are none or they are damaged (``verify``).
+        """Returns the metrics of a step; {} if it has none or they are damaged (see ``verify``).
 
         Raises:
           StepNotFoundError: there is no such step.
@@ -501,7 +501,7 @@ class TorchaxCheckpointer:
         """Waits until no save is in flight, then calls ``check_for_errors``.
 
         Raises:
-          SaveTimeoutError: a save is in flight after ``timeout_secs``; it continues.
+          SaveTimeoutError: a save is still in flight after ``timeout_secs``; the save continues.
           SaveError: a save failed.
         """
         self._tiers.wait(timeout_secs)
@@ -518,11 +518,11 @@ class TorchaxCheckpointer:
 
     @guarded(trains=False)
     def close(self) -> None:
-        """Finishes the saves in flight, and lets other programs write. May be called twice.
+        """Waits for saves in flight, then lets other programs write. May be called twice.
 
         Raises:
           SaveError: the newest save to the durable tier failed.
-          SaveTimeoutError: a save took longer than ``save_timeout_secs``. It continues; the
+          SaveTimeoutError: a save took longer than ``save_timeout_secs``. The save continues; the
             checkpointer finishes closing when the save ends.
         """
         if self._has_ended:
@@ -544,7 +544,7 @@ class TorchaxCheckpointer:
         try:
             self.close()
         except CheckpointError:
-            # Already logged. It must not hide the exception that ended the loop.
+            # The error is already logged. It must not hide the exception that ended the loop.
             if error is None:
                 raise
 

@@ -29,8 +29,8 @@
     └── UnusableStateError          a restore that failed after it freed the old state
 
 Each class also derives from the matching builtin exception (``ValueError``, ``FileNotFoundError``
-and so on). Each error has the attributes ``step``, ``path`` and ``key_path``; one that does not
-apply is None.
+and so on). Each error has the attributes ``step``, ``path`` and ``key_path``; an attribute
+that does not apply is None.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class CheckpointError(Exception):
     """The base class of all errors of this package.
 
     Attributes:
-      step: completed optimizer steps of the checkpoint concerned; None if none is.
-      path: the file or directory concerned; None if none is.
+      step: completed optimizer steps of the checkpoint concerned; None if the error concerns no
+        single checkpoint.
+      path: the file or directory concerned; None if the error concerns no single path.
       key_path: the leaf concerned, named as in the manifest (``model/encoder.0.weight``); None if
-        none is.
+        the error concerns no single leaf.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class BackendError(CheckpointError, ImportError):
 
 
 class CallError(CheckpointError, RuntimeError):
-    """A call came from another thread, a forked process, inside jit or inside another call."""
+    """A method was called on another thread, in a forked process, in jit or in another call."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
@@ -101,9 +102,10 @@ class ForeignCheckpointError(CheckpointError, ValueError):
 
 
 class LeaseError(CheckpointError, RuntimeError):
-    """Another program writes to the directory.
+    """Another program writes, or has written, to the directory.
 
-    Or another program took over the lease, or saved steps since this program listed the directory.
+    It holds the lease of the directory, has taken over this program's lease, or has saved steps
+    since this program listed the directory.
     """
 
 
@@ -128,7 +130,7 @@ class ProcessError(CheckpointError, RuntimeError):
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
-    """Another process of the run did not reach the point where this process waits, in time."""
+    """Another process of the run did not arrive in time at a point where this process waits."""
 
 
 class SaveError(CheckpointError, RuntimeError):
@@ -148,11 +150,11 @@ class SelectionError(CheckpointError, ValueError):
 
 
 class StepError(CheckpointError, ValueError):
-    """A step number cannot be saved or restored."""
+    """A step with the given number cannot be saved or restored."""
 
 
 class StepNotFoundError(StepError, FileNotFoundError):
-    """There is no committed checkpoint at that step."""
+    """There is no committed checkpoint at the requested step."""
 
 
 class StepTypeError(StepError, TypeError):
@@ -181,7 +183,8 @@ class MismatchError(CheckpointError, ValueError):
     Attributes:
       missing: names in the attached state that the checkpoint lacks.
       unexpected: names in the checkpoint that the attached state lacks.
-      mismatched: name -> "expected ..., found ...", for names that both have but that differ.
+      mismatched: name -> "expected ..., found ...", for names that both have, but whose leaves
+        differ.
     """
 
     def __init__(

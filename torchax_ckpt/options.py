@@ -19,22 +19,22 @@ class CheckpointOptions:
     """How a checkpointer saves and restores. Policies decide when it saves and what it keeps.
 
     Attributes:
-      compression: whether to compress array data with Zstandard. It saves some 8 % of the bytes of
-        float32 weights and 22 % of bfloat16, and takes longer than a fast disk takes to write
-        them. None: compresses on one process, where saves show that the medium is
-        slow. The median write rate of three saves must be below 250 MB/s; a save counts if it
-        writes at least 64 MiB in arrays of at least 2 MiB on average.
-      layout: which leaves are stored as stacks. A stack is an array with a leading axis of leaves
-        whose names differ only in indices. "auto" stacks the many small leaves, "stacked" all
-        leaves, "flat" none. Names and values do not depend on the layout, and a checkpointer with
-        any layout reads every other.
+      compression: whether to compress array data with Zstandard. Compression removes some 8 % of
+        the bytes of float32 weights and 22 % of bfloat16, but takes longer than a fast disk would
+        take to write those bytes. None: compresses only in a run of one process, once saves show
+        that the medium is slow: the median write rate of the latest three saves is below 250 MB/s.
+        A save counts if it writes at least 64 MiB in arrays of at least 2 MiB on average.
+      layout: which leaves are stored as stacks. A stack is one array that joins, along a new
+        leading axis, leaves whose names differ only in indices. "auto" stacks the many small
+        leaves, "stacked" all leaves, "flat" none. Names and values do not depend on the layout,
+        and a checkpointer with any layout reads steps of every other.
       snapshot: how a save protects device arrays from later changes. "auto" detects whether the
         program donates buffers. "reference" is for programs that do not donate, "copy" for
         programs that do. "transfer" blocks the training thread until the arrays are on the host.
-      restore_in_budget: whether a restore frees the device buffers that it replaces before the new
-        ones arrive, part by part, for a state that fills the devices. A failure on the way then
-        leaves the program without a usable state: every buffer is deleted, and old and new values
-        are never mixed.
+      restore_in_budget: whether a restore proceeds part by part, and frees the device buffers of a
+        part before their replacements arrive. Meant for a state that fills the devices. A failure
+        during such a restore leaves the program without a usable state: every buffer is deleted,
+        and old and new values are never mixed.
       verify: "restore" compares everything that is read with the digests taken when it was saved;
         "never" skips the comparison. A save computes digests in either case.
       read_back: whether to read and compare every step after its commit, before it counts as
@@ -42,7 +42,7 @@ class CheckpointOptions:
         in a local tier. Bytes that were just written usually come back from the host's page cache,
         not from the medium.
       on_save_error: what a failed save does to training. "continue" reports the failure, and the
-        next save tries again. "raise" raises it from the next call of ``save``, or in ``steps``.
+        next save tries again. "raise" raises it in the next call of ``save``, also in ``steps``.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -53,20 +53,23 @@ class CheckpointOptions:
         few small files, so give a bound of gigabytes. The bound does not count leaves that are host
         arrays, the memory to compress or rearrange an array, and a save to a local tier that runs
         at the same time.
-      preemption_grace_secs: how long the process may run after a SIGTERM, from ``attach`` or the
-        first ``save`` until ``close``; then the process ends at once. Give the time that the
-        scheduler waits before it kills: Kubernetes and Google's spot machines wait 30 s. None
-        leaves SIGTERM alone. Without effect under ``jax.distributed``, where JAX handles SIGTERM.
+      preemption_grace_secs: how long the process may run after a SIGTERM that arrives after
+        ``attach`` or the first ``save``, and before ``close``. The process then ends, whatever it
+        does. Give the time that the scheduler waits before it kills the process: Kubernetes and
+        Google's spot machines wait 30 s. None leaves SIGTERM alone. The option has no effect under
+        ``jax.distributed``, where JAX handles SIGTERM.
       single_replica_restore: with data-parallel replicas over slices, whether the devices of the
-        first replica read from storage and send the values to the others over the device network.
-        By default each replica reads from storage. For combinations of state size and slice count
-        for which storage is slow.
+        first replica read from storage and send the values over the device network to the devices
+        of the other replicas. By default each replica reads from storage. Meant for combinations
+        of state size and slice count for which storage is slow.
       process_timeout_secs: how long one process of a run waits for another. It must be at least the
         difference between the slowest and the fastest process in reading or writing their parts.
-        After that the call, or the save, fails on all processes and names the missing ones.
-      save_timeout_secs: after this time a save in flight is logged, with its current stage and its
-        thread's stack; again after twice the time, and so on. Callers that wait for the save get a
-        SaveTimeoutError, while the save continues. None: waits as long as the save takes.
+        After this time the call or the save fails on all processes; the error names the processes
+        that are missing.
+      save_timeout_secs: after this time, the current stage of a save in flight and the stack of its
+        thread are logged, and again after each doubling of the time. Callers that wait for the
+        save get a SaveTimeoutError, while the save continues. None: callers wait as long as the
+        save takes.
     """
 
     compression: bool | None = None
@@ -133,17 +136,19 @@ class CheckpointOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """A local tier: a directory close to the program for frequent saves, beside the durable one.
+    """A local tier: a directory on each host for frequent saves, besides the durable directory.
 
     Attributes:
-      path: a directory that each host has for itself, on a ramdisk or a local disk; created if it
-        does not exist. Runs that train at the same time need different directories: a run removes
-        the steps that another run has left.
-      save_decision_policy: when a step is saved there. None: whenever the previous local save is
-        durable.
-      keep: how many steps stay there. One more must fit while it is written.
-      replica_axis: the mesh axis of the arrays along which slices hold equal data. A host gets a
-        missing part from its own slice if a host there has it, otherwise from another slice.
+      path: a directory on a ramdisk or a local disk of each host, not shared between hosts; created
+        if it does not exist. Runs that train at the same time need different directories, because
+        a run removes the steps that another run has left in its local directory.
+      save_decision_policy: when a step is saved to the local tier. None: whenever the previous
+        local save is durable.
+      keep: how many steps the local tier keeps. There must be space for one more, which is being
+        written.
+      replica_axis: the mesh axis of the arrays along which slices hold equal data. In a restore, a
+        host that lacks a part gets it from a host of its own slice if one has it, otherwise from a
+        host of another slice.
     """
 
     path: str | os.PathLike[str]

@@ -28,7 +28,7 @@ from torchax.view import View
 
 from torchax_ckpt.errors import BackendError, UnsupportedLeafError
 
-# torch dtypes that numpy lacks -> torch's integer dtype of the same width, ml_dtypes' equal dtype.
+# torch dtype that numpy lacks -> (torch's integer dtype of the same width, ml_dtypes' same dtype).
 _BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
     torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
     torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
@@ -46,10 +46,10 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @functools.cache
 def check_internals() -> None:
-    """Raises unless torchax has the internals that this module uses. Starts the JAX backend.
+    """Checks that torchax has the internals that this module uses. Starts the JAX backend.
 
     Raises:
-      BackendError: names the torchax release and the first difference.
+      BackendError: torchax lacks one; the error names the release and the first difference.
     """
     try:
         env = Environment()  # a new one, because the default one reads torch's seed when created
@@ -78,7 +78,7 @@ def native_torch() -> Iterator[None]:
     """Runs torch operations on CPU tensors natively, even if torchax is enabled.
 
     ``torchax.disable_temporarily`` is not enough: it has no effect after ``env.enabled`` was reset,
-    and the first operation resets it.
+    and the first torch operation resets ``env.enabled``.
     """
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield
@@ -93,14 +93,14 @@ def is_device_tensor(value: object) -> bool:
 
 
 def buffer(tensor: Any) -> jax.Array:
-    """Returns the JAX array of a torchax tensor; for a view, the viewed values."""
+    """Returns the JAX array of a torchax tensor; for a view, an array of the viewed values."""
     return tensor.jax()
 
 
 def set_buffer(tensor: Any, array: jax.Array) -> None:
-    """Replaces the array of a torchax tensor; a view writes to the tensor that it views.
+    """Replaces the array of a torchax tensor; for a view, writes to the viewed tensor.
 
-    torchax accepts any shape and dtype, so the caller must compare them first.
+    torchax accepts any shape and dtype, so the caller must first check that both are equal.
     """
     if isinstance(tensor, View):
         tensor.update(array)
@@ -186,10 +186,10 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
-    """Returns copies of 0-d CPU tensors, by ``id()``. Call it within ``native_torch``.
+    """Returns copies of 0-d CPU tensors by ``id(tensor)``. Call it within ``native_torch``.
 
     Copies all tensors of one dtype together. A thousand single copies, of step counters for
-    example, would take longer than the rest of a capture.
+    example, would take longer than the rest of capturing a state.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -245,7 +245,7 @@ def unwrap_jittable(
 def prng_key() -> jax.Array:
     """Returns torchax's key of this thread.
 
-    It is a typed key at first, and a raw uint32[2] array after ``env.manual_seed``.
+    The key is typed at first, and a raw uint32[2] array after ``env.manual_seed``.
     """
     return torchax.default_env().prng_key
 

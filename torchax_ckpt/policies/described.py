@@ -2,7 +2,7 @@
 
 A run records its rules as JSON among its events, so that tools can tell from the directory why a
 step is kept. Rules that are neither this library's nor Orbax's are recorded by name only. The
-directory is untrusted: JSON that makes no sense counts as an unknown rule.
+directory is untrusted: JSON that describes no valid rule counts as an unknown rule.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def _plain(value: Any) -> Any:
 def kept_by(
     rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any], is_damaged: Sequence[bool]
 ) -> Iterator[tuple[str, list[bool] | None]]:
-    """Yields each rule in words, and which steps it keeps, oldest first; None if unknown.
+    """Yields each rule as text, and a list that tells for each step whether the rule keeps it.
+
+    Yields None in place of the list if the rule is unknown or cannot handle the recorded numbers.
 
     Args:
-      rules: the rules, as of ``described``.
+      rules: the rules, as ``described`` returns them.
       checkpoints: the steps, oldest first.
       is_damaged: for each step, whether it is known to be damaged.
     """
@@ -77,7 +79,7 @@ def kept_by(
 
 
 def parsed(words: str) -> Any:
-    """Returns the policy of a text such as ``LatestN(3)`` or ``BestN(loss, min)``.
+    """Returns the policy that a text such as ``LatestN(3)`` or ``BestN(loss, min)`` describes.
 
     Raises:
       PolicyError: the text matches none of ``_WRITTEN``.
@@ -109,7 +111,7 @@ _WRITTEN: Mapping[str, tuple[str, Callable[..., Any]]] = {
 
 
 def _policy_of(rule: Mapping[str, Any]) -> Any:
-    """Returns the policy of a recorded rule; None if the rule is unknown."""
+    """Returns the policy that a recorded rule describes; None if the rule is unknown."""
     values = {key: value for key, value in rule.items() if key != "rule"}
     make = _MAKERS.get(str(rule.get("rule")))
     try:
@@ -166,7 +168,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
 
 def _in_words(rule: Mapping[str, Any]) -> str:
     """Returns a rule as text, such as ``LatestN(3)`` or ``BestN(loss, min, 1)``."""
-    # Omits True, because it is a default of Orbax.
+    # Omits True, because it is the default value of ``exact_interval`` in ``EveryNSteps``.
     values = [v for k, v in rule.items() if k != "rule" and v is not True]
     arguments = [each for v in values for each in (v if isinstance(v, list) else [v])]
     return f"{rule['rule']}({', '.join(map(str, arguments))})"[: 2 * _MAX_NAME]

@@ -31,7 +31,7 @@ CustomSteps = _preserving.CustomSteps
 AnyPreservationPolicy = _preserving.AnyPreservationPolicy
 
 CheckpointInfo = ocp.training.CheckpointMetadata
-"""A step as policies get it: ``step``, ``time`` (aware datetime, UTC) and ``metrics``."""
+"""A step as policies receive it: ``step``, ``time`` (aware datetime, UTC) and ``metrics``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class BestN:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: PreservationContext
     ) -> list[bool]:
-        """Returns True for the n best steps; of equal steps, the newest counts as the best."""
+        """Returns whether each step is one of the n best; of equal values the newest is best."""
         best = {id(c) for c in self.ranked(checkpoints)[: self.n]}
         return [id(c) in best for c in checkpoints]
 
     def ranked(self, checkpoints: Sequence[Any]) -> list[Any]:
-        """Returns the checkpoints that have the metric, best first; NaN counts as no metric."""
+        """Returns the checkpoints that have the metric, best first; NaN counts as no value."""
         scored = [(v, c) for c in checkpoints if (v := self._value(c)) is not None]
         sign = 1 if self.mode == "min" else -1
         return [c for _, c in sorted(scored, key=lambda vc: (sign * vc[0], -vc[1].step))]
@@ -104,7 +104,7 @@ def _with_children(policy: Any) -> Iterator[Any]:
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
     """Returns for each checkpoint whether it is kept, by the policy or as one of the newest.
 
-    Keeps the newest checkpoint and the newest one that is not known to be damaged in any case.
+    In any case keeps the newest checkpoint, and the newest one that is not known to be damaged.
 
     Args:
       policy: the preservation policy.
@@ -123,8 +123,8 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
 def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
     """Returns for each checkpoint, oldest first, whether the policy keeps it.
 
-    A damaged checkpoint is kept if the policy would keep it intact, but it does not count for the
-    others: ``LatestN(3)`` still keeps three intact ones.
+    A damaged checkpoint is kept if the policy would keep it if it were intact. For the others, the
+    policy gets the intact checkpoints only: ``LatestN(3)`` still keeps three intact ones.
 
     Raises:
       PolicyError: the policy did not return one value for each checkpoint.

@@ -3,8 +3,8 @@
 The policies are ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``,
 ``SpecificStepsPolicy``, ``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``,
 ``OptimalIntervalPolicy`` and ``AnySavePolicy``. Any object with their method ``should_save``
-(``SaveDecisionPolicy``) works. If it also has ``observe_save(blocking_secs=, durable_secs=)``, it
-gets the cost of each save.
+(``SaveDecisionPolicy``) works. A policy that also has the method
+``observe_save(blocking_secs=, durable_secs=)`` gets the cost of each save.
 
 On several processes, only process 0 calls the policies, some steps ahead: see
 ``processes/decision_windows.py``.
@@ -43,8 +43,8 @@ _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 
-    Replaces Orbax's policy, which takes an operation number at each call. A save in flight would
-    use that number as its own.
+    Replaces Orbax's policy of the same name. Each call of that policy takes an operation number
+    from Orbax, which a save in flight would use as its own.
 
     Attributes:
       minimum_interval_secs: the least number of seconds between two checkpoints; None for no limit.
@@ -80,7 +80,7 @@ class OptimalIntervalPolicy:
     a pause as long as a save, to measure steps without a save.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
-    in place of the whole save, since the rest overlaps with training.
+    in place of the time of the whole save, since the rest of that time overlaps with training.
 
     Attributes:
       mtbf_secs: mean time between failures of the whole run, in seconds. It is inversely
@@ -144,7 +144,7 @@ class OptimalIntervalPolicy:
 
     @property
     def _pause_secs(self) -> float:
-        """Seconds to wait after a save, to measure steps without one; 0 if none is due."""
+        """Seconds to wait after a save, to measure steps without a save; 0 if no wait is due."""
         times = self._times
         is_due = times.num_unmatched >= (_SAVES_PER_PAUSE if times.has_quiet else 1)
         # At least two steps, because the pause then contains one whole step.
@@ -153,7 +153,7 @@ class OptimalIntervalPolicy:
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """Returns True if the interval since the last snapshot passed and no save is in flight."""
+        """Returns True if no save is in flight and the interval since the last snapshot passed."""
         self._times.completed(
             step.step,
             step.time.timestamp(),

@@ -1,9 +1,9 @@
 """The slowdown of training steps while a save is in flight, measured from their completion times.
 
 A stretch is a sequence of steps that all had a save in flight or all had none. The time per step is
-averaged over a stretch, because a program that runs ahead of its devices completes many steps at
-once. The median over several stretches counts, because a program also pauses to evaluate or
-compile. A step in which a save begins is in no stretch, because the save blocks it.
+averaged over a stretch, because a program that runs ahead of its devices completes many steps in
+quick succession. The median over several stretches counts, because a program also pauses to
+evaluate or compile. A step in which a save begins is in no stretch, because the save blocks it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepTimes:
         self.last_secs = 0.0
         """Seconds that the latest step took."""
         self.num_unmatched = 0
-        """Number of stretches with a save since the latest stretch without one."""
+        """Number of stretches with a save in flight since the latest stretch without one."""
 
     def completed(
         self, step: int, now_secs: float, *, is_saving: bool, newest_step: int | None
@@ -46,10 +46,10 @@ class StepTimes:
         """Records a completed step.
 
         Args:
-          step: the number of the step; a number not above the last one ends the stretch.
+          step: the number of the step; a number not above the previous one ends the stretch.
           now_secs: the present time, on any clock.
           is_saving: whether a save is in flight.
-          newest_step: the newest step that is saved or in flight; a new one ends the stretch.
+          newest_step: the newest step that is saved or in flight; a new value ends the stretch.
         """
         kind, at, stretch = (is_saving, newest_step), (now_secs, step), self._stretch
         if stretch is not None and step == stretch.last[1] and kind == stretch.kind:
@@ -75,12 +75,12 @@ class StepTimes:
 
     @property
     def has_quiet(self) -> bool:
-        """Whether steps without a save were measured, to compare with."""
+        """Whether steps without a save in flight were measured."""
         return bool(self._quiet)
 
     @property
     def slowdown(self) -> float:
-        """The fraction by which steps take longer during a save; 0 until it is known."""
+        """The fraction by which steps take longer during a save; 0 until it can be computed."""
         if not self._saving or not self._quiet:
             return 0.0
         return max(0.0, statistics.median(self._saving) / statistics.median(self._quiet) - 1)

@@ -4,9 +4,9 @@ Work of several processes happens in a round. All processes enter the round and 
 in the same order. In the round, process 0 gathers values from the other processes and shares values
 with them. Each message has its own key, so a process that times out can name the process that it
 waits for. The name of a round states its work: processes that do different work enter different
-rounds, and time out. A round ends equally on all processes: a process that fails reports its error,
-and process 0 publishes the verdict. The verdict is one of the errors, which all processes raise, or
-success.
+rounds, and time out. A round has the same result on all processes: a process that fails reports its
+error, and process 0 publishes the verdict. The verdict is one of the errors, which all processes
+raise, or success.
 
 A round uses no device, so it can run on a separate thread during training. A run of one process
 sends no messages.
@@ -76,7 +76,7 @@ class Processes:
         # How often each round was entered. The keys are digests, because each step adds a round.
         self._entered: collections.Counter[int] = collections.Counter()
         self._work = ""
-        # Key prefixes of the newest round, last, and of earlier rounds not deleted yet.
+        # Key prefixes of earlier rounds that are not deleted yet, and last of the newest round.
         self._rounds: list[str] = []
         self._messages = 0
         self._verdict: bytes | None = None
@@ -92,19 +92,20 @@ class Processes:
         return False
 
     def agreed_time(self) -> int | None:
-        """Nanoseconds since 1970, equal on all processes; None if process 0 commits for all."""
+        """Returns None: process 0 commits for all. See ``PerHostProcesses.agreed_time``."""
         return None
 
     @contextlib.contextmanager
     def round(self, what: str) -> Iterator[None]:
-        """Runs a round: its body may send messages, and all processes end it with the same result.
+        """Runs a round: the body of the ``with`` block may send messages.
 
-        Waits first if another thread is in a round of this channel.
+        The round has the same result on all processes. If another thread is in a round of this
+        channel, waits first.
 
         Args:
-          what: the work of the round, the same on all processes: ``saving step 12``. Processes meet
-            only if they do the same work for the same time. So a call that one process does not
-            make affects no later round.
+          what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
+            of some work on one process meets the n-th round of that work on the others. So if one
+            process omits a round, rounds of other work are not affected.
 
         Raises:
           CheckpointError: the error of another process. It has the same type if that is an error
@@ -127,7 +128,7 @@ class Processes:
                     raise shared from shared.__cause__
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Fails a round on all other processes. This process does not run the round or wait."""
+        """Fails a round on all other processes. This process neither runs the round nor waits."""
         if self.count == 1:
             return
         with self._one_round:
@@ -144,19 +145,19 @@ class Processes:
         self._verdict = None
 
     def _end(self) -> None:
-        """Waits for the verdict, which process 0 publishes when all processes arrived here."""
+        """Waits for the verdict, which process 0 publishes once all processes have called this."""
         self.gather(topic="the end")
         if not self.is_first:
             place = f"{self._here}/the end"
             self._verdict = self._get(f"{self._here}/verdict/0", self._deadline_of_first(), place)
-        # A process may have arrived here and failed while it waited.
+        # Another process may have called this and failed while it waited.
         elif not self._is_decided():
             self._set(f"{self._here}/verdict/0", _SUCCESS)
         if self._verdict:
             raise _from_json(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0; returns the values of all processes there, [] elsewhere.
+        """Sends a value to process 0. Returns all values on process 0, and [] on the others.
 
         Args:
           value: the value of this process.
@@ -177,7 +178,7 @@ class Processes:
         return values
 
     def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
-        """Returns the value of process 0, on all processes; arguments as for ``gather``."""
+        """Returns the value of process 0 on all processes; arguments as for ``gather``."""
         if self.count == 1:
             return value
         place = self._place_of(topic)
@@ -197,7 +198,10 @@ class Processes:
         self.share(topic=topic)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Runs an action on process 0 only; returns its JSON result, or raises, on all."""
+        """Runs an action on process 0 only; returns its JSON result on all processes.
+
+        If the action raises, the round fails on all processes.
+        """
         if self.count == 1:
             return action()
         if not self.is_first:
@@ -209,11 +213,11 @@ class Processes:
     # --- notes: messages outside of rounds, for any process ---
 
     def put_note(self, key: str, message: bytes) -> None:
-        """Writes or replaces a note."""
+        """Writes a note, a message that belongs to no round, or replaces it."""
         self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
 
     def wait_for_note(self, key: str) -> bytes | None:
-        """Returns a note; None if it is not there after a short wait."""
+        """Returns a note; None if no process has written it after a short wait."""
         return self._wait(f"{self._place}/{key}", _POLL_SECS)
 
     def notes(self, folder: str) -> list[bytes]:
@@ -237,15 +241,15 @@ class Processes:
         return f"{self._here}/{topic}"
 
     def _deadline_of_first(self) -> float:
-        """The deadline for process 0, which may arrive late and then wait for another process."""
+        """Returns a deadline for process 0, which may arrive late and then wait for another one."""
         return time.monotonic() + 2 * self.timeout_secs
 
     def _get(self, key: str, deadline: float, place: str) -> bytes:
-        """Returns the message under a key; raises the error of a process that failed meanwhile.
+        """Returns the message under a key; raises the error of a process that fails meanwhile.
 
         Args:
           key: the key of the message.
-          deadline: how long to wait, as a ``time.monotonic()``.
+          deadline: the ``time.monotonic()`` until which to wait.
           place: the folder of keys that shows which processes have not arrived.
         """
         while True:
@@ -266,7 +270,7 @@ class Processes:
             return None
 
     def _is_decided(self) -> bool:
-        """Whether the verdict is known; on process 0, whether another process failed."""
+        """Returns whether the verdict is known; on process 0, whether another process failed."""
         if self._verdict is None:
             kind = "failed" if self.is_first else "verdict"
             found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
@@ -286,7 +290,10 @@ class Processes:
         )
 
     def _missing(self, place: str) -> list[int]:
-        """The late processes: those that sent no message to a place, or else process 0."""
+        """Returns the late processes: those that sent no message to a place.
+
+        On another process than 0, returns process 0 if all of them or none sent a message.
+        """
         found = self._client.key_value_dir_get_bytes(f"{place}/")
         there = {key.rpartition("/")[2] for key, _ in found}
         behind = [i for i in range(1, self.count) if str(i) not in there]
@@ -303,9 +310,9 @@ class Processes:
         )
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:
-        """The error that ends the round on all processes, after this error of this process.
+        """Reports this process's error; returns the error that ends the round on all processes.
 
-        None if the round succeeded.
+        Returns None if the round succeeded on all processes.
         """
         message = _to_json(error, self.index)
         try:
@@ -315,7 +322,7 @@ class Processes:
             else:
                 if self._verdict is None:
                     self._set(f"{self._here}/failed/{self.index}", message)
-                    # After a timeout it does not wait, because process 0 may not answer at all.
+                    # No wait after a timeout, because process 0 may not answer at all.
                     deadline = time.monotonic() + (
                         0 if isinstance(error, ProcessTimeoutError) else 2 * self.timeout_secs
                     )
@@ -331,7 +338,7 @@ class Processes:
         return error if json.loads(verdict)["process"] == self.index else _from_json(verdict)
 
     def _forget(self) -> None:
-        """Deletes the messages of earlier rounds, because all processes are in this round."""
+        """Deletes the messages of earlier rounds. Call it once all processes are in this round."""
         while len(self._rounds) > 1:
             self._client.key_value_delete(self._rounds.pop(0))
 
@@ -341,9 +348,9 @@ def _digest(text: str) -> int:
 
 
 def _to_json(error: BaseException, index: int) -> bytes:
-    """An error of this process as JSON, for other processes."""
+    """Returns an error of this process as JSON, for other processes."""
     cause = error.__cause__
-    # Other errors may have unrelated attributes with these names.
+    # Errors of other packages may have unrelated attributes ``step`` and ``path``.
     is_ours = isinstance(error, CheckpointError)
     return json.dumps(
         {
@@ -358,7 +365,7 @@ def _to_json(error: BaseException, index: int) -> bytes:
 
 
 def _from_json(message: bytes) -> CheckpointError:
-    """The error of another process, from its JSON."""
+    """Returns the error of another process, from its JSON."""
     fields = json.loads(message)
     kind, cause = getattr(errors, fields["kind"], None), getattr(errors, fields["cause"], None)
     text = f"process {fields['process']}: {fields['message']}"

@@ -3,7 +3,7 @@
 Process 0 asks the policy for all processes, some steps ahead. During one window of steps, it
 decides on the next window and publishes the decisions through JAX's coordination service. The other
 processes read them in the background. So policies, clocks and the progress of saves may differ
-between processes. A process that reaches the end of its known decisions waits; it never guesses.
+between processes. A process without a decision for its step waits for one; it never guesses.
 
 Process 0 predicts the steps of a window from the distance of the last two steps. All processes must
 ask at the same steps in the same order, as a training loop does. If the steps differ from the
@@ -27,7 +27,8 @@ from torchax_ckpt.processes.coordination import Processes
 # a save. The number of steps is limited, in case steps become slower.
 _WINDOW_SECS = 0.05
 _MAX_STEPS = 100
-# After how many windows a process reports which it has read, so that these can be deleted.
+# After this many windows, a process reports which windows it has read, so that process 0 can delete
+# them.
 _ACKNOWLEDGED_EVERY = 64
 
 _closing = threading.Event()
@@ -38,7 +39,10 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """The decisions for the steps from ``first`` to ``last``: the steps in ``saved`` are saved."""
+    """The decisions for every ``stride``-th step from ``first`` to ``last``.
+
+    The steps in ``saved`` are to be saved, the others are not.
+    """
 
     first: int
     last: int
@@ -53,9 +57,9 @@ class DecisionWindows:
     """The save decisions of one checkpointer, in windows of steps.
 
     Args:
-      processes: the processes of the run, with a channel for this only.
+      processes: the processes of the run, with a channel for save decisions only.
       decide: returns whether to save a step. Its second argument is the earlier steps that will be
-        saved and are not begun yet. Called on process 0 only.
+        saved, but whose saves have not begun. Called on process 0 only.
     """
 
     def __init__(self, processes: Processes, decide: Callable[[int, Sequence[int]], bool]) -> None:
@@ -95,11 +99,11 @@ class DecisionWindows:
         return self._answer
 
     def keep(self) -> None:
-        """Notes that the save of the last decided step began; the answer for it is then False."""
+        """Records that the last decided step is being saved; its decision is then False."""
         self._answer = False
 
     def close(self) -> None:
-        """Ends the background thread, after it has sent the messages that others wait for."""
+        """Ends the background thread, after it has sent what other processes wait for."""
         self._closing.set()
         self._background.shutdown(wait=True)
 
@@ -123,11 +127,11 @@ class DecisionWindows:
             self._next = self._begin(first, last, [s for s in self._window.saved if s >= step])
 
     def _begin(self, first: int, last: int, saved: list[int]) -> Future[_Window]:
-        """Decides on a window and publishes it on process 0; on others, begins to read it.
+        """On process 0, decides on a window and publishes it; on others, begins to read it.
 
         Args:
           first, last: the first and the last step of the window; used on process 0 only.
-          saved: earlier steps that will be saved and are not begun yet.
+          saved: earlier steps that will be saved, but whose saves have not begun.
         """
         number = self._num_windows
         self._num_windows += 1

@@ -12,10 +12,11 @@ from torchax_ckpt.processes.coordination import Processes
 
 
 class PerHostProcesses(Processes):
-    """Processes of which each does, for its own directory, the work that process 0 does otherwise.
+    """The processes of a run in which each process does the work of process 0.
 
-    So ``count`` is 1 and ``index`` is 0 on each process. The processes still enter the same rounds,
-    so a failure on one process is a failure on all, and they still exchange messages.
+    Each process does this work in its own directory. So ``count`` is 1 and ``index`` is 0 on each
+    process. The processes still exchange messages and enter the same rounds, so if one process
+    fails, the round fails on all.
 
     Args:
       processes: the channel between the processes of the run.

@@ -2,8 +2,8 @@
 
 torchax keeps its random key and its modes per thread. A forked process lacks the threads of JAX and
 TensorStore. Code that JAX traces runs once, on tracers. A signal handler interrupts another call
-halfway. Collectives on another thread would interleave with those of the training. In each of these
-cases a call would hang or save wrong values.
+halfway. Collectives on another thread would interleave with those of the training thread. In each
+of these cases a call would hang or save wrong values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ R = TypeVar("R")
 
 with jax.ensure_compile_time_eval():
     _NOT_TRACING = get_opaque_trace_state()
-# The process that created the first checkpointer and JAX's threads, and whether this process was
-# forked from it. A fork hook sets the flag, because os.getpid() is slow in some containers.
+# ``_home`` is the id of the process that created the first checkpointer and JAX's threads.
+# ``_is_fork`` tells whether this process was forked from that process. A fork hook sets it, because
+# os.getpid() is slow in some containers.
 _home: int | None = None
 _is_fork = False
 
@@ -39,7 +40,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Calls:
-    """The running calls on one checkpointer: one per thread, and training on one thread only."""
+    """The running calls on one checkpointer: one per thread.
+
+    The thread that makes the first call with ``trains`` is the only one that may make such calls.
+    """
 
     def __init__(self) -> None:
         global _home
@@ -55,7 +59,7 @@ class Calls:
           trains: whether the call belongs on the training thread.
 
         Raises:
-          CallError: the call cannot work here.
+          CallError: the call cannot work where it was made.
         """
         if _is_fork:
             raise CallError(
@@ -111,11 +115,11 @@ S = TypeVar("S", bound=_HasCalls)
 def guarded(
     *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator that makes a method raise CallError if it cannot work.
+    """Returns a decorator: the method raises CallError if it cannot work where it is called.
 
     Args:
-      trains: whether the method belongs on the training thread; or a function of the object that
-        returns this.
+      trains: whether the method belongs on the training thread; or a function that returns this
+        for the object on which the method is called.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

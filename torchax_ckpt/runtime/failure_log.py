@@ -1,4 +1,4 @@
-"""The log of background failures: reports each kind of failure once, until it is over."""
+"""The log of background failures: logs each kind once, until the action works again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """Failures of background work.
+    """The failures of background work.
 
     Attributes:
-      unread: the failures that were not raised yet.
+      unread: the failures that were not raised to the user yet.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,8 @@ class FailureLog:
     def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
         """Logs a failure and keeps it to be raised.
 
-        Repeated failures of one action and kind are logged and kept once, until ``over``.
+        If the last failure of the action had the same kind, and ``over`` was not called since, logs
+        at level DEBUG only, and keeps the failure only if no other failure waits to be raised.
 
         Args:
           failure: the failure.
@@ -38,7 +39,7 @@ class FailureLog:
             self.unread.append(failure)
 
     def over(self, action: str) -> None:
-        """Notes that the action works again."""
+        """Records that the action works again."""
         self._known.pop(action, None)
 
     def raise_oldest(self) -> None:

@@ -1,8 +1,8 @@
 """The memory of this host that the process may use: the machine's, within control-group limits.
 
 In a container, the kernel ends a process whose control group uses more than its limit, however much
-memory the machine has. The limit of a group also applies to all groups below it. So the smallest
-limit counts, on the path from the group of the process to the root, as far as that path is mounted.
+memory the machine has. The limit of a group also applies to all groups below it. So the limit of a
+process is the smallest one on the path from its group to the root, as far as that path is mounted.
 
 The limits are read at each call, because they can change, and because a process can be moved to
 another group. A call takes a fraction of a millisecond. Call it once per restore or save, not once
@@ -40,14 +40,14 @@ _V2 = _Interface("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory_bytes() -> int:
-    """Returns the most memory that this process could have, used or not."""
+    """Returns how many bytes of memory this process may use at most, including those in use."""
     return min([_machine_bytes(), *(limit for _, _, limit in _limited_groups())])
 
 
 def available_host_bytes() -> int | None:
-    """Returns the memory that can be allocated now, including reclaimable file caches.
+    """Returns the bytes of memory that can be allocated now, including reclaimable file caches.
 
-    None if Linux gives no figure for the machine and no group has a limit.
+    Returns None if Linux gives no figure for the machine and no control group has a limit.
     """
     available = []
     with contextlib.suppress(OSError):
@@ -68,10 +68,10 @@ def _machine_bytes() -> int:
 
 
 def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
-    """Yields the groups of this process that have a limit below the machine's memory.
+    """Yields the control groups of this process whose limit is below the machine's memory.
 
-    Yields folder, version and limit in bytes. Without a limit, version 2 has ``max`` in the file,
-    and version 1 a number beyond any machine's memory.
+    Yields (folder, version, limit in bytes). The limit file of a group without a limit contains
+    ``max`` in version 2, and a number beyond any machine's memory in version 1.
     """
     machine = _machine_bytes()
     for top, folder, interface in _groups():
@@ -84,10 +84,11 @@ def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
-    """Yields mount point, group folder of this process and version, per hierarchy with memory.
+    """Yields each hierarchy that may limit memory: (mount point, folder of the group, version).
 
-    There may be two hierarchies. In a hybrid layout version 1 limits memory, and version 2 is
-    mounted beside it without a memory controller. A version without its files sets no limit.
+    The group is that of this process. There may be two hierarchies: in a hybrid layout version 1
+    limits memory, and version 2 is mounted beside it without a memory controller. A hierarchy
+    without limit files sets no limit.
     """
     try:
         groups = (_PROC / "self" / "cgroup").read_text().splitlines()
@@ -117,7 +118,7 @@ def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
 def _mounted(
     mounts: Sequence[str], kind: str, controller: str | None = None
 ) -> list[tuple[str, Path]]:
-    """Returns the mounts of a kind of file system: the mounted folder in it and the mount point.
+    """Returns (mounted folder, mount point) for each mount of a kind of file system.
 
     Args:
       mounts: lines of ``mountinfo``: ``36 35 98:0 /root /mount/point rw shared:1 - kind source
@@ -141,7 +142,7 @@ def _unescaped(path: str) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """Returns the number in a file; None if the file has no number, for example without a limit."""
+    """Returns the number in a file; None if the file is missing or has text such as ``max``."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

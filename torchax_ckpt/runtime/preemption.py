@@ -1,12 +1,13 @@
-"""Preemption notices: detects SIGTERM or JAX's sync point, and ends the process in time.
+"""Preemption notices: detects SIGTERM or JAX's sync point; ends the process after a grace period.
 
 Without ``jax.distributed``, a thread detects SIGTERM through the file descriptor that Python's
 C-level handler writes to. A Python handler alone would not suffice: it runs only when the main
 thread returns to Python code, and a transfer can delay that for seconds.
 
 With ``jax.distributed``, JAX installs its own handler and finds a step on which all processes
-agree. JAX's handler replaces earlier handlers without Python's knowledge. A later handler would
-replace JAX's and end its notices, so this module then leaves SIGTERM alone.
+agree. JAX's handler replaces earlier handlers without Python's knowledge. A handler that is
+installed later would replace JAX's and end its notices. So under ``jax.distributed`` this module
+leaves SIGTERM alone.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ logger = logging.getLogger(__name__)
 # The exit code that a shell reports for a process that SIGTERM ended. Every scheduler treats this
 # code as a failure, unlike death by SIGTERM, which systemd, for example, treats as a clean exit.
 EXIT_CODE = 128 + signal.SIGTERM
-# Signals within this time are one notice, because GNU timeout sends its child two in a row.
+# Signals within this time count as one notice, because GNU timeout sends its child two in a row.
 _ONE_NOTICE_SECS = 0.1
-_WAKE = b"\0"  # a byte in the pipe that is no signal number
+_WAKE = b"\0"  # wakes the thread that reads the pipe; not a signal number
 
 
 class Preemption:
-    """The preemption notice of one checkpointer's run; once received, it stays.
+    """The preemption notice of one checkpointer's run; once received, it remains.
 
     Args:
       grace_secs: seconds from a SIGTERM to the end of the process; None leaves SIGTERM alone.
@@ -51,7 +52,7 @@ class Preemption:
         """Makes SIGTERM a notice to this run from now on. May be called again, before each step.
 
         Works on the main thread only, because Python changes signal handlers only there. On another
-        thread it logs this once.
+        thread, logs once that SIGTERM is not noticed.
         """
         if self.grace_secs is not None and not _jax_has_sigterm():
             _watch.add(self, self.grace_secs)
@@ -59,8 +60,8 @@ class Preemption:
     def reached(self, step: int | None = None) -> bool:
         """Returns whether the run should save and end; call it after completing ``step``.
 
-        JAX answers True at one step only, on which all processes agree. So each process must ask at
-        every step. Without a step, this returns the latest answer.
+        Under ``jax.distributed``, JAX answers True at one step only, on which all processes agree.
+        So each process must ask at every step. Without ``step``, returns the latest answer.
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
@@ -72,7 +73,8 @@ class Preemption:
     def decide(self, step: int) -> bool:
         """Returns ``reached(step)``, and fixes the answer for this step.
 
-        Otherwise a notice that arrives after the save of the step could end the run without a save.
+        ``reached(step)`` then still returns False if a notice arrives after the decision whether to
+        save the step. Otherwise the notice could end the run without a save.
         """
         answer = self.reached(step)
         self._decided = step
@@ -166,12 +168,13 @@ class _Watch:
         return self._pipe is not None
 
     def _take_wakeup_fd(self) -> None:
-        """Sets our pipe as the wakeup descriptor, and keeps that of an event loop for relaying."""
+        """Sets our pipe as wakeup descriptor; keeps the previous one, to relay signals to it."""
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
             with contextlib.suppress(OSError):  # its owner has closed it
-                # All duplicates use one number in turn, because the thread may be writing to it.
+                # A later duplicate replaces the earlier one under its number, because the thread
+                # may be writing to that number.
                 duplicate = os.dup(current) if self._chained is None else self._chained[1]
                 self._chained = current, os.dup2(current, duplicate, inheritable=False)
 
@@ -186,7 +189,7 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores the previous handler and wakeup descriptor, unless others changed them since.
+        """Restores the previous handler and wakeup descriptor, unless other code changed them.
 
         Returns:
           Our descriptors, which the caller closes after the thread has ended.
@@ -223,7 +226,11 @@ class _Watch:
             self._previous(signum, frame)
 
     def _notice(self, receiver: Literal["handler", "thread"]) -> None:
-        """Notes a SIGTERM. Each receiver gets a signal at most once; the handler may be late."""
+        """Records a SIGTERM, and ends the process at a second one.
+
+        The handler and the thread both receive each signal, at most once. The handler may receive
+        it late, so the time between two signals is measured per receiver.
+        """
         now = time.monotonic()
         if self.noticed_at is None:
             if not self._listeners:
@@ -268,7 +275,7 @@ class _Watch:
     # --- forked processes ---
 
     def before_fork(self) -> None:
-        # A signal to the child must not be written to the pipe, which it shares with its parent.
+        # A signal to the child must not be written to the pipe, which parent and child share.
         self._forking.mask = None
         if self._pipe is not None:
             self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -287,7 +294,7 @@ class _Watch:
 
 
 def _end(cause: str) -> NoReturn:
-    """Ends the process at once, because the main thread may be busy for a long time."""
+    """Ends the process immediately, without waiting for the main thread, which may be busy."""
     with contextlib.suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)

@@ -31,7 +31,7 @@ def is_watched() -> bool:
 
 @contextlib.contextmanager
 def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Shows a bar for the body if standard error is a terminal.
+    """Shows a bar during the body of the ``with`` block if standard error is a terminal.
 
     Args:
       label: names the work.
@@ -63,7 +63,7 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
 
 
 def join(thread: threading.Thread, timeout_secs: float | None, stage: Callable[[], str]) -> None:
-    """Waits for a thread; shows its stage if standard error is a terminal.
+    """Waits for a thread to end; shows its stage if standard error is a terminal.
 
     Args:
       thread: the thread.

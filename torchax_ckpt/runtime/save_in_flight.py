@@ -28,9 +28,10 @@ class SaveInFlight:
 
     Attributes:
       is_known_overdue: whether a SaveTimeoutError for this save was raised.
-      handed_over: set when the training thread continues.
-      blocking_secs: seconds until then; valid once ``handed_over`` is set.
-      transferred: set when all arrays are on the host.
+      handed_over: set once the training thread continues.
+      blocking_secs: seconds from the start of the save until the training thread continued; valid
+        once ``handed_over`` is set.
+      transferred: set once all arrays are on the host.
       thread: the thread that writes.
 
     Args:
@@ -55,7 +56,7 @@ class SaveInFlight:
         return time.perf_counter() - self._began
 
     def enter(self, phase: str) -> None:
-        """Notes that the save enters this stage."""
+        """Records that the save enters this stage."""
         self._phase = phase, time.perf_counter()
 
     def where(self) -> str:

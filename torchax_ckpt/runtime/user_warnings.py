@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 def warn(message: str, stacklevel: int = 1) -> None:
     """Logs a message as a warning, and issues it as a UserWarning too.
 
-    The log reaches the logs of a job; the UserWarning reaches programs that collect warnings.
-    Never raises, because a run must resume under ``python -W error`` too.
+    The log message reaches the log files of a job; the UserWarning reaches programs that collect
+    warnings. Never raises, because a run must resume under ``python -W error`` too.
 
     Args:
       message: the message.

@@ -1,8 +1,8 @@
 """The end of a checkpointer: by ``close``, after a late save, on garbage collection, or at exit.
 
-A checkpointer that is garbage-collected without ``close`` is closed on a thread. A new checkpointer
-of the same process and directory waits for this at its first save, and closes the old one itself
-if the thread has not done so.
+A checkpointer that is garbage-collected without ``close`` is closed on a separate thread. At its
+first save, a new checkpointer of the same process and directory waits until the old one is closed,
+and closes the old one itself if the thread has not done so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Closing:
     Args:
       savers: the savers of the tiers.
       decisions: the save decisions of the tiers; closed before the wait for saves in flight.
-      last: called after everything has ended; may be called more than once.
+      last: a function that is called after everything has ended, maybe repeatedly.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Closing:
         try:
             for each in self._decisions:
                 each.close()
-            with contextlib.ExitStack() as closing:  # closes each, even if another one raises
+            with contextlib.ExitStack() as closing:  # closes every saver, even if one raises
                 for saver in self._savers:
                     closing.callback(saver.close)
         except BaseException:  # also an interrupt
@@ -98,12 +98,12 @@ class Closing:
         self._end()
 
     def drop(self, hook: Hook | None) -> None:
-        """Ends the background work on a thread, because the checkpointer was garbage-collected.
+        """Ends the background work on a new thread: the checkpointer was garbage-collected.
 
         The garbage collector may call this at any point and on any thread.
 
         Args:
-          hook: the user's event hook, which gets the remaining events; None without one.
+          hook: the user's event hook, which gets the remaining events; None without a hook.
         """
         if self._has_ended or self._pid != os.getpid() or sys.is_finalizing():
             return
@@ -115,7 +115,11 @@ class Closing:
             self._finish_later()
 
     def concerns(self, saver: _Saver) -> bool:
-        """True if this belongs to another checkpointer that may write to the saver's directory."""
+        """Returns whether this object ends another checkpointer, which may write to the directory.
+
+        Args:
+          saver: a saver of the checkpointer that asks; its directory is the one in question.
+        """
         return (
             not self._has_ended
             and not any(other is saver for other in self._savers)
@@ -145,7 +149,7 @@ class Closing:
             self._thread = threading.Thread(target=self._finish, name="closing", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError:  # too many threads: the next checkpointer or the exit does it
+            except RuntimeError:  # too many threads: take_over() or the exit finishes
                 self._thread = None
 
     def _finish(self) -> None:
@@ -176,7 +180,8 @@ class Closing:
             logger.info(text, saver.path)
 
 
-# Checkpointers that have not been collected, and unreachable ones that have not ended.
+# ``_unfinished`` is for checkpointers that are not garbage-collected, ``_dropped`` for
+# garbage-collected ones whose background work has not ended.
 _unfinished: weakref.WeakSet[Closing] = weakref.WeakSet()
 _dropped: list[Closing] = []
 _lock = threading.RLock()  # reentrant: the collector may call Closing.drop() at any point
@@ -215,6 +220,6 @@ def _finish_at_exit() -> None:
 
 
 # A save needs new threads and executor work, which the interpreter refuses once its shutdown has
-# begun; atexit hooks run after that point. Hooks registered here run before it, newest first. So
-# this hook runs before that of concurrent.futures, which its import above registers.
+# begun; atexit hooks run after that point. Hooks registered here run before that point, newest
+# first. So this hook runs before the hook of concurrent.futures, which the import above registers.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

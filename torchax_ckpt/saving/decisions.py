@@ -42,11 +42,11 @@ class Decisions:
         self._windows = DecisionWindows(processes, self._ask) if processes.count > 1 else None
 
     def should_save(self, step: int) -> bool:
-        """Returns whether to save now; equal on all processes if all ask at the same steps."""
+        """Returns whether to save the step; equal on all processes if all ask at the same steps."""
         return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
-        """Calls the policy for a step that is saved because of a preemption, on process 0.
+        """On process 0, calls the policy for a step that is saved because of a preemption.
 
         The step is saved whatever the policy returns or raises, because no later save may follow.
         """
@@ -63,7 +63,7 @@ class Decisions:
             )
 
     def begun(self) -> None:
-        """Notes that the save of the last decided step began; asked again, the answer is False."""
+        """Records that the last decided step is being saved; its decision is then False."""
         if self._windows is not None:
             self._windows.keep()
 
@@ -84,7 +84,7 @@ class Decisions:
 
         Args:
           step: completed optimizer steps.
-          coming: earlier steps that will be saved but are not begun yet.
+          coming: earlier steps that will be saved, but whose saves have not begun.
           reached_preemption: whether the run got a preemption notice.
         """
         while self._saver.finished:

@@ -35,7 +35,7 @@ class SaveCalls:
       options: what to do with errors of earlier saves.
 
     Attributes:
-      snapshotter: the argument.
+      snapshotter: the argument ``snapshotter``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SaveCalls:
         self._unattached = TrainingState()
 
     def should_save(self, step: int) -> bool:
-        """Returns whether a save of this step would begin."""
+        """Returns whether ``save`` would begin to save this step."""
         return bool(self._due(step, is_preempted=self._preemption.reached(step)))
 
     def save(
@@ -75,17 +75,18 @@ class SaveCalls:
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
         must_save = force or is_preempted
-        # Several processes could notice a failure at different steps; they check after prepare().
+        # Several processes could notice a failure at different steps here, so they check it after
+        # prepare().
         if self._raises and self._is_alone:
             self._tiers.check_for_errors()
         self._loop.require_not_passed(step, self._durable.directory.path)
         _require_state(attached, state, step)
         pending = self._loop.take_metrics(metrics)
         if must_save:
-            self._durable.saver.wait()  # this step may be in flight, and its save may fail
+            self._durable.saver.wait()  # a save of this step may be in flight, and may fail
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
-            if not must_save:  # otherwise the step is already saved
+            if not must_save:  # otherwise the step is not skipped but saved already
                 self._durable.telemetry.skipped(step)
             return False
         began = time.perf_counter()
@@ -99,7 +100,7 @@ class SaveCalls:
             capture = self._capture(step, parts, state, fetch_metrics, began)
         except BaseException as error:
             if not self._is_alone:
-                self._loop.position = step  # as on the processes that begin the save
+                self._loop.position = step  # the processes that begin the save do the same
                 # At a preemption, those processes save to the durable tier a second time.
                 again = [self._durable] if is_preempted else []
                 _abstain(step, [*due, *again], error)
@@ -148,7 +149,7 @@ class SaveCalls:
         return Capture(step, snapshot, document, per_process, fetch_metrics, began)
 
     def _finish(self, capture: Capture) -> bool:
-        """Waits for the save and repeats it once if it failed; returns whether it is durable."""
+        """Waits for the save, repeats it once if it failed; returns whether the step is durable."""
         self._durable.saver.wait()
         if not self._durable.history.has(capture.step):
             self._durable.saver.begin(capture)  # now, because no later save will try again
@@ -177,7 +178,7 @@ def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
-    """Records a failed save that other processes begin but this process cannot."""
+    """Records in each tier a failed save: other processes begin it, but this process cannot."""
     for tier in tiers:
         tier.decisions.begun()
         tier.saver.abstain(step, error)

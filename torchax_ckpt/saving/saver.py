@@ -7,7 +7,7 @@ A failed save loses only its own step. The next save tries again, so saving reco
 does. The log reports a failure once, again if its kind changes, and once when saving works again.
 
 On several processes, each process writes the data of its devices, and process 0 does the work that
-is done once for all. A save succeeds or fails on all processes. This module knows no torchax.
+is done once for all. A save succeeds or fails on all processes. This module does not use torchax.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes captures one after another, and deletes the steps that no preservation policy keeps.
+    """Writes captures one after another, and deletes steps that the preservation policy drops.
 
     Args:
       directory: the directory to write steps to.
@@ -87,7 +87,7 @@ class Saver:
         self.newest_failure: SaveError | None = None
         # Bounded, because nothing removes the costs if every save is forced.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
-        """Costs of durable saves; ``Decisions`` removes them."""
+        """The costs of saves that became durable; ``Decisions`` reads and removes them."""
 
     @property
     def is_saving(self) -> bool:
@@ -96,7 +96,7 @@ class Saver:
 
     @property
     def saving_step(self) -> int | None:
-        """The step of the save in flight, if there is one."""
+        """The step of the save in flight; None if no save is in flight."""
         return self._in_flight.step if self.is_saving and self._in_flight else None
 
     @property
@@ -119,8 +119,8 @@ class Saver:
           LeaseError: another program writes to the directory, or has saved this step or newer ones
             since this run listed the directory.
         """
-        # The training thread does this once. After a failed save, the thread of the next save does
-        # it, because a slow medium would block the training.
+        # The training thread acquires the directory once. After a failed save, the thread of the
+        # next save acquires it, because a slow medium would block the training thread.
         if not self._is_claimed:
             self._has_tried = True
             with self._calls.round("taking the directory"):
@@ -195,13 +195,13 @@ class Saver:
             save.handed_over.set()
 
     def abstain(self, step: int, error: BaseException) -> None:
-        """Records a failed save of a step that other processes begin but this process cannot."""
+        """Records a failed save of a step: other processes begin the save, this process cannot."""
         self._saves.refuse(_round_of(step), error)
         self._history.begin(step)
         self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight. ``check_for_errors`` raises the failures.
+        """Waits until no save is in flight. Only ``check_for_errors`` raises a save's failure.
 
         Raises:
           SaveTimeoutError: the wait took ``timeout_secs``, or the save took ``save_timeout_secs``
@@ -220,14 +220,14 @@ class Saver:
     def close(self) -> None:
         """Finishes the save in flight, and releases the directory.
 
-        May be called again, and on several threads at once.
+        May be called again, and on several threads at the same time.
 
         Raises:
-          SaveTimeoutError: the save takes too long. It continues and keeps the lease.
+          SaveTimeoutError: the save takes too long. The save continues and keeps the lease.
         """
         self._wait_showing_progress()
         self._telemetry.close()
-        with self._releasing:  # waits if another thread is releasing it
+        with self._releasing:  # waits if another thread is in this block
             self._directory.release()
 
     def join(self) -> None:
@@ -245,7 +245,7 @@ class Saver:
         self.wait()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure not yet raised; otherwise, once, that the save is late."""
+        """Raises the oldest failure not yet raised, else one SaveTimeoutError for a late save."""
         self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
@@ -255,7 +255,7 @@ class Saver:
             raise self._timeout_error(save)
 
     def _remaining_secs(self, save: SaveInFlight) -> float | None:
-        """Seconds until the save reaches ``save_timeout_secs``; None without a limit."""
+        """Returns the seconds until the save reaches ``save_timeout_secs``; None if unlimited."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
@@ -381,7 +381,7 @@ class Saver:
             return
         try:
             if self._saves.is_first:
-                self._directory.recover()  # at once, because a full disk needs the space
+                self._directory.recover()  # now, because a full disk needs the space
         except Exception as problem:
             logger.debug("leftovers of the failed save stay until the next save: %s", problem)
 
@@ -391,7 +391,7 @@ def _round_of(step: int) -> str:
 
 
 def _with_leaf_name(capture: Capture, error: BaseException) -> BaseException:
-    """The error, replaced by one that names the leaf if a donated buffer caused it."""
+    """Returns the error; if a donated buffer caused it, an error that names the leaf instead."""
     if "has been deleted" in str(error):
         try:
             capture.snapshot.require_alive()

@@ -23,7 +23,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metrics as JSON values and device scalars; does not wait for devices.
 
     Raises:
-      MetricsError: a metric is neither a number nor JSON; names the first one.
+      MetricsError: a metric is neither a number nor JSON; the error names the first such metric.
     """
     if not isinstance(metrics, Mapping):
         raise MetricsError(
@@ -81,7 +81,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def hold(pending: Pending) -> dict[str, Any]:
-    """Returns the metrics with copies of the device scalars, which no jitted step can donate."""
+    """Returns the metrics with copies of device scalars, which a jitted step could donate."""
     return {
         name: jnp.copy(_check(name, value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
@@ -108,7 +108,7 @@ def fetch(pending: Pending) -> dict[str, Any]:
 def fetching(
     pending: Pending, ranked: Sequence[str], step: int
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
-    """Copies the metrics of a step, and returns a function that calls ``fetch_ranked`` on them.
+    """Copies the metrics of a step; returns a function that calls ``fetch_ranked`` on the copies.
 
     Args:
       pending: the metrics.
@@ -116,7 +116,7 @@ def fetching(
       step: completed optimizer steps.
 
     Raises:
-      MetricsError: a ranked metric that is not on a device cannot be ranked.
+      MetricsError: a metric in ``ranked`` that needs no fetch cannot be ranked.
     """
     require_ranking(pending, ranked, step)
     return functools.partial(fetch_ranked, hold(pending), ranked, step)
@@ -125,7 +125,7 @@ def fetching(
 def fetch_ranked(
     pending: Pending, ranked: Iterable[str], step: int
 ) -> tuple[dict[str, Any], MetricsError | None]:
-    """Returns the result of ``fetch``, and the error of ``require_ranking`` for it, or None."""
+    """Returns the fetched metrics, and the error of ``require_ranking`` for them or None."""
     metrics = fetch(pending)
     try:
         require_ranking(metrics, ranked, step)

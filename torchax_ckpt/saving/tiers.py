@@ -1,8 +1,8 @@
 """The tiers of a run: its durable directory, and optionally a local one for more frequent saves.
 
-Each tier has its own steps, history, saver and policies, and works like the other. Together they
-form one run: it resumes from the newest step of either tier that was not abandoned. If both tiers
-have that step, it resumes from the local tier, which is closer.
+Each tier has its own steps, history, saver and policies, and both work in the same way. Together
+they form one run, which resumes from the newest step of either tier that was not abandoned. If both
+tiers have that step, the run resumes from the local tier, which is closer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tiers:
       local: the local tier, or None.
 
     Raises:
-      PolicyError: a policy lacks its method.
+      PolicyError: a policy lacks ``should_save`` or ``should_preserve``.
       TierError: the options do not allow a restore from a local tier.
       DirectoryError: a path cannot be used as a directory.
     """
@@ -156,7 +156,7 @@ class Tiers:
         return iter(self._tiers)
 
     def _connect(self, channel: str) -> Processes:
-        """The processes of the run, with their own channel for the messages about one subject."""
+        """Returns the processes of the run, with a channel for messages about one subject."""
         service = orbax_context.coordination_service()
         return Processes(channel, self._options.process_timeout_secs, service)
 
@@ -165,9 +165,9 @@ class Tiers:
     def candidates(
         self, step: int | None = None, name: TierName | None = None
     ) -> list[CommittedStep]:
-        """Returns the steps to try to read, in ascending order; the first choice is last.
+        """Returns the steps to try to read, in ascending order. Try the last one first.
 
-        If both tiers have a step, the local one comes after the durable one.
+        If both tiers have a step with the same number, the local step comes after the durable step.
 
         Args:
           step: returns only steps with this number; None returns all.
@@ -188,7 +188,7 @@ class Tiers:
         raise StepNotFoundError(text, step=step, path=self._selected_tiers(name)[0].directory.path)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
-        """Returns the same steps as ``candidates``, but may return an empty list."""
+        """Returns all steps of a tier (None: of all tiers), in the order of ``candidates``."""
         tiers, local_steps = self._selected_tiers(name), self._compare_local_steps()
         found = []
         for tier in tiers:
@@ -199,17 +199,17 @@ class Tiers:
         return sorted(found, key=lambda s: s.step)  # stable: the local one stays last
 
     def find(self, step: int) -> CommittedStep:
-        """Returns the step as this process finds it, local first; asks no other process."""
+        """Returns the step that this process finds, local before durable. Asks no other process."""
         for tier in reversed(self._tiers[1:]):
             if step in (s.step for s in tier.directory.steps()):
                 return tier.directory.find(step)
         return self.durable.directory.find(step)
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
-        """Returns the local steps of all hosts by key, with their paths on this host.
+        """Returns the local steps of all hosts, by key (number and commit time).
 
-        Also shares between the hosts which steps are abandoned, and sets ``_on_all``, the keys of
-        the steps that all hosts have.
+        The paths are those on this host. Also shares between the hosts which steps are abandoned,
+        and sets ``_on_all``, the keys of the steps that all hosts have.
         """
         if self.local is None or self.processes.count == 1:
             return {}
@@ -219,7 +219,8 @@ class Tiers:
             told = directory.abandonment.told(here.values())
             keys = directory.abandonment.learn(self.local.processes.gather(told))
         self._on_all, on_any = set.intersection(*keys), set.union(*keys)
-        # The path is one that nothing has, because another step with this number may be here.
+        # A step that this host lacks gets a path that does not exist, because this host may have
+        # another step with the same number.
         elsewhere = {
             (step, at): CommittedStep(step, directory.path / f"{step}-on-another-host", at)
             for step, at in on_any - here.keys()
@@ -227,7 +228,7 @@ class Tiers:
         return {key: here[key] for key in on_any & here.keys()} | elsewhere
 
     def opened(self, committed: CommittedStep) -> Source:
-        """Opens a step for reading. Call it in a round.
+        """Opens a step for reading. Call it within a round of the processes.
 
         Raises:
           ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
@@ -284,9 +285,10 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """Gives the run a new name, in both tiers; see ``storage/directory/run_identity.py``.
+        """Gives the run a new name in both tiers; without a local tier, removes the name.
 
-        A local tier without the run's current name does not count as part of the run.
+        A local tier without the run's current name does not count as part of the run. See
+        ``storage/directory/run_identity.py``.
         """
         with self.processes.round("naming the run"):
             durable = self.durable.directory
@@ -300,7 +302,7 @@ class Tiers:
         self._is_named = True
 
     def wait(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight."""
+        """Waits until no save is in flight in any tier."""
         deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
         for tier in self._tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -329,24 +331,24 @@ class Tiers:
         self._is_open = True
 
     def _forget_what_others_lack(self) -> None:
-        """Ignores local steps that some host lacks, so that all hosts make the same decisions."""
+        """Abandons local steps that some host lacks, so that all hosts make the same decisions."""
         if self.local is not None and self.processes.count > 1:
             self.local.history.keep_only(self._on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
-        """Deletes a step from each tier that has it; raises the errors of ``candidates``."""
+        """Deletes a step from a tier (None: from all); raises the errors of ``candidates``."""
         found = self.candidates(step, name)
         self.claim()  # after the search, so that a missing step does not create a directory
         for committed in found:
             self.holding(committed).saver.delete(step)
 
     def take_over(self) -> None:
-        """Closes unreachable checkpointers of this process on the same directories."""
+        """Closes the unreachable checkpointers of this process that use the same directories."""
         for tier in self._tiers:
             take_over(tier.saver)
 
     def closing(self, last: Callable[[], None]) -> Closing:
-        """Returns the object that finishes the saves, releases the directories, calls ``last``."""
+        """Returns the object that ends saves, releases directories and then calls ``last``."""
         return Closing(
             [tier.saver for tier in self._tiers], [tier.decisions for tier in self._tiers], last
         )

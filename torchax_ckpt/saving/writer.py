@@ -1,8 +1,8 @@
 """The writer of one save: turns a capture into a durable step, on all processes of the run.
 
 Each process writes the shards of its devices. Process 0 also writes the data that is equal on all
-processes, and does the work that is done once: it names the step, commits it, and deletes it if it
-cannot be read back.
+processes, and does the work that is done once: it names the step, commits it, and deletes it if
+its read-back finds damage.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Capture:
 
     Attributes:
       step: completed optimizer steps.
-      snapshot: the leaves.
+      snapshot: the values of the leaves, except those in ``per_process``.
       document: component -> node, see ``layout/manifest.py``.
-      per_process: the state that differs between processes, for this process. It is not in the
-        snapshot. None in a run of one process.
-      fetch_metrics: returns the metrics as JSON, and None or a problem with the metrics that does
-        not prevent the save; may wait for devices.
+      per_process: this process's values of the state that differs between processes; None in a run
+        of one process.
+      fetch_metrics: returns the metrics as JSON, and an error of the metrics that does not prevent
+        the save, or None; may wait for devices.
       began: ``time.perf_counter()`` when the training thread began this save.
     """
 
@@ -73,7 +73,7 @@ class Progress(Protocol):
     transferred: threading.Event
 
     def enter(self, phase: str) -> None:
-        """Notes that the save enters this stage."""
+        """Records that the save enters this stage."""
 
 
 class Writer:
@@ -164,7 +164,7 @@ class Writer:
         return durable, summary
 
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
-        """Returns the name to write a step under, and the steps of this run as JSON."""
+        """Cleans up; returns the name to write a step under, and the steps of this run as JSON."""
         recover()
         known = committed_step.described(self._history.branches.in_place)
         return self._directory.path_for(step).name, known
@@ -173,9 +173,9 @@ class Writer:
         """Returns the document, the plan, and the arrays that this process writes.
 
         In a run of several processes, Orbax does not accept an array that lies on the devices of
-        one process only. Process 0 writes such an array as a host array, like other host arrays. If
-        each host writes its own directory, each process writes its shards of the arrays that lie on
-        several hosts.
+        one process only. Process 0 writes its arrays of this kind as host arrays, with its other
+        host arrays. If each host writes its own directory, each process writes its shards of the
+        arrays that lie on the devices of several processes.
         """
         plan, arrays = capture.snapshot.stored(self._any_process)
         if capture.per_process is None:
@@ -200,7 +200,7 @@ class Writer:
         return {**document, **nodes}, plan, {**stored, **more}
 
     def _any_process(self, flag: bool) -> bool:
-        """True if the flag is set on any process."""
+        """Returns whether the flag is set on any process."""
         if self._processes.count == 1:
             return flag
         flags = self._processes.gather(bytes([flag]))
@@ -219,8 +219,9 @@ class Writer:
     def _commit_part(self, step: int, name: str) -> CommittedStep:
         """Commits this host's part of a step, so that all hosts have their part or none has.
 
-        Deletes the part again only if another host reports that it has no part. A host that died
-        cannot report, but may have committed its part; then this part completes the step.
+        Deletes this host's part again only if another host reports that it has no part. A host that
+        died cannot report, but may have committed its part. This host's part then completes the
+        step.
         """
         directory, processes = self._directory, self._processes
         at = processes.agreed_time()
@@ -232,14 +233,15 @@ class Writer:
             raise
         self._history.landed(durable)
         if _NOT_COMMITTED in processes.gather(_COMMITTED):
-            directory.delete(durable)  # later cleanups would not know this part
+            directory.delete(durable)  # later cleanups would not find this part
             processes.meet()  # raises the other host's error
         return durable
 
     def _read_back(self, durable: CommittedStep) -> None:
         """Verifies the step, each process its share; deletes it if any process finds it damaged.
 
-        Keeps the step if it cannot be read now or if a process has died, because it may be intact.
+        Keeps the step if it cannot be read now or if a process has died, because the step may then
+        be intact.
         """
         try:
             StoredStep(durable, allow_part=True).verify(self._options, self._processes)
