@@ -20,7 +20,7 @@ _MAX_LISTED = 5
 
 
 class Selection:
-    """The tensors that one restore selects. Each restore needs a new object: it records names.
+    """The tensors that one restore selects. Each restore needs a new one, which records names.
 
     The selection applies to the checkpoint and to the program. A tensor that is not selected is
     neither taken from the checkpoint nor expected there. A selected tensor of the checkpoint must

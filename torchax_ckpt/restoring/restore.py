@@ -1,7 +1,7 @@
 """Restores: compare a step with the live objects, read it, then change all live objects or none.
 
 Each process reads the leaves for its own devices and host. The processes agree that all of them
-have succeeded before any of them makes a change that it cannot undo.
+have succeeded so far before any of them makes a change that it cannot undo.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from torchax_ckpt.runtime import host_memory
 
 Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
 
-# Free memory must be the size of the copies times this factor, because a training step runs too.
+# Free memory must be at least this factor times the size of the copies, because a training step
+# runs while the copies exist.
 _HEADROOM = 1.25
 
 
@@ -83,7 +84,7 @@ class DeviceMemory:
         self._has_failed = False
 
     def holds(self, arrays: Iterable[Any]) -> bool:
-        """Returns whether the devices have memory for copies of these arrays, ignoring host arrays."""
+        """Returns whether the devices have memory to copy the device arrays among ``arrays``."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)

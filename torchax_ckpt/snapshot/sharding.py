@@ -59,7 +59,7 @@ def replicated_like(placement: Placement) -> Placement:
 
 
 def stacked(sharding: Sharding) -> Sharding | None:
-    """Returns the sharding of a stack of arrays with this sharding; None if they cannot be stacked.
+    """Returns the sharding of a stack of arrays with this sharding; None if there is none.
 
     The leading axis of the stack is not sharded, so each shard of the stack consists of the
     arrays' shards on the same device, and stacking moves nothing between devices.
@@ -208,7 +208,7 @@ def resolve_rule(
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh with Auto axes, because torchax fails on the axes of ``jax.make_mesh``."""
+    """Returns the mesh with Auto axes; torchax fails on the Explicit axes of ``jax.make_mesh``."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
