@@ -31,7 +31,7 @@ def newest_readable(
     this UserWarning into an error, the older steps are tried.
 
     Args:
-      candidates: the steps to try, oldest first. Several tiers may each have a step of one number.
+      candidates: the steps to try, oldest first. Tiers may have steps of the same number.
       attempt: reads one step and returns the result of this read.
 
     Raises:

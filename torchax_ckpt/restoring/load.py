@@ -34,14 +34,14 @@ def load_state(
     options: CheckpointOptions,
     processes: Processes,
 ) -> Any:
-    """Returns a step's functional state, or, without one, the states of its attached components.
+    """Returns a step's functional state or, if it has none, the states of its components.
 
     Args:
       committed: the step.
       opened: opens a step for reading.
       abstract_state: the structure, dtypes, shapes and placements that the result has; None for
-        everything as it was saved. If the step has attached components, the keys of
-        ``abstract_state`` select among them.
+        everything as it was saved. If the step has no functional state, the keys of
+        ``abstract_state`` select components.
       options: how the step is read.
       processes: the processes that load the step together; the caller has opened their round.
 

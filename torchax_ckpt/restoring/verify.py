@@ -1,4 +1,7 @@
-"""Verification: reads a whole step back; records, for keep rules and readers, if it is sound."""
+"""Verification: reads a whole step back and records whether it is sound.
+
+The rules on which steps to keep, and later readers, use this record.
+"""
 
 from __future__ import annotations
 

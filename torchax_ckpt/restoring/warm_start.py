@@ -1,7 +1,7 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Each kind of source is converted to a ``StoredModule`` and a reader of leaves. All further code is
-that of a restore.
+Each kind of source is converted to a ``StoredModule`` and a reader of leaves. The rest of the
+code is shared with restores.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def warm_start(
       DirectoryError: the source cannot be read at present.
       ForeignCheckpointError: Orbax alone wrote the step, so its names say nothing about torch.
       UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be read.
-      ImportError: the source is a safetensors file, and the safetensors library is not installed.
+      ImportError: the source is in safetensors format, and that library is not installed.
     """
     torchax_backend.check_internals()
     require_module(model, (MODEL,))

@@ -250,7 +250,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds writes that set each live group's hyperparameters to those stored for its members."""
+        """Adds writes that set each group's hyperparameters to those stored for its parameters."""
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -377,7 +377,7 @@ def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
 
 
 def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; if ``live`` has the same spec, writes into ``live`` and returns it."""
+    """Returns the stored value; if ``live`` has the same spec, sets and returns ``live``."""
 
     def leaf(child: Mapping[str, Any]) -> Any:
         value = values[child["array"]]

@@ -92,7 +92,7 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Returns component -> captured state; ``state``, if given, replaces model and optimizer."""
+        """Returns component -> captured; ``state``, if given, replaces model and optimizer."""
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
