@@ -28,7 +28,7 @@ def read_manifest(committed: CommittedStep) -> Manifest:
 
     Raises:
       ForeignCheckpointError: the step has no manifest, because Orbax alone wrote it.
-      CorruptCheckpointError: this package cannot have written such a manifest.
+      CorruptCheckpointError: this package cannot have written the manifest.
     """
     manifest = parse_manifest(committed)
     require_made(committed, manifest)

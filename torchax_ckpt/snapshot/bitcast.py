@@ -44,7 +44,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 def is_small_float(dtype: Any) -> bool:
     """Returns whether the dtype is a float below 32 bits.
 
-    XLA may convert such floats to a wider dtype inside a program, which changes the bits of NaNs.
+    XLA may convert small floats to a wider dtype inside a program, which changes bits of NaNs.
     """
     return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
 

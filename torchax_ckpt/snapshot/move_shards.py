@@ -119,7 +119,7 @@ def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> Non
 def permute_over_processes(
     leaves: MutableMapping[str, Any], targets: Targets, rounds: Rounds
 ) -> None:
-    """Sends shards from processes to other processes.
+    """Sends shards from processes to other processes, as ``rounds`` says.
 
     Each shard goes to the device at the same position in the receiving process's block of the mesh.
 
@@ -198,7 +198,7 @@ def sum_program(grid: Mesh) -> Program:
 
 @functools.lru_cache(maxsize=64)
 def permute_program(grid: Mesh, rounds: Rounds) -> Program:
-    """Returns the program that makes these permutes of slots between rows."""
+    """Returns the program that permutes slots between rows, in these rounds."""
 
     def permute(bits: jax.Array) -> jax.Array:
         for pairs in rounds:

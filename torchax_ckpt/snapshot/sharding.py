@@ -117,7 +117,7 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns all shards of an array on devices of this process, each once.
 
     ``array.addressable_shards`` is not thread-safe. JAX builds the list at the first access. If two
-    threads access it at the same time, one of them can get a partial list, or both can append to
+    threads access it at the same time, one thread can get a partial list, or both can append to
     it. With eight devices and frequent thread switches this happened in eight of a hundred cases
     (jax 0.10.2). Code that shares an array with another thread must therefore list the shards
     through this function.

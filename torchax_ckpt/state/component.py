@@ -34,7 +34,7 @@ class Findings:
     Attributes:
       missing: names that are attached, but not in the checkpoint.
       unexpected: names that are in the checkpoint, but not attached.
-      mismatched: name that both have, with differing leaves -> "expected ..., found ...".
+      mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
       left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
         leaves out. These names do not count as differences.
     """
@@ -266,7 +266,7 @@ class Restoration:
         )
 
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes, or none: if a call fails, it and the calls before it are undone.
+        """Makes all changes, or none: if a call fails, this call and all earlier calls are undone.
 
         ``agree`` is called after the last call. If ``agree`` raises, all calls are undone.
         """
@@ -311,7 +311,7 @@ class Component(Protocol):
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Compares the node with the live object and returns the plan. Changes nothing.
 
-        The selection is by names of the model's tensors; components without such names ignore it.
+        ``selection`` names tensors of the model; components that use no such names ignore it.
         """
         ...
 

@@ -56,12 +56,12 @@ class Slot:
                 torchax_backend.copy_into(tensor, array)
 
     def reshard(self, sharding: Sharding) -> None:
-        """Moves the device buffers to this sharding."""
+        """Moves the device buffers of the tensors to this sharding."""
         for tensor in self.tensors:
             torchax_backend.set_buffer(tensor, move(torchax_backend.buffer(tensor), sharding))
 
     def release(self) -> None:
-        """Deletes the device buffers; the tensors have no content until ``fill`` is called."""
+        """Deletes the device buffers; the tensors then have no content until ``fill`` is called."""
         for tensor in self.tensors:
             torchax_backend.release(tensor)
 
@@ -104,7 +104,7 @@ def registered(module: torch.nn.Module) -> list[Any]:
 
 
 def same_objects(a: list[Any], b: list[Any]) -> bool:
-    """True if two lists hold identical objects (or equal strings) in the same order."""
+    """Returns if two lists have identical objects (or equal strings) in the same order."""
     return len(a) == len(b) and all(
         x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True)
     )

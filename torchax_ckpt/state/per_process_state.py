@@ -97,7 +97,7 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Joins the per-process states of all processes.
+    """Returns the per-process states of all processes, joined for storage.
 
     Args:
       sent: for each process, in order, the result of ``PerProcessState.to_bytes``.
