@@ -76,7 +76,7 @@ class Encoder:
         """Returns the node of a value; adds its leaves to ``leaves``, named by their key paths.
 
         Raises:
-          UnsupportedLeafError: a part cannot be stored. The message names the first part that cannot.
+          UnsupportedLeafError: a part cannot be stored. The message names the first one.
         """
         return self.encode_all([(key_path, value)])[0]
 
