@@ -1,4 +1,4 @@
 """The storage layout of named leaves: names, the storage plan and the manifest.
 
-This package knows neither torch nor devices.
+The modules of this package import neither torch nor JAX.
 """

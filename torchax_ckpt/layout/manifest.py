@@ -1,10 +1,11 @@
-"""The manifest: the JSON that explains every array of a step, and its checks.
+"""The manifest of a step: JSON that explains every array of the step. Checks manifests too.
 
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
      "digests": {stored name: {"block": [dims], "xxh3_64": base64}}}
 
-``digests`` holds 8 octets, little-endian, for each block of an array, in C order of the blocks.
+For each stored array, ``digests`` has 8 octets, little-endian, for each block of the array, in C
+order of the blocks.
 
 ``document`` describes the whole state; its array nodes name the leaves. ``state/pytree.py`` writes
 and reads the nodes, and defines their form.
@@ -28,8 +29,8 @@ FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. A reader refuses versions newer than its own and reads older ones.
 VERSION = 1
 
-# The component that marks a step made from other files. Such a step holds only a model's weights;
-# all other attached objects start anew.
+# A step that was imported from files of another format has this component. It has no other state
+# than a model's weights, so a restore of the step leaves all other attached objects unchanged.
 IMPORTED = "imported"
 
 KINDS = frozenset({"torchax", "torch", "jax", "numpy", "numpy_scalar", "key"})
@@ -42,11 +43,11 @@ STORABLE_DTYPES = frozenset(
      "float8_e8m0fnu"]
 )  # fmt: skip
 
-# How deep containers in a state may be nested. A JSON reader recurses three times as deep.
+# How deep containers in a state may be nested. The state's JSON is nested three times as deep.
 MAX_DEPTH = 100
-# More elements than fit into any machine, and few enough that no size computed from them overflows.
+# No machine has memory for more elements, and no size computed from so many elements overflows.
 _MAX_ELEMENTS = 2**56
-_MAX_RANK = 32  # TensorStore's
+_MAX_RANK = 32  # TensorStore's limit
 
 Node = Any
 """One node of the document: JSON (None, bool, int, float, str, list, dict)."""
@@ -72,8 +73,8 @@ class Manifest:
     Attributes:
       document: component (``model``, ``optimizer``, ...) -> its node.
       plan: where each leaf is stored.
-      versions: library -> its version when the step was written. For people only; no code may
-        decide by it.
+      versions: library -> its version when the step was written. For people only: no code may
+        depend on a version.
       digests: stored name -> the digests of the array's bytes.
     """
 
@@ -102,15 +103,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, raw: Any, *, path: str) -> Manifest:
-        """Checks and reads a manifest.
+        """Returns the manifest that this JSON represents, after checking it.
 
         Args:
           raw: the parsed JSON.
           path: the manifest's path, for messages.
 
         Raises:
-          CorruptCheckpointError: it is not a valid manifest, or this package cannot read its
-            version.
+          CorruptCheckpointError: ``raw`` is not a valid manifest, or is one of a version that this
+            package cannot read.
         """
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(
@@ -140,7 +141,8 @@ class Manifest:
         for component in document:
             for node in array_nodes(document[component]):
                 _check_array_node(node, path)
-                # An array on devices of several processes is part of the state of each of them.
+                # An array on devices of several processes is in the state of each of these
+                # processes, so its node may occur several times.
                 if component == names.PROCESSES and leaves.get(node["array"]) == node:
                     continue
                 if node["array"] in leaves:
@@ -159,7 +161,7 @@ class Manifest:
         }
 
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns stored name -> shape and dtype, for the stored arrays that hold these leaves."""
+        """Returns stored name -> (shape, dtype) of the stored arrays with the wanted leaves."""
         located = self.plan.locate()
         specs = {
             name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()
@@ -249,7 +251,11 @@ def _digests(raw: Any, path: str) -> dict[str, Digests]:
 
 
 def _check_plan(plan: Plan, leaves: Mapping[str, dict[str, Any]], path: str) -> None:
-    """Checks that each stack holds existing leaves of one form, and no leaf is stored twice."""
+    """Raises CorruptCheckpointError unless the plan fits the leaves.
+
+    Each stack must consist of existing leaves of one dtype and shape, no leaf may be stored twice,
+    and exactly the leaves without elements must be listed as empty.
+    """
     for name in plan.empty ^ {n for n, node in leaves.items() if 0 in node["shape"]}:
         if name not in leaves:
             raise _corrupt(path, name, "a leaf of this name, which is listed in 'empty'", "none")

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 # "/" separates keys, "%" starts an escape, "*" stands for a layer index in stacked names,
 # control characters and lone surrogates are not valid in storage keys.
 _UNSAFE = re.compile(r"[%/*\x00-\x1f\x7f\ud800-\udfff]")
-# The escape of the empty key. No other key has it: elsewhere hex digits follow a "%".
+# The escaped form of the empty key. It is unambiguous: in all other forms, hex digits follow a "%".
 _EMPTY = "%"
 # Characters that occur in no name; "%" and "/" do occur in names.
 _FOREIGN = re.compile(r"[*\x00-\x1f\x7f\ud800-\udfff]")
@@ -34,7 +34,7 @@ def escape(key: str) -> str:
 
 
 def unescape(part: str) -> str:
-    """Returns the key whose escaped form this part of a name is; inverse of ``escape``."""
+    """Returns the key that has this escaped form; inverse of ``escape``."""
     if part == _EMPTY:
         return ""
     return re.sub(
@@ -55,7 +55,7 @@ def split(name: str) -> tuple[str, ...]:
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a text can be a leaf's name: not empty, no character that names escape."""
+    """Returns whether a text can be a leaf's name: not empty, and without invalid characters."""
     return bool(text) and not _FOREIGN.search(text)
 
 
@@ -65,12 +65,12 @@ def of_process(index: int, name: str) -> str:
 
 
 def without_process(name: str) -> str:
-    """Returns the name that a leaf has on its own process; inverse of ``of_process``."""
+    """Returns the name without the prefix that ``of_process`` adds, if the name has it."""
     component, rest = component_and_rest(name)
     return rest.partition(_SEPARATOR)[2] if component == PROCESSES else name
 
 
 def component_and_rest(name: str) -> tuple[str, str]:
-    """Returns the first part of a name and the rest ("" if there is none), both as they stand."""
+    """Returns the first part of a name and the rest ("" if there is none), both still escaped."""
     component, _, rest = name.partition(_SEPARATOR)
     return component, rest

@@ -1,4 +1,4 @@
-"""Selections: patterns over torch's names that say which weights a restore takes, and renames.
+"""Selections: which weights a restore takes and under which names, by patterns of torch's names.
 
 A pattern names a tensor, or a module and everything below it: ``encoder`` covers
 ``encoder.0.weight``. ``*`` matches one or more characters of any kind, dots included, as few as
@@ -20,22 +20,23 @@ _MAX_LISTED = 5
 
 
 class Selection:
-    """The tensors that one restore selects. Use a new one for each restore: it records names.
+    """The tensors that one restore selects. Each restore needs a new one, which records names.
 
     The selection applies to the checkpoint and to the program. A tensor that is not selected is
-    neither taken from the checkpoint nor expected there; a selected tensor must fit.
+    neither taken from the checkpoint nor expected there. A selected tensor of the checkpoint must
+    fit the tensor of the program.
 
     Args:
       include: patterns; only tensors that match one of them are selected. None selects all.
       exclude: patterns; tensors that match one of them are not selected.
       rename: pattern for names in the checkpoint -> the names in the program. Both sides have
         equally many ``*``; the n-th ``*`` on one side stands for the same text as the n-th on the
-        other. The first pattern that matches a name counts. ``include`` and ``exclude`` are
-        patterns for the program's names.
+        other. If several patterns match a name, the first of them applies. ``include`` and
+        ``exclude`` are patterns for the program's names.
 
     Attributes:
-      left_out: names of tensors, in the checkpoint or the program, that were asked for and are not
-        selected.
+      left_out: the names for which ``takes`` has returned False, of tensors in the checkpoint or
+        the program.
 
     Raises:
       SelectionError: an argument is not a valid pattern.
@@ -76,7 +77,7 @@ class Selection:
 
     def takes(self, name: str) -> bool:
         """Returns whether the tensor with this name in the program is selected."""
-        # Both are evaluated, because require_used needs to know every pattern that matched a name.
+        # Evaluate both arguments, because require_used needs every pattern that matched a name.
         included = self._include is None or self._matches("include", self._include, name)
         excluded = self._matches("exclude", self._exclude, name)
         if included and not excluded:
@@ -113,7 +114,7 @@ class Selection:
         return found
 
     def require_used(self) -> None:
-        """Raises SelectionError if a pattern matched no name: it is misspelled or superfluous."""
+        """Raises SelectionError if a pattern matched no name, so is misspelled or superfluous."""
         if not self._unused:
             return
         listed = ", ".join(sorted(self._unused)[:_MAX_LISTED])
@@ -151,6 +152,6 @@ def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Patt
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Returns an expression that matches from a name's beginning to the end of one of its parts."""
+    """Returns an expression that matches the beginning of a name, up to the end of a part."""
     text = "(.+?)".join(re.escape(part) for part in pattern.split(_ANY))
     return re.compile(rf"{text}(?=[./]|\Z)", re.DOTALL)

@@ -2,11 +2,12 @@
 
 Storage has a cost per array: a thousand small arrays take seconds, whatever their size. Therefore
 leaves are stored as one stack if their names differ only in indices (``layers.0.wq.weight``,
-``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal. A stack is an array with
-a leading axis of members; its name is the members' pattern, ``layers.*.wq.weight``. 0-d host arrays
-(an optimizer's ``step`` counters) share one vector per dtype. Large leaves are stored by
-themselves, because copying them into a stack would cost more than it saves. Leaves without elements
-are not stored; the manifest has their shape and dtype.
+``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal. A stack is an array
+whose leading axis counts its members; the stack's name is the pattern of their names,
+``layers.*.wq.weight``. All 0-d host arrays of one dtype (an optimizer's ``step`` counters) are
+stored as one vector. Large leaves are stored by themselves, because copying them into a stack would
+cost more than the stack saves. Leaves without elements are not stored; the manifest has their shape
+and dtype.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
 
 # Each array costs some milliseconds in storage, whatever its size. Stacking pays if copying a leaf
-# takes less; benchmarks/stacking.py measures that it no longer does at 8 MiB.
+# takes less time than that. benchmarks/stacking.py shows that for leaves of 8 MiB it takes more.
 MAX_STACKED_LEAF_BYTES = 4 << 20
-# Bounded, because a restore passes a whole stack through host memory.
+# Stacks are bounded, because a restore passes a whole stack through host memory.
 MAX_STACK_BYTES = 64 << 20
 
 _HOST_SCALARS = "host_scalars"
 # An index is a part of a name that consists of digits only.
 _INDEX = re.compile(r"(?<=[./])\d+(?=[./]|$)")
-_ANY = "*"  # in no leaf's name, because names.escape escapes it
+_ANY = "*"  # occurs in no leaf's name, because names.escape escapes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,9 @@ class LeafSpec:
     Attributes:
       shape: the leaf's dims.
       dtype: numpy's or ml_dtypes' name of its dtype.
-      nbytes: its size in bytes, over all devices.
-      placement: equal for leaves that may share a stack; None for a leaf that may not be stacked.
+      nbytes: the size of the whole leaf in bytes.
+      placement: a value that is equal for leaves that may share a stack; None for a leaf that may
+        not be stacked.
       on_host: True for a host array, False for an array on devices.
     """
 
@@ -64,7 +66,7 @@ class Plan:
     empty: frozenset[str]
 
     def locate(self) -> dict[str, tuple[str, int]]:
-        """Returns name of each stacked leaf -> its stack's name, its index on the leading axis."""
+        """Returns name of stacked leaf -> (name of its stack, its index on the leading axis)."""
         return {
             member: (stored, index)
             for stored, members in self.stacks.items()
@@ -78,13 +80,13 @@ def plan_leaves(
     layout: Layout = "auto",
     taken: Iterable[str] = (),
 ) -> Plan:
-    """Decides where each leaf is stored; the same leaves always give the same plan.
+    """Returns the plan of where each leaf is stored; the same leaves always give the same plan.
 
     Args:
       leaf_names: the names of the leaves.
-      specs: their properties, in the same order.
+      specs: the properties of the leaves, in the order of ``leaf_names``.
       layout: which leaves are stacked (``CheckpointOptions.layout``).
-      taken: names of existing stacks, which new stacks do not use.
+      taken: names of existing stacks; new stacks get other names.
     """
     groups: dict[tuple[Hashable, ...], list[tuple[str, LeafSpec]]] = {}
     for name, spec in zip(leaf_names, specs, strict=True):

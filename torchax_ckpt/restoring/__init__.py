@@ -1,1 +1,1 @@
-"""Restores and loads: from a step, or from files, to live objects or returned values."""
+"""Restores and loads: from a step or from files, into live objects or to returned values."""

@@ -25,27 +25,27 @@ T = TypeVar("T")
 def newest_readable(
     candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
 ) -> tuple[T, tuple[int, ...]]:
-    """Returns the result of ``attempt`` for the newest readable step, and the steps skipped.
+    """Returns the result of ``attempt`` for the newest readable step, and the skipped steps.
 
-    Each skipped step is logged and issued as a UserWarning. Even if a filter turns this warning
-    into an error, the older steps are tried.
+    A warning about each skipped step is logged, and issued as a UserWarning. Even if a filter turns
+    this UserWarning into an error, the older steps are tried.
 
     Args:
-      candidates: steps, oldest first. Each tier may contribute a step of the same number.
-      attempt: reads a step and returns the result.
+      candidates: the steps to try, oldest first. Tiers may have steps of the same number.
+      attempt: reads one step and returns the result of this read.
 
     Raises:
-      CorruptCheckpointError: no candidate can be read; this is the error of the newest.
-      UnusableStateError: no candidate can be read, and the state that the restore was to replace is
-        deleted already.
-      StepNotFoundError: all candidates were deleted in the meantime.
+      CorruptCheckpointError: no candidate can be read; the error is that of the newest candidate.
+      UnusableStateError: no candidate can be read, and an attempt has already deleted the state
+        that it was to replace.
+      StepNotFoundError: no candidate can be read, and the newest was deleted after it was listed.
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
     for left, committed in reversed(list(enumerate(candidates))):
         try:
             return attempt(committed), tuple(skipped)
-        except StepNotFoundError as error:  # the writing program deleted it in the meantime
+        except StepNotFoundError as error:  # the writing program deleted the step
             first_error = first_error or error
         except (CorruptCheckpointError, UnusableStateError) as error:
             if not is_damage(error):
@@ -63,16 +63,17 @@ def newest_readable(
 def reading(
     committed: CommittedStep, directory: RunDirectory, processes: Processes
 ) -> Iterator[None]:
-    """Wraps the reading of a step in a round of the processes.
+    """Runs the block, which reads a step, in a round of the processes.
 
-    If the step is damaged, this is recorded. If it is damaged or storage cannot read it, the error
-    lists other steps of the directory. If each host has its own directory, neither is done, because
-    another host's failure does not mean that this host's copy is damaged.
+    If the step is damaged, the damage is recorded. If the step is damaged or storage cannot read
+    it, the error's message also lists the other steps of the directory. If each host has its own
+    directory, nothing is recorded or listed, because another host's failure does not mean that this
+    host's copy is damaged.
 
     Args:
       committed: the step.
-      directory: the directory that contains it.
-      processes: the processes that read it together.
+      directory: the directory that contains the step.
+      processes: the processes that read the step together.
 
     Raises:
       StepNotFoundError: the step was deleted while it was read.
@@ -87,7 +88,7 @@ def reading(
             raise
         if is_damage(error):
             directory.verified.note(committed, is_sound=False)
-        # If storage does not answer, the error at hand matters more than the list of steps.
+        # If storage cannot list the other steps, the error of the read still has to be raised.
         with contextlib.suppress(Exception):
             others = [s for s in directory.steps() if s.step != committed.step]
             text = f". Other steps in the directory: {directory.verified.named(others)}."

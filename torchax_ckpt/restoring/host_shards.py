@@ -1,13 +1,14 @@
 """One host's parts of leaves: how a step in a local tier describes them.
 
-Such a step holds the shards of one host's devices. In its manifest the node of a leaf that lies on
-several hosts has the further field ``spec``. If the host does not hold the whole leaf, the node's
-shape is that of the host's part, and it has the fields ``whole`` and ``starts`` too:
+A step in a local tier has the shards of one host's devices. In the manifest of this step, the node
+of a leaf that lay on several hosts has the additional field ``spec``. If the host had only a part
+of the leaf, the node's shape is that of this part, and the node has two more fields, ``whole`` and
+``starts``:
 
     spec      the mesh axes over which each dim of the leaf was sharded
     whole     the shape of the leaf
-    starts    for each device, in the order of the host's own mesh, the index in the leaf at which
-              the device's shard begins
+    starts    for each device, in the order of the host's block of the mesh, the index in the leaf
+              at which the device's shard begins
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def described(
     """Returns the document of a step that holds this host's parts of the stored arrays.
 
     Args:
-      document: component -> node, for the whole leaves.
+      document: component -> node; the nodes describe whole leaves.
       plan: which stored array holds each leaf.
       arrays: stored name -> array over all hosts.
     """
@@ -60,7 +61,7 @@ def described(
 
 
 def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
-    """Returns the document as a save by all hosts together would write it."""
+    """Returns the document with nodes that describe whole leaves; inverse of ``described``."""
     document = copy.deepcopy(dict(document))
     for component in document.values():
         for node in array_nodes(component):
@@ -71,17 +72,21 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
 
 
 def specs(document: Mapping[str, Node]) -> dict[str, Any]:
-    """Returns leaf -> field ``spec``, for the leaves that lay on several hosts."""
+    """Returns leaf -> field ``spec``, for the leaves that lay on several hosts at the save."""
     return {name: node["spec"] for name, node in _nodes(document).items() if "spec" in node}
 
 
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
-    """Returns the reads with the shardings that the leaves had when saved, on the current mesh."""
+    """Returns the reads, with each leaf in the sharding of the save, on the current mesh.
+
+    A read stays unchanged if ``specs`` lacks its leaf, or if the current mesh does not allow the
+    sharding of the save.
+    """
     found = dict(reads)
     for name, read in reads.items():
         now = read.placement
         if name in specs and isinstance(now, NamedSharding):
-            # The current mesh may not allow the sharding, and the manifest may hold anything.
+            # The current mesh may not allow the sharding, and a manifest may contain any value.
             with contextlib.suppress(ValueError, TypeError):
                 dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
                 then = NamedSharding(now.mesh, PartitionSpec(*dims), memory_kind=now.memory_kind)
@@ -92,7 +97,12 @@ def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, R
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
-    """Returns the reads of this host's own step, for the leaves of which it holds a part."""
+    """Returns reads of this host's parts, for the leaves of which its step has only a part.
+
+    Args:
+      reads: name -> the read of the whole leaf.
+      document: the document of this host's step.
+    """
     found, nodes = {}, _nodes(document)
     for name, read in reads.items():
         if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
@@ -105,11 +115,12 @@ def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[st
 def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
     """Returns the starts of the shards that this host's devices need.
 
-    The result maps each leaf that lies on several hosts to the start of each device's shard, in the
-    form of the field ``starts``.
+    The result maps each leaf that is to lie on several hosts to the start of each device's shard,
+    in the form of the field ``starts``.
 
     Raises:
-      ValueError: a leaf has no mesh, or this host's devices do not form a block of the mesh.
+      ValueError: a leaf's sharding has no mesh, or this host's devices do not form a block of the
+        mesh.
     """
     return {
         name: [list(start) for start in host_part(read.placement, read.spec.shape).starts]
@@ -123,12 +134,14 @@ def stored_starts(
 ) -> dict[str, list[list[int]]]:
     """Returns the starts of the shards that a host's step holds, in the form of ``needed_starts``.
 
-    They may belong to another position of the mesh. Leaves stored whole satisfy any request, so
-    they have the starts that are needed.
+    If the host had another position in the mesh at the save, these starts differ from those that it
+    needs now. A leaf that is stored whole satisfies any request, so its result is the starts that
+    are needed.
 
     Raises:
-      ValueError: a part has another size than the host's current part, or is divided differently
-        among its devices; or a whole leaf is requested, and the step holds a part of it.
+      ValueError: a stored part has another shape than the part that this host needs, or is divided
+        differently among the host's devices; or a whole leaf is requested, and the step has only a
+        part of it.
     """
     found, nodes = needed_starts(reads), _nodes(document)
     for name in reads:
@@ -146,18 +159,18 @@ def stored_starts(
 
 
 def _blocks(starts: Any) -> list[list[int]]:
-    """Returns, for each device of a host, the position of its block in the host's part."""
+    """Returns, for each device of a host, its block's position in the host's grid of blocks."""
     try:
         along = [sorted(set(dim)) for dim in zip(*starts, strict=True)]
         return [[dim.index(at) for dim, at in zip(along, s, strict=True)] for s in starts]
-    except TypeError as error:  # the manifest may hold anything
+    except TypeError as error:  # a manifest may contain any value
         raise ValueError(f"expected lists of shard starts, found {starts!r:.80}") from error
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
-    """Returns reads onto the host for those of the named leaves that the step has.
+    """Returns reads of leaves into host memory, for the ``names`` that the document has.
 
-    The host reads them to send them to another host.
+    This host reads these leaves in order to send them to other hosts.
     """
     nodes = _nodes(document)
     return {n: Read(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}

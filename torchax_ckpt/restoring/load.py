@@ -1,4 +1,4 @@
-"""The load of a step: its functional state, returned by value."""
+"""Loads: a step's functional state, or the state of its components, returned by value."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ def load_state(
     options: CheckpointOptions,
     processes: Processes,
 ) -> Any:
-    """Returns the functional state of a step, or the components that were attached when it saved.
+    """Returns a step's functional state or, if it has none, the states of its components.
 
     Args:
       committed: the step.
       opened: opens a step for reading.
       abstract_state: the structure, dtypes, shapes and placements that the result has; None for
-        everything as it was saved. For attached components, its keys select the components.
+        everything as it was saved. If the step has no functional state, the keys of
+        ``abstract_state`` select components.
       options: how the step is read.
-      processes: the processes that load it together, in a round.
+      processes: the processes that load the step together; the caller has opened their round.
 
     Raises:
-      MismatchError: the step lacks a leaf of the abstract state, or has it in another form.
-      CorruptCheckpointError: it cannot be read.
+      MismatchError: the step lacks a leaf of the abstract state, or has the leaf in another form.
+      CorruptCheckpointError: the step cannot be read.
     """
     try:
         source = opened(committed)
@@ -74,7 +75,10 @@ def load_state(
 def _load_foreign(
     committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
 ) -> Any:
-    """Reads a step that Orbax alone wrote; its pytree must have the abstract state's structure."""
+    """Returns the state of a step that Orbax alone wrote.
+
+    The stored pytree must have the structure of the abstract state.
+    """
     if abstract_state is None:
         return foreign.load_foreign(committed, None, options, processes)
     _require_match(committed, abstract_state)
@@ -95,9 +99,9 @@ def _load_foreign(
 
 
 def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
-    """Raises MismatchError if the step lacks a leaf or has it with another shape or dtype.
+    """Raises MismatchError if the step lacks a leaf, or has the leaf with another shape or dtype.
 
-    Orbax does not refuse these: it casts values, or returns the abstract value itself.
+    Orbax raises no error in these cases: it casts the values, or returns the abstract leaf itself.
     """
     stored = foreign.foreign_metadata(committed)
     findings = Findings()
@@ -131,5 +135,5 @@ _ABSENT = object()
 
 
 def _sharding(read: Read) -> Sharding | None:
-    """Returns the sharding to request from Orbax; None for a host array that is moved later."""
+    """Returns the sharding to request from Orbax; None requests a numpy array, for ``put``."""
     return None if isinstance(read.placement, Local) else read.placement

@@ -1,12 +1,12 @@
-"""Restores from a local tier, in which each host saved a step with the shards of its own devices.
+"""Restores from a local tier, in which each host has saved the shards of its own devices.
 
-Slices hold equal data. If a host has lost its step, the host at its position in another slice still
-has that data. After a restart hosts may also have other positions in the mesh. A host's step says
-which part of the state it holds, and the shardings say which part the host needs. Each host reads
-its own step. A host that needs another part receives it from another host over the device network.
-Nothing is read from shared storage, and if each host has the part it needs, nothing is sent. If a
-leaf's sharding has changed, the leaf is restored to its former sharding first, and then the devices
-reshard it.
+All slices have equal data. If a host has lost its step, the host at the same position in another
+slice has the same data. After a restart, hosts may also have other positions in the mesh. The
+manifest of a host's step says which part of the state the step has. The current shardings say which
+part the host needs. Each host reads its own step. If a host needs a part that its step lacks, it
+receives this part from another host over the device network. Nothing is read from shared storage,
+and if each host has the part that it needs, nothing is sent. If a leaf's sharding has changed since
+the save, the leaf is first restored with the sharding of the save, and then the devices reshard it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ logger = logging.getLogger(__name__)
 
 
 class HostSteps:
-    """One step in the local tiers of all hosts, each with the shards of its devices.
+    """One step in the local tiers of all hosts; each host's copy has the shards of its devices.
 
-    This is a ``Source``. Use it in a round, on all processes. Some hosts may lack the step.
+    Implements ``Source``. All processes use it together, in a round. Some hosts may lack the step.
 
     Args:
-      committed: the step, at its path on this host; it need not exist there.
+      committed: the step, at its path on this host; the path need not exist.
       options: how the step is read.
       index: the index of this process.
       processes: the processes of the run.
-      replica_axis: the mesh axis along which slices lie. A part comes from a host in the same slice
-        if possible.
+      replica_axis: the mesh axis along which slices lie. A host receives its part from its own
+        slice if possible.
       verified: records damage of this host's copy. Damage of another host's copy is not recorded,
-        because it does not mean that this copy is damaged.
+        because it does not mean that this host's copy is damaged.
 
     Raises:
       CorruptCheckpointError: no host can read the step's manifest.
@@ -73,7 +73,7 @@ class HostSteps:
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._index = index
         self._processes = processes
-        # This host's copy; None if it does not exist, is damaged or does not fit.
+        # This host's copy; None if the copy does not exist, is damaged or does not fit the reads.
         self._copy: step_reader.StoredLeaves | None = None
         if committed.path.exists():
             with self._ignoring_damage():
@@ -86,10 +86,10 @@ class HostSteps:
         self.document, self._specs = self._from_first(self._copy is not None, content)
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Ignores this host's copy from now on if it is not stored as its manifest says.
+        """Stops using this host's copy if its arrays are not stored as its manifest says.
 
-        The copy is ignored too if its parts do not fit this host's devices. Other hosts may have
-        copies that do.
+        This host's copy is also no longer used if its parts do not fit this host's devices. In both
+        cases this host receives its part from another host.
         """
         if self._copy is None:
             return
@@ -106,11 +106,11 @@ class HostSteps:
             self._copy = copy
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Returns whether these reads, with comparison, cover every byte of this host's copy."""
+        """Returns whether these reads, if digests are compared, verify this host's whole copy."""
         return self._copy is not None and self._copy.is_whole(reads, num_processes)
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Reads leaves onto their placements, from this host's copy or through other hosts."""
+        """Returns name -> leaf on its placement, from this host's copy or from other hosts."""
         asked, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
@@ -134,7 +134,10 @@ class HostSteps:
     def _local_leaves(
         self, reads: Mapping[str, Read], values: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns leaves that do not span hosts; each host's step has these leaves of all hosts."""
+        """Returns the leaves that do not span hosts, from this host's copy or from any other.
+
+        The copies of all hosts have the same leaves of this kind, those of every host.
+        """
         lacking = [] if values is not None else sorted(reads)
         asked = [json.loads(sent) for sent in self._processes.gather(json.dumps(lacking).encode())]
         wanted = sorted({name for names in asked for name in names})
@@ -238,7 +241,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _slice_of(reads: Mapping[str, Read], axis: str) -> int:
-    """Returns the slice that this process is in; 0 if no mesh has the axis."""
+    """Returns the index of the slice that contains this process; 0 if no mesh has the axis."""
     meshes = {
         read.placement.mesh for read in reads.values() if isinstance(read.placement, NamedSharding)
     }

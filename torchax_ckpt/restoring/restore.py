@@ -1,7 +1,7 @@
-"""The restore of a step: compares, reads, then changes the live objects, or leaves all unchanged.
+"""Restores: compare a step with the live objects, read it, then change all live objects or none.
 
-Each process reads the leaves for its own devices and host. The processes agree after all have read,
-and before any of them changes a live object.
+Each process reads the leaves for its own devices and host. The processes agree that all of them
+have succeeded so far before any of them makes a change that it cannot undo.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import Findings, Read, Restoration, Values, Write
 from torchax_ckpt.state.training_state import TrainingState
 
-# With restore_in_budget: the fewest bytes per device that are freed and read at a time, also if the
-# free memory is unknown. Smaller parts would read stacks more often.
+# The smallest bound for the parts that restore_in_budget frees and reads, in bytes per device. The
+# same bound applies if the free memory is unknown. Smaller parts would read stacks more often.
 _MIN_PART_BYTES = 64 << 20
 
 
@@ -38,13 +38,14 @@ class RestoreReport:
 
     Attributes:
       step: the restored step; None for weights from files.
-      missing: names that are attached but not in the checkpoint; they keep their values.
+      missing: names that are attached but not in the checkpoint; what they name stays unchanged.
       unexpected: names in the checkpoint that no attached object takes.
-      mismatched: names that differ -> "expected ..., found ..."; they keep their values. Optimizer
-        state is listed under its parameter's name, ``optimizer/head.weight``.
-      left_out: names of the model's tensors, in the program or the checkpoint, that the patterns do
-        not select; and names of the optimizer state in the checkpoint that belongs to them.
-      skipped_steps: newer steps that could not be read.
+      mismatched: name of a leaf that differs -> "expected ..., found ..."; the attached leaf stays
+        unchanged. Optimizer state is listed under the name of its parameter, for example
+        ``optimizer/head.weight``.
+      left_out: names of the model's tensors, in the program or the checkpoint, that ``include`` and
+        ``exclude`` do not select; and names of the checkpoint's optimizer state for these tensors.
+      skipped_steps: steps newer than ``step`` that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
       tier: the tier from which the step was read, "durable" or "local".
     """
@@ -72,17 +73,17 @@ def restore_attached(
     Args:
       source: the step.
       attached: the attached objects.
-      strict: whether any difference raises.
-      options: ``verify``, ``restore_in_budget``.
-      processes: the processes that restore together, in a round.
+      strict: whether any difference raises MismatchError.
+      options: only ``verify`` and ``restore_in_budget`` are used.
+      processes: the processes that restore together; the caller has opened their round.
       selection: the selected tensors; None for all.
 
     Raises:
-      MismatchError: something differs and ``strict``.
+      MismatchError: ``strict`` is set, and something differs.
       SelectionError: a pattern matches nothing, or two tensors would get the same name.
       CorruptCheckpointError, ForeignCheckpointError: the step cannot be read.
-      UninitializedLeafError: a meta tensor that neither the step nor ``init`` fills.
-      UnusableStateError: the restore failed midway, with ``restore_in_budget``.
+      UninitializedLeafError: neither the step nor ``init`` fills some meta tensor.
+      UnusableStateError: with ``restore_in_budget``, the restore failed after it had freed buffers.
     """
     committed = source.committed
     findings, selection = Findings(), selection or Selection()
@@ -129,12 +130,12 @@ def apply(
     Args:
       restoration: the leaves to read and the changes to make.
       reader: reads leaves, each onto its placement.
-      options: ``restore_in_budget``.
-      processes: the processes that restore together, in a round.
-      step, path: the source of the leaves, for messages.
+      options: only ``restore_in_budget`` is used.
+      processes: the processes that restore together; the caller has opened their round.
+      step, path: the source of the leaves, for messages; ``step`` is None for files.
 
     Raises:
-      UnusableStateError: it failed midway, with ``restore_in_budget``.
+      UnusableStateError: with ``restore_in_budget``, the changes failed after buffers were freed.
     """
     if options.restore_in_budget:
         _apply_in_budget(restoration, reader, processes, step, path)
@@ -149,10 +150,10 @@ def _apply_in_budget(
     step: int | None,
     path: str,
 ) -> None:
-    """Applies a restoration part by part; deletes the buffers a part replaces before reading it.
+    """Applies a restoration part by part; before it reads a part, frees the buffers to replace.
 
     Raises:
-      UnusableStateError: it failed midway. Every buffer that the restore replaces is then deleted.
+      UnusableStateError: a part failed. All buffers that the restore was to replace are then freed.
     """
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
@@ -170,7 +171,7 @@ def _apply_in_budget(
             if write.release is not None:
                 write.release()
         if isinstance(error, UnusableStateError):
-            raise  # the error of another process
+            raise  # another process has raised it
         raise UnusableStateError(
             f"restoring {'' if step is None else f'step {step} '}from {path} failed after buffers "
             f"had been freed for it (restore_in_budget=True): {error}. The attached objects hold "
@@ -181,10 +182,10 @@ def _apply_in_budget(
 
 
 def _part_bytes(reads: Iterable[Read]) -> int:
-    """Returns the bytes to free and read at a time, per device: half of the free device memory.
+    """Returns the bytes per device to free and read at a time: half of the free device memory.
 
-    Free is what remains beyond the peak, because a restore must not need more memory than the
-    training that it precedes.
+    Only memory beyond the peak so far counts as free, because a restore must not need more memory
+    than the training that follows it.
     """
     placements = {read.placement for read in reads}
     devices: set[Any] = {
@@ -200,7 +201,7 @@ def _part_bytes(reads: Iterable[Read]) -> int:
 def _parts(
     writes: Sequence[Write], reads: Mapping[str, Read], part_bytes: int
 ) -> Iterator[list[Write]]:
-    """Yields the writes in parts of at most ``part_bytes`` per device, or of a single write."""
+    """Yields the writes in parts: of at most ``part_bytes`` per device, or of one larger write."""
     part: list[Write] = []
     size = 0
     for write in writes:
@@ -215,7 +216,7 @@ def _parts(
 
 
 def _device_bytes(read: Read) -> int:
-    """Returns the bytes that a leaf takes on each of its devices."""
+    """Returns the bytes that a leaf takes on each of its devices; 0 for a host array."""
     if isinstance(read.placement, Sharding):
         shard = read.placement.shard_shape(read.spec.shape)
         return math.prod(shard) * np.dtype(read.spec.dtype).itemsize

@@ -1,8 +1,7 @@
 """The exchange of parts between hosts: which host sends its part of the state to which other host.
 
-A host that lacks the part it needs receives that part from one other host. Nothing is summed or
-gathered, and a host that neither sends nor receives keeps its part. ``move_shards`` does the
-transfer.
+A host that lacks the part that it needs receives this part from one other host. Nothing is summed
+or gathered, and a host that receives nothing keeps its part. ``move_shards`` transfers the parts.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ from torchax_ckpt.snapshot.move_shards import Rounds
 
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
-    """Returns permutes, in few rounds, that give each process the part that it needs.
+    """Returns a few successive permutes that give each process the part that it needs.
 
-    In one round a process sends to at most one process and receives from at most one. The received
-    part replaces the part that the process had. No part is lost before all processes that need it
-    have it: a process that has received the part it needs receives no other, and sends it on.
+    In one permute a process sends to at most one process and receives from at most one. The
+    received part replaces the part that the process had. No part is lost while a process still
+    needs it: a process that has the part that it needs receives no other part, and can send its
+    part to others in the next permute.
 
     Args:
-      needs: by process, the part that it needs.
-      holds: by process, the part that it has; None if it has no part.
-      slices: by process, the slice that it is in. In each round a process receives from its own
-        slice if a process there can send, because the connection to another slice is slower.
+      needs: for each process, the part that it needs.
+      holds: for each process, the part that it has; None if it has no part.
+      slices: for each process, the index of its slice. A process receives from a process of its own
+        slice if one can send, because the connection to another slice is slower.
 
     Raises:
       LookupError: no process has a part that is needed.

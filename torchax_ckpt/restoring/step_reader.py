@@ -1,4 +1,4 @@
-"""The reader of a step: checks its manifest and reads its leaves onto placements."""
+"""The reader of steps: checks the manifest of a step and reads leaves onto placements."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torchax_ckpt.stored.stored_step import about, digests_of, parse_manifest, r
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
-    """Returns the manifest of a step, after checking that each leaf can be made again.
+    """Returns the manifest of a step, after checking that each leaf can be rebuilt.
 
     Raises:
       ForeignCheckpointError: the step has no manifest, because Orbax alone wrote it.
-      CorruptCheckpointError: it is not a manifest that this package can have written.
+      CorruptCheckpointError: this package cannot have written the manifest.
     """
     manifest = parse_manifest(committed)
     require_made(committed, manifest)
@@ -36,25 +36,25 @@ def read_manifest(committed: CommittedStep) -> Manifest:
 
 
 def require_made(committed: CommittedStep, manifest: Manifest) -> None:
-    """Raises CorruptCheckpointError unless every leaf of the step can be made again."""
+    """Raises CorruptCheckpointError unless every leaf of the step can be rebuilt."""
     with about(committed):
         node_checks.check_document(manifest.document)
 
 
 class Source(Protocol):
-    """A step that can be read: ``StoredLeaves`` or ``local_tier.HostSteps``."""
+    """A step from which leaves are read; ``StoredLeaves`` and ``HostSteps`` implement it."""
 
     committed: CommittedStep
     document: Mapping[str, Node]
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Refuses arrays not stored as the manifest says, before memory is allocated for them."""
+        """Refuses arrays that are not stored as the manifest says. Call it before ``read``."""
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Reads leaves onto their placements; returns name -> array."""
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Returns whether these reads, with comparison, cover every stored byte."""
+        """Returns whether these reads, if digests are compared, verify every stored byte."""
 
 
 class StoredLeaves:
@@ -66,14 +66,14 @@ class StoredLeaves:
 
     Args:
       committed: the step.
-      options: how it is read.
+      options: how the step is read.
       agree: raises if another process has failed.
-      allow_part: whether the step may be one host's part, as for ``StoredStep``.
+      allow_part: whether the step may have one host's part of the state, as in a local tier.
 
     Raises:
-      ForeignCheckpointError: as ``read_manifest``.
-      CorruptCheckpointError: as ``read_manifest``; or the step is one host's part and
-        ``allow_part`` is False.
+      ForeignCheckpointError: as for ``read_manifest``.
+      CorruptCheckpointError: as for ``read_manifest``; or the step has one host's part of the
+        state, and ``allow_part`` is False.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class StoredLeaves:
 def require_plausible(
     committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
 ) -> None:
-    """Refuses arrays not stored as the manifest says, before memory is allocated for them.
+    """Raises if arrays are not stored as the manifest says. Call it before memory is allocated.
 
     Raises:
       CorruptCheckpointError: an array does not exist, has another dtype or shape, or has a layout
-        that this package does not write; or the leaves exceed this host's memory and the bytes on
-        storage cannot expand to that size.
-      OutOfMemoryError: the leaves exceed this host's memory, and the step may be sound.
+        that this package does not write; or the leaves exceed this host's memory, and the bytes on
+        storage are too few to expand to the leaves' size.
+      OutOfMemoryError: the leaves exceed this host's memory, and nothing shows damage of the step.
     """
     stored = manifest.stored(reads)
     with step_files.as_corrupt(committed, "array metadata"):
@@ -133,19 +133,20 @@ def require_plausible(
 
 
 def _is_whole_here(placement: Placement) -> bool:
-    """Returns whether the whole leaf passes through this host's memory at one time."""
+    """Returns whether a leaf for devices is whole in this host's memory at one time."""
     return placement is not Local.HOST and (
         isinstance(placement, Local) or placement.is_fully_replicated
     )
 
 
 def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
-    """Returns whether these reads, with comparison, cover every stored byte.
+    """Returns whether these reads, if digests are compared, verify every stored byte.
 
-    The reads of all processes count together.
+    ``reads`` are those of one process. The reads that other processes make in the same restore
+    count too.
     """
     needed = set(manifest.leaves())
-    # With the number of processes that saved, each process reads its own per-process state.
+    # If as many processes read as saved, each process reads its own per-process state.
     if per_process_state.count_of(manifest.document) == num_processes:
         needed = {name for name in needed if names.without_process(name) == name}
         reads = {names.without_process(name): read for name, read in reads.items()}
@@ -163,8 +164,8 @@ def read_leaves(
 
     Args:
       committed: the step.
-      manifest: its manifest.
-      reads: name -> which leaf to read, and onto which placement.
+      manifest: the step's manifest.
+      reads: name -> the leaf to read and its placement.
       options: ``verify`` and the memory bounds.
       agree: raises if another process has failed.
 

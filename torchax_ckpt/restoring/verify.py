@@ -1,4 +1,7 @@
-"""Verification: reads a whole step back and records the result for keep rules and readers."""
+"""Verification: reads a whole step back and records whether it is sound.
+
+The rules on which steps to keep, and later readers, use this record.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,17 @@ def verify_step(
 
     Args:
       committed: the step.
-      directory: the directory that contains it.
-      processes: the processes that verify it together: each a share of the step, or in a local tier
-        its own host's part.
-      options: how steps are read. With ``read_only`` no mark is written for later programs.
+      directory: the directory that contains the step.
+      processes: the processes that verify the step together. Each verifies a share of the step, or,
+        in a local tier, its own host's part.
+      options: how steps are read. Unless ``read_only`` is set, process 0 also marks the result in
+        the directory, for later programs.
 
     Raises:
       CorruptCheckpointError: the step is damaged.
-      ForeignCheckpointError: Orbax alone wrote it, without digests.
-      StepNotFoundError: it was deleted in the meantime.
-      DirectoryError: storage cannot read it now.
+      ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
+      StepNotFoundError: the step was deleted during the verification.
+      DirectoryError: storage cannot read the step at present.
     """
     # In a local tier another host may have a step that this host lacks.
     is_here = not processes.is_per_host or committed.path.exists()

@@ -1,7 +1,7 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Each kind of source is converted to a ``StoredModule`` and a reader of its leaves; the rest is the
-same as in a restore.
+Each kind of source is converted to a ``StoredModule`` and a reader of leaves. The rest of the
+code is shared with restores.
 """
 
 from __future__ import annotations
@@ -71,47 +71,50 @@ def warm_start(
 ) -> RestoreReport:
     """Sets a model's initial weights, in place: from another run or from pretrained files.
 
-    Only weights are read: nothing is written, no lease is taken, and no run resumes. Optimizers,
-    random state and a module's extra state stay unchanged. The new run begins at its own step 0::
+    Only weights are read: nothing is written, no lease is taken, and no run is resumed.
+    Optimizers, random state and a module's extra state stay unchanged. The new run begins at its
+    own step 0::
 
         with TorchaxCheckpointer("runs/finetune") as ckpt:
             if ckpt.latest_step() is None:
                 warm_start(model, "runs/pretrain", exclude="head")
             start = ckpt.attach(model, optimizer)
 
-    The selected tensors must fit. All others are neither taken from the source nor expected in it.
-    Everything is compared before any tensor of the model is changed. Therefore a model that is not
-    on ``"meta"`` temporarily takes its memory twice, unless ``restore_in_budget`` is set. Files are
-    read in the parts that the devices hold, and each part goes directly to its device. Digests of a
-    checkpoint are compared as in every restore.
+    The selected tensors must fit those of the source. Tensors that are not selected are neither
+    taken from the source nor expected in it. Everything is compared before any tensor of the model
+    is changed. Unless ``restore_in_budget`` is set, everything is also read before, so a model that
+    is not on ``"meta"`` temporarily takes twice its memory. Files are read in the parts that the
+    devices need, and each part goes directly to its device. Digests of a checkpoint are compared as
+    in every restore.
 
     A pattern names a tensor, or a module and everything in it; ``*`` matches any characters, as few
-    as possible. ``include`` and ``exclude`` are patterns for the model's names:
-    ``exclude="*.lora_A"`` for tensors that the source lacks. ``rename`` maps the source's names to
-    the model's, and copies the text that each ``*`` matches:
-    ``{"transformer.h.*.attn": "layers.*.attention"}``. The first pattern that matches counts.
+    as possible. ``include`` and ``exclude`` are patterns for the model's names. For example,
+    ``exclude="*.lora_A"`` excludes tensors that the source lacks. ``rename`` maps the source's
+    names to the model's, and copies the text that each ``*`` matches:
+    ``{"transformer.h.*.attn": "layers.*.attention"}``. If several patterns of ``rename`` match a
+    name, the first of them applies.
 
-    A tied weight takes the tensor that the source has under any of its names, if it is the same
-    tensor under all names that the source has.
+    The source may have a tied weight under any of the weight's names. If it has several of these
+    names, all of them must refer to the same tensor.
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
       source: a run's directory, ``gs://`` too; a safetensors file; a directory or index in Hugging
         Face's format; a file written by ``torch.save``; or a directory written by
         ``torch.distributed.checkpoint``.
-      step: completed steps of the checkpoint in a run's directory; None for the newest readable.
-      at: the place of the weights, if the source has them elsewhere than in a single attached
-        model: ``model/generator``, ``state/params`` for functional state, ``app/model`` for files
-        written by torch.
+      step: the number of the step to read from a run's directory; None for the newest readable.
+      at: the place of the weights in the source, unless they are those of a single attached model.
+        Examples are ``model/generator`` for one of several models, ``state/params`` for functional
+        state, and ``app/model`` for files written by torch.
       include: patterns; only tensors that match one of them are taken. None for all.
       exclude: patterns; tensors that match one of them are not taken.
       rename: pattern for the source's names -> the model's names.
       shardings, init: as for ``TorchaxCheckpointer.attach``; ``init`` fills tensors on ``"meta"``
         that are not taken.
       strict: raise on any difference; otherwise take the matching tensors and report the rest.
-      cast: convert floating tensors of another dtype to the model's. 64-bit integers in files
-        always become the 32-bit integers that devices have in their place, if the values fit;
-        nothing else is ever converted.
+      cast: convert floating-point tensors to the dtypes that the model has. 64-bit integers in
+        files always become the model's 32-bit integers (``.to("jax")`` narrows them too), if the
+        values fit. No other dtype is ever converted.
       options: memory bounds (``max_host_bytes``), ``verify``, ``restore_in_budget``.
 
     Returns:
@@ -119,16 +122,16 @@ def warm_start(
 
     Raises:
       MismatchError: the weights do not fit; nothing was changed.
-      SelectionError: a pattern matches nothing, two tensors would get one name, or ``step`` or
-        ``at`` was given for files that have no steps or places.
+      SelectionError: a pattern matches nothing; two tensors would get one name; or ``step`` was
+        given for files, which have no steps, or ``at`` for files that have no places.
       AttachError: the model is not a module, or is on the CPU.
       UninitializedLeafError: nothing fills a tensor on ``"meta"``.
-      StepNotFoundError: there is no such step, or nothing to read at all.
+      StepNotFoundError: the directory lacks the step, or ``source`` has nothing to read.
       CorruptCheckpointError: the source is damaged, or is not safe to read.
-      DirectoryError: it cannot be read now.
+      DirectoryError: the source cannot be read at present.
       ForeignCheckpointError: Orbax alone wrote the step, so its names say nothing about torch.
       UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be read.
-      ImportError: the source is safetensors, and that library is not installed.
+      ImportError: the source is in safetensors format, and that library is not installed.
     """
     torchax_backend.check_internals()
     require_module(model, (MODEL,))
@@ -176,10 +179,10 @@ class _Origin:
 
     Attributes:
       module: the tensors that the source has.
-      step, path: which step or files they are, for messages.
-      check: raises if leaves cannot be stored as the source says.
+      step, path: the step or the files that the tensors come from, for messages.
+      check: raises if leaves are not stored as the source describes them.
       read: reads leaves onto their placements, in the requested dtypes.
-      is_whole: returns whether these reads, with comparison, cover all bytes of the source.
+      is_whole: returns whether these reads have compared every byte of the source with digests.
     """
 
     module: StoredModule
@@ -273,10 +276,10 @@ def _are_floating(*dtypes: str) -> bool:
 def _read_files(
     tensors: Mapping[str, FileTensor], reads: Mapping[str, Read], options: CheckpointOptions
 ) -> dict[str, Any]:
-    """Reads tensors in the parts that devices hold, and puts each tensor on its placement.
+    """Returns name -> tensor on its placement; reads each tensor in the parts that devices need.
 
-    The parts in transit at one time take at most ``max_host_bytes`` (1 GiB if there is no bound),
-    or the bytes of the largest part if that is more.
+    The parts in transit to devices at one time take at most ``max_host_bytes`` (1 GiB if that is
+    not set). If a single part is larger than this bound, it is in transit alone.
     """
     leaves: dict[str, Any] = {}
     empty: dict[str, Any] = {}

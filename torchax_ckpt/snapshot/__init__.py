@@ -1,1 +1,1 @@
-"""The snapshot of a save: references to device arrays, copies of them, and stacks of them."""
+"""Snapshots of device arrays for saves; the placements of arrays, and moves between them."""

@@ -1,8 +1,8 @@
 """Conversion of arrays to integers of their bits and back.
 
-Programs that move values use it, because arithmetic and conversions on the values would change
-them: sums of floats lose the sign of zeros and the bits of NaNs, XLA may convert small floats
-inside a program, and sums of narrow integers have a wider dtype.
+Programs that move values on devices use this conversion, because arithmetic and conversions of
+dtype would change the values: sums of floats lose the sign of zeros and the bits of NaNs, XLA may
+convert small floats inside a program, and sums of narrow integers have a wider dtype.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 def to_bits(array: jax.Array) -> jax.Array:
     """Returns the bits of an array as unsigned integers of at least one byte each.
 
-    Bools and integers below 8 bits become uint8. A complex array gains a last dim of length 2, the
-    bits of its real and imaginary parts.
+    Bools and numbers below 8 bits become uint8. For a complex array, the result has a further last
+    dim of length 2: the bits of the real and of the imaginary part.
     """
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
@@ -29,7 +29,7 @@ def to_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the array of this dtype whose bits ``to_bits`` returned."""
+    """Returns the array of this dtype with these bits; inverse of ``to_bits``."""
     target = jnp.dtype(dtype)
     if target == jnp.bool_:
         return bits != 0
@@ -44,7 +44,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 def is_small_float(dtype: Any) -> bool:
     """Returns whether the dtype is a float below 32 bits.
 
-    XLA may convert such floats to a wider dtype inside a program, which changes NaNs.
+    XLA may convert small floats to a wider dtype inside a program, which changes bits of NaNs.
     """
     return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
 

@@ -17,12 +17,13 @@ from torchax_ckpt.runtime import host_memory
 
 Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
 
-# Free memory must exceed the size of the copies by this factor: a training step runs beside them.
+# Free memory must be at least this factor times the size of the copies, because a training step
+# runs while the copies exist.
 _HEADROOM = 1.25
 
 
 def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
-    """Returns the device's memory statistics, or None if it reports none, as CPU devices do."""
+    """Returns the device's memory statistics; None if it has none, such as a CPU device."""
     return device.memory_stats()
 
 
@@ -30,8 +31,8 @@ def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | 
     """Returns the free memory of a device in bytes; None if the device reports no statistics.
 
     For a CPU device this is the host's available memory. For other devices it is the limit minus
-    the peak so far. The peak counts, not the use between two steps, because the next training step
-    needs that memory again.
+    the peak so far. The peak counts, not the present use, because the next training step needs the
+    memory of the peak again.
     """
     beyond_peak = _free_beyond_peak(stats(device))
     if beyond_peak is None and device.platform == "cpu":
@@ -55,14 +56,16 @@ class DeviceMemory:
 
     The peak of a device never falls, and it includes the copies of earlier saves. This class
     therefore keeps an upper bound of the memory that the program itself has needed. If a peak was
-    reached while copies existed, the bound counts the peak without the copies. If none existed, the
-    bound counts the whole peak. To distinguish the two, the class reads the statistics when copies
-    are made, and again when they are freed. After a device ran out of memory, the whole peak
-    counts.
+    reached while copies existed, the bound counts the peak without the copies. If no copies
+    existed, the bound counts the whole peak. To distinguish the two cases, the class reads the
+    statistics when copies are made, and again when they are freed. Once a device has run out of
+    memory, the whole peak always counts.
 
-    Limit: between two saves the program can come to need more memory. As long as that is no more
-    than program and copies needed together before, no statistic shows it. Safe to use from several
-    threads.
+    Limit: between two saves the program's need for memory may grow. As long as the program needs no
+    more memory than the program and the copies together needed before, no statistic shows the
+    growth.
+
+    Several threads may use an object of this class.
 
     Args:
       stats: device -> its memory statistics, or None if it reports none.
@@ -81,7 +84,7 @@ class DeviceMemory:
         self._has_failed = False
 
     def holds(self, arrays: Iterable[Any]) -> bool:
-        """Returns whether the devices have memory for copies of the device arrays among these."""
+        """Returns whether the devices have memory to copy the device arrays among ``arrays``."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)
@@ -91,7 +94,7 @@ class DeviceMemory:
             )
 
     def described(self, arrays: Iterable[Any]) -> str:
-        """Returns a text on the device with the least memory to spare: bytes needed and free."""
+        """Returns a text: the bytes needed and free on the device with the least to spare."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)
@@ -103,7 +106,7 @@ class DeviceMemory:
         )
 
     def took(self, copies: Iterable[Any]) -> None:
-        """Records copies that were just made. All of them must be freed at the same time."""
+        """Records copies that were just made. The caller must free all of them at the same time."""
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return
@@ -147,15 +150,15 @@ class DeviceMemory:
         return beyond_peak + spare
 
     def _update(self, devices: Iterable[jax.Device]) -> None:
-        """Updates the bounds by what the devices have needed since the last update."""
+        """Updates the bounds from the devices' present statistics."""
         for device in devices:
             stats = self._stats(device)
             if stats is None or "bytes_in_use" not in stats:
                 continue
             in_use, copied = stats["bytes_in_use"], self._copy_bytes[device]
             peak = max(stats.get("peak_bytes_in_use", in_use), self._last_peak.get(device, 0))
-            # If copies exist, the peak counts without them: a new peak was reached with them. A
-            # peak that was reached earlier is in the bound already, and max keeps that.
+            # If copies exist, the peak counts without the copies, because a new peak was reached
+            # while they existed. The bound already counts an earlier peak, and max preserves that.
             is_new = copied or peak > self._last_peak.get(device, -1)
             program = max(in_use, peak if is_new else 0) - copied
             self._program_peak[device] = max(program, self._program_peak.get(device, 0))

@@ -1,7 +1,7 @@
 """Movement of shards between the host, this process's devices and other processes' devices.
 
 This file builds all programs that move shards on devices during a restore; other files decide which
-leaves go where. Cheapest first:
+leaves go where. The functions, cheapest first:
 
     put, move                 Transfers from the host, or between devices of this process; no
                               collectives.
@@ -9,19 +9,20 @@ leaves go where. Cheapest first:
     sum_over_replicas         One replica sends its shards to all others, in one all-reduce.
     reshard                   Leaves change their sharding on one mesh; XLA picks the collectives.
 
-The last three need a program each, because none can replace another:
+The last three functions have a program each, because none of these can replace another:
 
 - Permutes reach n replicas in log2(n) rounds, and each round sends every byte. An all-reduce sends
   every byte less than twice, for any n.
 - An all-reduce leaves the same shards on all devices of a group. Hosts that swap their parts need
   different shards, and a host that already has its part should neither send nor receive.
-- Both send whole shards to devices that need whole shards. A resharding cuts shards into parts.
+- Permutes and all-reduces send whole shards. A resharding cuts shards into parts.
 
-Permutes and sums share the rest: shards lie in slots, one for each device of a grid, and one
-function builds both programs. All three are collectives: every process calls them with the same
-targets, on its training thread. They move one chunk of leaves after the other.
+``permute_over_processes`` and ``sum_over_replicas`` share all other code: shards lie in slots, one
+for each device of a grid, and one function builds both programs. The last three functions are
+collectives: every process calls them with the same targets, on its training thread. They move one
+chunk of leaves after the other.
 
-Values travel as integers of their bits if a program would change them (``bitcast``).
+If a program would change values, it moves them as integers of their bits (``bitcast``).
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ Targets = Mapping[str, jax.ShapeDtypeStruct]
 """Leaf -> its shape, its dtype and the NamedSharding that it moves to."""
 
 Rounds = tuple[tuple[tuple[int, int], ...], ...]
-"""Permutes in their order, each as pairs (sending process, receiving process)."""
+"""Successive permutes, each as pairs (sending process, receiving process)."""
 
 Program = Callable[..., tuple[jax.Array, ...]]
 
-# Bounds of the leaves that one program moves: their number determines the compile time, their bytes
-# per device the memory that is needed at once.
+# Bounds of the leaves that one program moves: their number, which determines the compile time, and
+# their bytes per device, which determine how much memory the program needs.
 _CHUNK, _CHUNK_BYTES = 64, 256 << 20
 
 # A grid is a mesh with these axes. Shards move between rows and stay in their column.
@@ -62,7 +63,7 @@ _ON_GRID = PartitionSpec((_ROW, _COLUMN))
 
 
 def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Moves each array to its placement, in one batched transfer.
+    """Returns name -> array on its placement; uses one batched transfer where it can.
 
     Host arrays are copied, so that the result does not alias memory that the caller may change.
     """
@@ -84,7 +85,7 @@ def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[
 
 
 def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
-    """Returns the array on this sharding, unchanged if it is there already."""
+    """Returns the array on this sharding; an array that is there already is returned unchanged."""
     if not _crosses_processes(array, sharding):
         return jax.device_put(array, sharding)
     host = np.asarray(array)
@@ -94,7 +95,8 @@ def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
 def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
     """Returns whether an array that each process has goes to devices of several processes.
 
-    ``jax.device_put`` would first compare, on the devices, the arrays of the processes.
+    For such an array, ``jax.device_put`` would first compare the arrays of all processes, on the
+    devices.
     """
     is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
     return is_here and not sharding.is_fully_addressable
@@ -107,8 +109,8 @@ def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> Non
     """Sends the shards of the first replica to all other replicas.
 
     Args:
-      leaves: leaf -> its array on the first of ``replicas``, on the processes that have devices of
-        that replica. The results are stored here.
+      leaves: leaf -> its array on the first of ``replicas``; only processes that have devices of
+        this replica have entries. The results are stored in this mapping.
       targets: see ``Targets``; the shardings have several replicas.
     """
     grids = {name: replica_grid(_sharding(target)) for name, target in targets.items()}
@@ -118,15 +120,15 @@ def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> Non
 def permute_over_processes(
     leaves: MutableMapping[str, Any], targets: Targets, rounds: Rounds
 ) -> None:
-    """Sends shards from processes to other processes.
+    """Sends shards from processes to other processes, as ``rounds`` says.
 
     Each shard goes to the device at the same position in the receiving process's block of the mesh.
 
     Args:
       leaves: leaf -> an array of the shards on the devices of this process; empty if the process
-        has no shards. The results are stored here.
+        has no shards. The results are stored in this mapping.
       targets: see ``Targets``; the meshes have devices of all processes.
-      rounds: which process sends to which. A process that receives nothing keeps its shards.
+      rounds: the permutes. A process that receives nothing keeps its shards.
 
     Raises:
       ValueError: a mesh has more devices of one process than of another, or none of some process.
@@ -162,10 +164,10 @@ def replica_grid(sharding: NamedSharding) -> Mesh:
 def process_grid(mesh: Mesh) -> Mesh:
     """Returns a grid with one row for each process.
 
-    The devices of a row have the order of the process's block of the mesh.
+    The devices in a row are in the order in which the mesh has them.
 
     Raises:
-      ValueError: the mesh has different numbers of devices from the processes.
+      ValueError: the processes have different numbers of devices in the mesh.
     """
     rows: dict[int, list[jax.Device]] = {i: [] for i in range(jax.process_count())}
     for device in mesh.devices.flat:
@@ -179,7 +181,7 @@ def process_grid(mesh: Mesh) -> Mesh:
 
 
 def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns the form of a leaf in programs on a grid: an array with one shard on each device.
+    """Returns the abstract array for a leaf in programs on a grid: one shard for each device.
 
     The shards, of shape [d0, d1, ...], lie in sequence along the first dim: the array has the shape
     [devices * d0, d1, ...].
@@ -191,13 +193,13 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
 
 @functools.lru_cache(maxsize=256)
 def sum_program(grid: Mesh) -> Program:
-    """Returns the program from slots to their sum over the rows; all rows but one hold zeros."""
+    """Returns the program that sums slots over the rows; all rows but one are zeros."""
     return _grid_program(grid, lambda bits: jax.lax.psum(bits, _ROW))
 
 
 @functools.lru_cache(maxsize=64)
 def permute_program(grid: Mesh, rounds: Rounds) -> Program:
-    """Returns the program from slots to the slots after these rounds between rows."""
+    """Returns the program that permutes slots between rows, in these rounds."""
 
     def permute(bits: jax.Array) -> jax.Array:
         for pairs in rounds:
@@ -211,9 +213,9 @@ def permute_program(grid: Mesh, rounds: Rounds) -> Program:
 
 
 def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Program:
-    """Returns a program from the slots of any leaves to slots.
+    """Returns a program that applies ``move_bits`` to the slots of any leaves.
 
-    ``move_bits`` runs on each device, on the bits of its slot.
+    On each device, ``move_bits`` gets the bits of this device's slot and returns the new bits.
     """
 
     def on_device(*slots: jax.Array) -> tuple[jax.Array, ...]:
@@ -243,7 +245,7 @@ def _move_on_grids(
 def _filled(
     slots: jax.ShapeDtypeStruct, array: jax.Array | None, zeros: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Returns slots with this process's shards of a leaf, and zeros on its other devices."""
+    """Returns slots with a leaf's shards where this process has them, and zeros elsewhere."""
     shape = slots.sharding.shard_shape(slots.shape)
     here = {} if array is None else _in_device_memory(array)
     parts = [
@@ -254,7 +256,7 @@ def _filled(
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
-    """Returns a shard whose bits are all zero, because float8_e8m0fnu has no value zero."""
+    """Returns a shard made from zero bits, because float8_e8m0fnu has no value zero."""
     bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype))
     return from_bits(jnp.zeros(bits.shape, bits.dtype, device=device), dtype)
 
@@ -263,10 +265,10 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> 
 
 
 def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
-    """Moves leaves to other shardings on their meshes.
+    """Moves each leaf to another sharding on the mesh that it is on.
 
     Args:
-      leaves: leaf -> array with a NamedSharding. The results are stored here.
+      leaves: leaf -> array with a NamedSharding. The results are stored in this mapping.
       targets: see ``Targets``.
     """
     # One program runs on one list of devices, so leaves on meshes of another order come apart.
@@ -287,7 +289,7 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
 def reshard_program(
     sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> Program:
-    """Returns the program from arrays on ``sources`` to the same arrays on ``targets``.
+    """Returns the program that moves arrays from ``sources`` to ``targets``, in this order.
 
     All arrays lie in device memory, on meshes with Auto axes.
     """
@@ -295,7 +297,7 @@ def reshard_program(
     def moved(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
         if not is_small_float(array.dtype):
             return array
-        # Without this constraint XLA moves the conversion to bits behind the collective.
+        # Without this constraint XLA converts to bits only after the collective.
         bits = jax.lax.with_sharding_constraint(to_bits(array), source)
         bits = jax.lax.with_sharding_constraint(bits, target)
         return from_bits(bits, array.dtype)
@@ -307,7 +309,7 @@ def reshard_program(
 
 
 def _relabelled(array: jax.Array) -> jax.Array:
-    """Returns the same shards on Auto axes, which ``with_sharding_constraint`` requires."""
+    """Returns the array on a mesh with Auto axes, as ``with_sharding_constraint`` requires."""
     assert isinstance(array.sharding, NamedSharding), "only NamedShardings are moved"
     shards = list(_in_device_memory(array).values())
     sharding = _on_auto_axes(array.sharding)
@@ -328,12 +330,12 @@ def _sharding(target: jax.ShapeDtypeStruct) -> NamedSharding:
 
 
 def _in_device_memory(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """Returns the shards of this process in device memory, copied there from host memory."""
+    """Returns device -> shard, for this process; copies shards in host memory to their device."""
     return {shard.device: _in_memory(shard.data, shard.device, None) for shard in shards_of(array)}
 
 
 def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the leaf with the shards of an array; the array is in device memory."""
+    """Returns the target's leaf, made from the shards of an array in device memory."""
     sharding = _sharding(target)
     shape, kind = sharding.shard_shape(target.shape), sharding.memory_kind
     shards = [
@@ -343,9 +345,9 @@ def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Array:
-    """Returns the shard in this kind of memory of its device, copied if it is elsewhere.
+    """Returns the shard in memory of this kind; copies it if it is in memory of another kind.
 
-    The kind None is the device's default memory.
+    ``kind`` None means the default memory of the device.
     """
     kind = kind or device.default_memory().kind
     if shard.sharding.memory_kind == kind:
@@ -354,7 +356,7 @@ def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Ar
 
 
 def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Yields the leaves that one program moves at a time, equal on every process."""
+    """Yields the chunks of leaves that one program moves; they are equal on every process."""
     chunk: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
     for name, target in targets.items():

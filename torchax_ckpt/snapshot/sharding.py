@@ -1,6 +1,6 @@
-"""Placements: where a leaf lies, on the host or on devices, and the user's rule for that.
+"""Placements: where a leaf lies, on the host or on devices, and the user's rule for shardings.
 
-This module knows neither torch nor storage.
+This module uses neither torch nor storage.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Local(enum.Enum):
     """Placements that are not a sharding.
 
     HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
-    such as ``.to("jax")`` makes. If a program uses it together with committed arrays, JAX moves it
-    to their devices; for an array committed to another device JAX would raise an error.
+    such as ``.to("jax")`` makes. If a program uses an uncommitted array together with committed
+    arrays, JAX moves it to the devices of the committed arrays. If it were committed to another
+    device, JAX would raise an error.
     """
 
     HOST = "host"
@@ -50,7 +51,7 @@ def placement_of(array: jax.Array | np.ndarray) -> Placement:
 def replicated_like(placement: Placement) -> Placement:
     """Returns the placement of a scalar that belongs to an array with the given placement.
 
-    It covers the same devices, and each of them has the whole scalar.
+    The scalar's placement covers the same devices, and each of them has the whole scalar.
     """
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
@@ -58,10 +59,10 @@ def replicated_like(placement: Placement) -> Placement:
 
 
 def stacked(sharding: Sharding) -> Sharding | None:
-    """Returns the sharding of a stack of arrays that have this sharding; None if there is none.
+    """Returns the sharding of a stack of arrays with this sharding; None if there is none.
 
-    The leading axis of the stack is not sharded, so each shard of the stack consists of shards on
-    the same device, and stacking moves nothing between devices.
+    The leading axis of the stack is not sharded, so each shard of the stack consists of the
+    arrays' shards on the same device, and stacking moves nothing between devices.
     """
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(None, *sharding.spec)
@@ -116,10 +117,10 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns all shards of an array on devices of this process, each once.
 
     ``array.addressable_shards`` is not thread-safe. JAX builds the list at the first access. If two
-    threads access it at the same time, one of them can get a partial list, or both can append to
+    threads access it at the same time, one thread can get a partial list, or both can append to
     it. With eight devices and frequent thread switches this happened in eight of a hundred cases
-    (jax 0.10.2). Code that shares an array with another thread must therefore call this function
-    first.
+    (jax 0.10.2). Code that shares an array with another thread must therefore list the shards
+    through this function.
 
     Raises:
       RuntimeError: other code built the list at the same time and left it wrong.
@@ -173,8 +174,8 @@ def resolve_rule(
     """Returns the sharding that the user's rule returns for a leaf; None without a rule.
 
     Raises:
-      MismatchError: the rule returns something else, the mesh axes do not divide the dims, or the
-        rule returns a PartitionSpec and no mesh can be found for it.
+      MismatchError: the rule returns neither a Sharding nor a PartitionSpec, the mesh axes do not
+        divide the dims, or the rule returns a PartitionSpec and no mesh can be found for it.
     """
     if rule is None:
         return None
@@ -207,14 +208,15 @@ def resolve_rule(
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh with Auto axes: torchax operations fail on Explicit axes (jax.make_mesh)."""
+    """Returns the mesh with Auto axes; torchax fails on the Explicit axes of ``jax.make_mesh``."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
-    """Returns the mesh of a PartitionSpec that a rule returned without one; None if there is none.
+    """Returns the mesh for a PartitionSpec that a rule returned; None if no mesh can be found.
 
-    This is the ambient mesh. Without one it is a mesh of all devices along the spec's only axis.
+    The result is the ambient mesh. If no ambient mesh is set, the result is a mesh of all devices
+    along the only axis of the spec.
     """
     ambient = jax.sharding.get_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:

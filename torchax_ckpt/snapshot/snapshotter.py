@@ -1,4 +1,4 @@
-"""Snapshots: the arrays that a save holds while training continues.
+"""Snapshots: the arrays that a save stores while training continues.
 
 JAX arrays are immutable, but a jitted step may donate their buffers, which deletes the arrays. A
 snapshot is taken in one of three ways:
@@ -8,20 +8,23 @@ snapshot is taken in one of three ways:
                values.
     copy       Enqueues copies on the devices before any later computation, stacked as the plan
                says. Costs device memory and does not block.
-    transfer   Holds the arrays themselves and blocks the training thread until they are fetched.
+    transfer   Holds the arrays themselves and blocks the training thread until the save has
+               fetched them.
 
 ``auto`` copies at first. At the next save it checks whether the program donated the arrays that
-were copied, and continues with references if not. If a later step does donate, that one save fails,
-and later saves copy. If device memory does not suffice for copies, ``auto`` transfers.
+were copied. If it did not, ``auto`` continues with references. If a later training step then
+donates arrays that a save still needs, this save fails, and later saves copy. If device memory does
+not suffice for copies, ``auto`` transfers.
 
-Arrays that are not copied at once are stacked on the devices later, on the save's thread. If memory
-does not suffice for these stacks either, the leaves of that save are stored one by one.
+Arrays of the ways ``reference`` and ``transfer`` are stacked on the devices later, on the save's
+thread. If device memory does not suffice for these stacks, the leaves of this save are stored one
+by one.
 
 Each process chooses the way of its snapshots by itself, but all processes must store the same
-layout. They agree on whether one of them lacks memory for stacks after each has its snapshot, on
-the threads of the saves, so that training never waits for other processes. A process that already
-stacked its copies cannot unstack them: then the save fails on all processes, and later saves do not
-stack.
+layout. After each process has its snapshot, the processes agree on whether one of them lacks memory
+for stacks. They do this on the threads of the saves, so that training never waits for other
+processes. A process that has already stacked its copies cannot unstack them. If another process
+then lacks memory for stacks, the save fails on all processes, and later saves do not stack.
 """
 
 from __future__ import annotations
@@ -64,8 +67,8 @@ class Snapshot:
         """Returns the plan, and stored name -> array to store. May be called on any thread.
 
         Args:
-          agree: a flag of this process -> True if the flag is set on any process that stores the
-            same arrays.
+          agree: takes the flag of this process and returns True if the flag is set on any process
+            that stores the same arrays.
 
         Raises:
           DonatedBufferError: an array held by reference was donated or deleted.
@@ -104,7 +107,7 @@ class Snapshot:
             return None
         try:
             stored = execute(plan, leaves, copy=False)
-        # For a deleted array JAX raises ValueError from a jitted call, and else RuntimeError.
+        # For a deleted array JAX raises ValueError from a jitted call and RuntimeError elsewhere.
         except Exception as error:
             self.require_alive()
             if not is_exhausted(error):
@@ -172,7 +175,7 @@ class Snapshotter:
         return Snapshot(way, names, arrays, self._planner, self._memory)
 
     def donated(self) -> None:
-        """Records that the program donated a referenced array: later snapshots are copies."""
+        """Records that the program donated a referenced array: ``auto`` then copies again."""
         self._donates = True
 
     def _copied(self, names: Sequence[str], arrays: Sequence[Array], why: str) -> Snapshot:
@@ -210,7 +213,7 @@ class Snapshotter:
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
     """Returns the smallest device array of each part that a step would donate as a whole.
 
-    A part is a component, or an entry of the functional state.
+    A part is a component, or a top-level entry of the functional state.
     """
     smallest: dict[tuple[str, ...], jax.Array] = {}
     for name, array in zip(names, arrays, strict=True):

@@ -21,20 +21,22 @@ from torchax_ckpt.snapshot.sharding import shards_of, stacked
 
 Array = jax.Array | np.ndarray
 
-# Arguments of one jitted call: compiling grows faster than linearly with their number.
+# The most arguments of one jitted call; its compile time grows faster than linearly with them.
 _CHUNK = 128
 
 
 class Planner:
     """Plans the layout of a save; reuses the plan while the leaves have the same form.
 
-    The training thread and the threads of saves to several tiers may call it at the same time.
+    The training thread and the threads of saves to several tiers may call one planner at the same
+    time.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._may_stack = True
-        # One attribute, so that a thread never combines these leaves with the plan of others.
+        # The names and signatures of the last leaves and their plan. They are one attribute, so
+        # that a thread never combines leaves with the plan of other leaves.
         self._known: tuple[Sequence[str], list[Any], Plan] = ((), [], Plan({}, frozenset()))
 
     def __call__(self, names: Sequence[str], arrays: Sequence[Array]) -> Plan:
@@ -49,7 +51,7 @@ class Planner:
         return plan if self._may_stack else unstacked(plan, dict(zip(names, arrays, strict=True)))
 
     def stack_no_more(self) -> None:
-        """Makes all later plans contain no stacks on devices."""
+        """Makes all later plans store device arrays without stacks."""
         self._may_stack = False
 
 
@@ -67,12 +69,12 @@ def _spec(array: Array) -> LeafSpec:
 def beside(
     plan: Plan, leaves: Mapping[str, np.ndarray], layout: Layout
 ) -> tuple[Plan, dict[str, Array]]:
-    """Returns the plan extended by more leaves, and the arrays to store for these.
+    """Returns the plan extended by further leaves, and the arrays to store for the further leaves.
 
     Args:
       plan: the plan of the leaves so far.
       leaves: name -> array of each further leaf, all on the host.
-      layout: which of them are stacked.
+      layout: which of the further leaves are stacked.
     """
     specs = [_spec(array) for array in leaves.values()]
     more = plan_leaves(list(leaves), specs, layout, taken=plan.stacks)
@@ -81,11 +83,11 @@ def beside(
 
 
 def unstacked(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
-    """Returns the plan without its stacks on devices.
+    """Returns the plan without its stacks of device arrays.
 
     Args:
       plan: the plan.
-      arrays: name -> array, either of the leaves or of the arrays that the plan stores.
+      arrays: name -> array, either for the leaves or for the stored arrays.
     """
     stacks = {
         name: group
@@ -175,7 +177,7 @@ def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
 
 
 def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-    """Joins arrays; small floats as bits, because XLA would convert them and change their NaNs."""
+    """Joins arrays, small floats as bits, because XLA could convert these and change their NaNs."""
     dtype = arrays[0].dtype
     if not is_small_float(dtype):
         return join(arrays)

@@ -29,14 +29,14 @@ _MAX_LISTED = 20
 
 @dataclasses.dataclass
 class Findings:
-    """Differences between a checkpoint and the attached objects, by leaf name; true if any exist.
+    """Differences between a checkpoint and the attached objects, by name; truthy if there are any.
 
     Attributes:
       missing: names that are attached, but not in the checkpoint.
       unexpected: names that are in the checkpoint, but not attached.
-      mismatched: name on both sides whose leaves differ -> "expected ..., found ...".
-      left_out: optimizer state in the checkpoint whose parameters are not selected. It does not
-        count as a difference, because the caller's selection leaves it out.
+      mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
+      left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
+        leaves out. These names do not count as differences.
     """
 
     missing: list[str] = dataclasses.field(default_factory=list)
@@ -54,7 +54,7 @@ class Findings:
     def error(self, step: int | None, path: str) -> MismatchError:
         """Returns one error that lists all differences by name.
 
-        ``step`` is None if the comparison was with weight files, which ``path`` then names.
+        ``step`` is None if ``path`` is that of weight files instead of a checkpoint.
         """
         source = path if step is None else f"The checkpoint at step {step} in {path}"
         lines = [f"{source} does not fit the attached objects; nothing was changed."]
@@ -97,8 +97,8 @@ logger = logging.getLogger(__name__)
 class Form:
     """The structure of a captured component: its node, and the names of its leaves in order.
 
-    A component returns the same object at each save as long as its structure is unchanged, so
-    callers may cache what they derive from a form, and compare forms by identity.
+    A component returns the same form at each save as long as its structure is unchanged, so callers
+    may cache what they derive from a form, and compare forms by identity.
     """
 
     node: Node
@@ -123,7 +123,7 @@ class Captured:
 
 
 def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
-    """Encodes any value, without a cached form.
+    """Returns any value as captured state, with a new form at each call.
 
     Raises:
       UnsupportedLeafError: a part of the value cannot be stored.
@@ -134,7 +134,7 @@ def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
 
 
 def require_alive(captured: Captured) -> None:
-    """Raises UnsupportedLeafError, which names the leaf, if a leaf holds no data (any more)."""
+    """Raises UnsupportedLeafError, which names the leaf, if a leaf is a tracer or was donated."""
     for name, array in zip(captured.form.names, captured.arrays, strict=True):
         if not isinstance(array, jax.Array):
             continue
@@ -186,7 +186,7 @@ class Read:
       name: the leaf's name in the checkpoint.
       spec: the leaf's spec in the checkpoint.
       placement: the placement of the array that is read.
-      dtype: the dtype to convert to, if the caller asked for one; None keeps the stored dtype.
+      dtype: the dtype to which the reader converts the array; None keeps the stored dtype.
     """
 
     name: str
@@ -197,10 +197,10 @@ class Read:
 
 @dataclasses.dataclass
 class Write:
-    """One change to live objects, made after all leaves have been read.
+    """One change to live objects, made after the leaves that it needs have been read.
 
-    ``do`` may run user code and fail. Then its ``undo`` runs, and that of each write before it.
-    Writes that cannot fail have no undo and come last.
+    If ``do`` runs user code, it may fail. Then the ``undo`` of this write and of each earlier write
+    runs. Writes that cannot fail have no ``undo`` and come last.
 
     Attributes:
       do: makes the change.
@@ -221,7 +221,7 @@ class Restoration:
 
     Attributes:
       reads: leaf name -> the read of this leaf.
-      checks: examine the values that were read, and raise before any live object is changed.
+      checks: they examine values that were read, and raise before any live object is changed.
       calls: writes that run user code (``load_state_dict``).
       writes: in-place writes of buffers and hyperparameters, which cannot fail.
       unfilled: names of meta tensors that neither the checkpoint nor ``init`` fills.
@@ -234,7 +234,7 @@ class Restoration:
     unfilled: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
-        """Adds the leaf of an array node to the reads, in its stored dtype or as ``dtype``.
+        """Adds a read of an array node's leaf, in its stored dtype or, if given, ``dtype``.
 
         Raises:
           UnsupportedLeafError: the leaf goes to devices, where JAX would narrow its dtype.
@@ -266,9 +266,9 @@ class Restoration:
         )
 
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes, or none: if a call fails, it and the calls before it are undone.
+        """Makes all changes, or none: if a call fails, this call and all earlier calls are undone.
 
-        ``agree`` is called after the last step that can fail. If it raises, all calls are undone.
+        ``agree`` is called after the last call. If ``agree`` raises, all calls are undone.
         """
         self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
@@ -281,7 +281,7 @@ class Restoration:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes that run user code, or none of them; ``agree`` as in ``apply``."""
+        """Makes all changes that run user code, or none; ``agree`` is that of ``apply``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -305,13 +305,13 @@ class Component(Protocol):
     """A part of the training state: a module, an optimizer, the random state, ..."""
 
     def capture(self) -> Captured:
-        """Returns the present state. Runs on the training thread, so it must not block."""
+        """Returns the present state. It runs on the training thread, so it must not block."""
         ...
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Compares the node with the live object and returns the plan. Changes nothing.
 
-        The selection is by names of the model's tensors; components without such names ignore it.
+        ``selection`` names tensors of the model; components that use no such names ignore it.
         """
         ...
 
@@ -327,10 +327,11 @@ def restore_by_call(
 ) -> Write:
     """Returns the write that passes a decoded node to user code; adds its leaves to the reads.
 
-    The undo resets the attributes of ``owner``, because ``take`` may have set some of them before
-    it refused the state, and then passes ``live`` to ``take``. A device leaf goes to the placement
-    of the live leaf with its name and shape, or else to the default device; other leaves stay on
-    the host. An exception of the user's code becomes a MismatchError that names ``where``.
+    ``take`` is the user's code. The undo first resets the attributes of ``owner``, because ``take``
+    may have set some of them before it failed, and then passes the state ``live`` to ``take``. A
+    device leaf goes to the placement of the live leaf of the same name and shape, or else to the
+    default device; other leaves stay on the host. An exception of ``take`` becomes a MismatchError
+    that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
@@ -367,13 +368,13 @@ def restore_by_call(
 
 
 def thaw(captured: Captured) -> Any:
-    """Decodes a captured value; it shares no mutable data with the object that was captured."""
+    """Returns the value that was captured; shares no mutable data with the captured object."""
     arrays = captured.by_name()
     return decode(captured.form.node, lambda n: revive(n, arrays[n["array"]]))
 
 
 def revive(node: Mapping[str, Any], value: Any) -> Any:
-    """Returns the leaf for an array that was read: a tensor, array, scalar or key, by kind."""
+    """Returns the leaf that a node describes (tensor, array, scalar or key), from its array."""
     match node["kind"]:
         case "torchax":
             return torchax_backend.wrap(value)
@@ -390,5 +391,5 @@ def revive(node: Mapping[str, Any], value: Any) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns the array with JAX's weak type: in an operation, the other operand's dtype wins."""
+    """Returns the array with JAX's weak type: operations then use the other operand's dtype."""
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)

@@ -34,8 +34,8 @@ class FunctionalState:
     """Captures functional state, whose structure rarely changes between steps.
 
     The form is reused while the structure, the kinds, shapes and dtypes of the arrays, and all
-    other values stay the same. A capture then only takes references to device arrays and copies
-    host arrays.
+    other values stay the same. With a reused form, a capture only takes references to device arrays
+    and copies host arrays.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """Returns a value that determines the leaf's node; None if the leaf must be encoded again."""
+    """Returns a value that determines the leaf's node; None if there is no such value."""
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
     if isinstance(leaf, jax.Array):
@@ -90,7 +90,7 @@ def _signature_of(leaf: Any) -> Any:
 
 
 def same_form(abstract: Any, node: Node) -> bool:
-    """True if the node has the form of the abstract value: a number, a string, a set, ..."""
+    """Returns whether node and abstract value have one form: a number, a string, a set, ..."""
     return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
 
 
@@ -107,9 +107,10 @@ class Request:
     Args:
       root: the stored node.
       abstract_state: a pytree of ShapeDtypeStructs, arrays, tensors and Python values. The result
-        has its structure, kinds and placements. None loads everything as it was saved.
+        has the structure, kinds and placements of this pytree. None loads everything as it was
+        saved.
       prefix: the key path of the root, for messages.
-      findings: collects the differences.
+      findings: collects the differences between the node and the abstract state.
 
     Attributes:
       reads: leaf name -> the read of this leaf.
@@ -189,7 +190,7 @@ class Request:
 
 
 def as_read(abstract: Any) -> Read | None:
-    """Returns the read for an abstract leaf (with an empty name); None for a Python value."""
+    """Returns a read, with an empty name, for an abstract leaf; None for a Python value."""
     if not isinstance(abstract, _ARRAYS):
         return None
     spec = describe(abstract, "")

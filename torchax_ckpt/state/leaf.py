@@ -26,7 +26,7 @@ DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 
 
 def freeze(value: Any, name: str) -> Array:
-    """Returns the present array of a leaf: device arrays by reference, host arrays copied.
+    """Returns the array of a leaf: a device array itself, or a copy of a host array.
 
     Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
 
@@ -50,7 +50,10 @@ def freeze(value: Any, name: str) -> Array:
 
 
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
-    """Calls ``freeze`` on many tensors; copies 0-d CPU tensors of one dtype in one operation."""
+    """Returns the arrays of many tensors, each as ``freeze`` returns it.
+
+    All 0-d CPU tensors of one dtype are copied in one operation.
+    """
     with torchax_backend.native_torch():
         on_device = [torchax_backend.is_device_tensor(tensor) for tensor in tensors]
         counters = torchax_backend.scalars_to_numpy(
@@ -181,16 +184,19 @@ def describe(value: Any, name: str) -> Spec:
     return Spec(kind, dtype_name(value.dtype), tuple(value.shape))
 
 
-@functools.cache  # JAX caches an entry per shape: this asks for one shape, once per dtype
+@functools.cache  # asks JAX once for each dtype, because JAX caches an entry for each shape
 def _key_data(dtype: Any) -> tuple[str, tuple[int, ...], str]:
-    """Returns the dtype of a key dtype's data, its trailing dims, and its implementation."""
+    """Returns, for a dtype of random keys, their data's dtype and trailing dims, and the impl."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     impl = str(jax.random.key_impl(jnp.empty((0,), dtype)))  # key_impl needs an array
     return dtype_name(data.dtype), tuple(data.shape), impl
 
 
 def require_jax_dtype(dtype: str, name: str) -> None:
-    """Raises UnsupportedLeafError if JAX would narrow the dtype: int64 2**40 would become 0."""
+    """Raises UnsupportedLeafError if JAX would narrow the dtype.
+
+    For example, JAX would turn the int64 value 2**40 into the int32 value 0.
+    """
     if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
         raise UnsupportedLeafError(
             f"{name}: is {dtype}, which JAX would narrow. Set jax_enable_x64, or, for load, ask "

@@ -2,7 +2,7 @@
 
 The node of a module is ``{"dict": [[fqn, leaf], ...], "ties": [[alias, fqn], ...],
 "extra_state": [[path of the submodule, node], ...]}``. A tensor with several names is stored once,
-under the first name.
+under its first name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchax_ckpt.state.module_tensors import (
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
-"""Maps a tensor's name and abstract value to its sharding; None leaves the tensor in place."""
+"""Maps a tensor's name and abstract value to a sharding; None keeps the present sharding."""
 Init = Callable[[str, jax.ShapeDtypeStruct], Any]
 """Maps a tensor's name and abstract value (with its sharding) to its initial content."""
 
@@ -56,9 +56,9 @@ class ModuleComponent:
 
     Args:
       module: the module, or a JittableModule around it.
-      key_path: prefix of its leaves' names: ``("model",)``, or ``("model", name)`` if there are
+      key_path: prefix of the leaves' names: ``("model",)``, or ``("model", name)`` if there are
         several models.
-      rule: returns the sharding of a tensor; None keeps the live shardings.
+      rule: returns the sharding of a tensor; without a rule, tensors keep their live shardings.
       init: returns the content of a meta tensor that no checkpoint supplies.
     """
 
@@ -119,9 +119,9 @@ class ModuleComponent:
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """Returns id of every tensor -> its key paths below ``model``; one object until changed.
+        """Returns id of every tensor -> its key paths below ``model``; the same dict until changed.
 
-        The mapping is as of the last ``capture`` or ``prepare``. Walking over all modules again for
+        The dict is as of the last ``capture`` or ``prepare``. Walking over all modules again for
         each optimizer would take a tenth of the blocking time of a save.
         """
         return self._names
@@ -148,7 +148,7 @@ class ModuleComponent:
         return self._combined([tensors, *extra])
 
     def _capture_tensors(self) -> Captured:
-        """Takes tensors by reference; walks over their names only if the module has changed."""
+        """Returns the tensors by reference; collects their names only if the module has changed."""
         self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
@@ -162,8 +162,8 @@ class ModuleComponent:
         return captured
 
     def _require_one_value(self, slot: Slot) -> None:
-        # The last tensor is the module's own. A JittableModule's params may replace it, under each
-        # of its names.
+        # The last tensor is in the module itself. The others replace it in a JittableModule's
+        # params, each under one of its names.
         if len({id(torchax_backend.buffer(t)) for t in slot.tensors[:-1]}) > 1:
             name = self.name(slot.fqn)
             raise UnsupportedLeafError(
@@ -204,7 +204,7 @@ class ModuleComponent:
     # --- restoring ---
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares names, ties, shapes and dtypes of the selected tensors."""
+        """Compares names, ties, shapes and dtypes of selected tensors; returns the plan."""
         if isinstance(node, dict) and "ties" in node:
             stored = StoredModule.of_node(node, names.join(self.key_path))
         else:
@@ -215,7 +215,7 @@ class ModuleComponent:
     def prepare_from(
         self, stored: StoredModule, findings: Findings, selection: Selection
     ) -> Restoration:
-        """Does the same as ``prepare``, from stored tensors of any origin."""
+        """Returns the plan as ``prepare`` does, for stored tensors of any origin."""
         self._refresh()
         restoration = Restoration()
         stored = stored.selected(selection, self.key_path[1:])
@@ -232,7 +232,7 @@ class ModuleComponent:
                     continue
                 differing = stored.differing_ties(every_name, sources, considered)
                 considered.update(sources)
-                # With other ties, nothing says which of several values a tensor should get.
+                # If ties differ, nothing says which of several stored values a tensor gets.
                 if differing is not None:
                     findings.mismatch(self.name(slot.fqn), *differing)
                 elif self._fits(slot, stored, sources[0], findings):
@@ -300,14 +300,14 @@ class ModuleComponent:
     # --- tensors that no checkpoint supplies ---
 
     def prepare_fresh(self) -> Restoration:
-        """Plans a start without a checkpoint: fills meta tensors, applies the sharding rule."""
+        """Returns the plan of a start without checkpoint: fills meta tensors, applies the rule."""
         restoration = Restoration()
         self._fill_rest(restoration, set())
         self._reshard_rest(restoration, set())
         return restoration
 
     def _reshard_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Reshards, by the rule, live tensors that the checkpoint does not supply."""
+        """Adds writes that reshard, by the rule, tensors that the checkpoint does not supply."""
         if self._rule is None:
             return
         for slot in slots(self.module).values():
@@ -324,7 +324,7 @@ class ModuleComponent:
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Calls ``init`` for the meta tensors that the checkpoint does not supply."""
+        """Adds writes that fill, by ``init``, meta tensors that the checkpoint does not supply."""
         for slot in slots(self.module).values():
             if not slot.is_meta or slot.fqn in supplied:
                 continue

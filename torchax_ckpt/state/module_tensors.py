@@ -20,8 +20,8 @@ class Slot:
     Attributes:
       fqn: the tensor's first name in torch.
       aliases: its other names, if it is tied.
-      tensors: the live objects that hold its value, the newest first. There are several only in a
-        JittableModule, because a training step may have replaced its ``params``.
+      tensors: the live objects for this tensor, the newest first. There are several only in a
+        JittableModule, because a training step may have replaced the tensor in its ``params``.
       persistent: whether the tensor belongs to the state dict.
     """
 
@@ -37,7 +37,7 @@ class Slot:
 
     @property
     def is_on_cpu(self) -> bool:
-        """True if the tensor is a CPU tensor of torch, with content."""
+        """True if the tensor is a torch tensor on the CPU, with content."""
         return not torchax_backend.is_device_tensor(self.tensor) and not self.tensor.is_meta
 
     @property
@@ -56,18 +56,18 @@ class Slot:
                 torchax_backend.copy_into(tensor, array)
 
     def reshard(self, sharding: Sharding) -> None:
-        """Moves the device buffers to this sharding."""
+        """Moves the device buffers of the tensors to this sharding."""
         for tensor in self.tensors:
             torchax_backend.set_buffer(tensor, move(torchax_backend.buffer(tensor), sharding))
 
     def release(self) -> None:
-        """Deletes the device buffers; the tensors have no content until ``fill`` is called."""
+        """Deletes the device buffers; the tensors then have no content until ``fill`` is called."""
         for tensor in self.tensors:
             torchax_backend.release(tensor)
 
 
 def slots(module: torch.nn.Module) -> dict[str, Slot]:
-    """Returns every tensor of the module by its first name, parameters before buffers."""
+    """Returns first name -> slot, for every tensor of the module, parameters before buffers."""
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     for fqn, tensor, persistent in _named_tensors(root):
@@ -86,8 +86,8 @@ def slots(module: torch.nn.Module) -> dict[str, Slot]:
 def registered(module: torch.nn.Module) -> list[Any]:
     """Returns all keys, tensors and submodules that the module tree has registered, in order.
 
-    As long as this list has the same objects, names and ties are the same too. It does not use
-    ``named_modules`` and ``named_parameters``, because these are slower: they build every name.
+    As long as this list has the same objects, names and ties are the same too. This function does
+    not use ``named_modules`` and ``named_parameters``, which are slower: they build every name.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: list[Any] = [*overrides, *overrides.values()]
@@ -104,7 +104,7 @@ def registered(module: torch.nn.Module) -> list[Any]:
 
 
 def same_objects(a: list[Any], b: list[Any]) -> bool:
-    """True if two lists hold identical objects (or equal strings) in the same order."""
+    """Returns if two lists have identical objects (or equal strings) in the same order."""
     return len(a) == len(b) and all(
         x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True)
     )

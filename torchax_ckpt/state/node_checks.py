@@ -1,8 +1,8 @@
 """Checks of stored nodes before use: a malformed node raises CorruptCheckpointError.
 
-A manifest is untrusted input. Components therefore take stored nodes apart with these functions. A
-node that no component can have written then raises CorruptCheckpointError and nothing else, before
-any live object is changed.
+A manifest is untrusted input. Components therefore parse stored nodes with these functions. For a
+node that no component can have written, these functions raise CorruptCheckpointError and nothing
+else, before any live object is changed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def leaves(node: Node, where: str) -> dict[str, Node]:
     """Returns key -> array node for a dict node of leaves.
 
     Raises:
-      CorruptCheckpointError: as ``fields``, or a child is not an array node.
+      CorruptCheckpointError: as for ``fields``; or a child is not an array node.
     """
     found = fields(node, where)
     for name, child in found.items():
@@ -107,7 +107,7 @@ def named_texts(pairs: Any, where: str) -> dict[str, str]:
     """Returns key -> string for a list of pairs.
 
     Raises:
-      CorruptCheckpointError: as ``fields``, or a value is not a string.
+      CorruptCheckpointError: as for ``named``; or a value is not a string.
     """
     found = named(pairs, where)
     texts(list(found.values()), where)
@@ -135,7 +135,7 @@ def keyed(node: Node, where: str) -> dict[Any, Node]:
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise corrupt(where, "a key and a node", _kind(pair))
-        # Decode leaves to lists: these are unhashable, so a leaf is refused as a key.
+        # Decode leaves to lists. Lists are unhashable, so a key that is a leaf is refused.
         key = decode({"tuple": [pair[0]]}, lambda leaf: [])[0]
         try:
             is_new = key not in found

@@ -1,4 +1,4 @@
-"""Attached optimizers: state and hyperparameters, by the names of the parameters they step.
+"""Attached optimizers: state and hyperparameters, by the names of the parameters they update.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
 [{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
@@ -50,10 +50,10 @@ class OptimizerComponent:
 
     Args:
       optimizer: the optimizer.
-      key_path: prefix of its leaves' names: ``("optimizer",)``, or ``("optimizer", name)`` if there
+      key_path: prefix of the leaves' names: ``("optimizer",)``, or ``("optimizer", name)`` if there
         are several optimizers.
-      parameter_names: names of the attached modules' parameters.
-      placements: placements of the parameters after a restore; moments have the same placements.
+      parameter_names: returns the names of the attached modules' parameters.
+      placements: returns the parameters' placements after a restore; moments get the same ones.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class OptimizerComponent:
         return captured
 
     def _capture_state(self, members: list[list[int]]) -> Captured:
-        """Takes state tensors by reference; encodes the state again only if its form changed."""
+        """Returns state tensors by reference; encodes the state again only if its form changed."""
         state = self.optimizer.state
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = [entry for p in parameters if (entry := state.get(p))]
@@ -195,11 +195,11 @@ class OptimizerComponent:
 
     @torchax_backend.native_torch()
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares class, parameters, hyperparameters and, if there is any, state.
+        """Compares class, parameters, hyperparameters and, if stored, state; returns the plan.
 
-        A parameter that is not selected keeps its state; its group gets the hyperparameters of the
-        selected ones. The findings list state in the checkpoint that is not restored, under the
-        name of its parameter: ``optimizer/encoder.0.weight``.
+        A parameter that is not selected keeps its state. Its group gets the hyperparameters that
+        are stored for the group's selected parameters. The findings list stored state that is not
+        restored, under the name of its parameter: ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
         where = names.join(self.key_path)
@@ -250,7 +250,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Plans to set each live group's hyperparameters to those stored for its parameters."""
+        """Adds writes that set each group's hyperparameters to those stored for its parameters."""
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -302,10 +302,10 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Plans to restore the state of one parameter: live tensors that fit are written in place.
+        """Adds the write of one parameter's state: it writes into the live tensors that fit.
 
-        If the checkpoint has no state for the parameter (it was frozen, or no step was made), the
-        live state is removed.
+        If the checkpoint has no state for the parameter (the parameter was frozen, or the optimizer
+        had made no step), the write removes the live state.
         """
         live = self.optimizer.state.get(parameter) or {}
         where = f"{names.join(self.key_path)}/{name}"
@@ -316,7 +316,7 @@ class OptimizerComponent:
             if not _compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
         ]
         if unfit:
-            if len(unfit) < len(stored):  # none is restored unless all fit
+            if len(unfit) < len(stored):  # no entry is restored unless all fit
                 differing = ", ".join(map(str, unfit))
                 findings.mismatch(where, "entries that all fit", f"differences in {differing}")
             return
@@ -355,7 +355,7 @@ class OptimizerComponent:
 
 
 def _same(a: Node, b: Node) -> bool:
-    """True if two hyperparameter nodes have the same value, as far as the manifest shows.
+    """Returns whether two hyperparameter nodes have the same value, as far as the manifest shows.
 
     Tensors of two groups count as different values, because the manifest lacks their content.
     """
@@ -363,9 +363,9 @@ def _same(a: Node, b: Node) -> bool:
 
 
 def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """True if a stored leaf can replace the live one; else records a mismatch.
+    """Returns whether a stored value can replace the live value; if not, records a mismatch.
 
-    A stored leaf can replace a live value that is not a tensor, or a missing one.
+    If the live value is missing or not a tensor, any stored value can replace it.
     """
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
@@ -377,7 +377,7 @@ def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
 
 
 def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; writes a live tensor of the same spec in place and returns it."""
+    """Returns the stored value; if ``live`` has the same spec, sets and returns ``live``."""
 
     def leaf(child: Mapping[str, Any]) -> Any:
         value = values[child["array"]]

@@ -1,10 +1,11 @@
 """Per-process state: random state, the position of the data loader, and users' objects.
 
-Arrays on devices of several processes form one state, which all processes save together. Everything
-else exists on every process. For modules, optimizers and schedulers it is the same on all
-processes, and process 0 saves it. For the components in ``COMPONENTS`` it differs, and each process
-saves its state, except a process whose state equals that of process 0. The document has the states
-of the processes from 1 on under ``processes``; null means that the state equals that of process 0:
+Arrays on devices of several processes form one state, which all processes save together. All other
+state exists on every process. The other state of modules, optimizers and schedulers is the same on
+all processes, and process 0 saves it. The other state of the components in ``COMPONENTS`` differs
+between processes. Each process saves it, unless it equals that of process 0. The document has the
+states of the processes from 1 on under ``processes``; null means that a state equals that of
+process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
@@ -50,7 +51,7 @@ class PerProcessState:
     leaves: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """Serializes the state, to send it to another process; blocks on devices.
+        """Returns the state as bytes, to send to another process; waits for device arrays.
 
         Equal states give equal bytes.
         """
@@ -74,10 +75,10 @@ class PerProcessState:
 
 
 def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
-    """Splits captured components into shared arrays and per-process state.
+    """Splits captured components into shared arrays and the per-process state of this process.
 
     Returns:
-      The names and the arrays of the shared leaves, and the state of this process.
+      The names of the shared leaves, the arrays of the shared leaves, and the per-process state.
     """
     shared: dict[str, Array] = {}
     local: dict[str, Array] = {}
@@ -96,7 +97,7 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Joins the per-process states of all processes.
+    """Returns the per-process states of all processes, joined for storage.
 
     Args:
       sent: for each process, in order, the result of ``PerProcessState.to_bytes``.
@@ -130,27 +131,27 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 
 
 def count_of(document: Mapping[str, Node]) -> int | None:
-    """Returns how many processes saved the document; None if it has one state for all of them."""
+    """Returns how many processes saved the document; None if all of them had the same state."""
     if PROCESSES not in document:
         return None
     return 1 + len(node_checks.fields(document[PROCESSES], PROCESSES))
 
 
 class Place(Protocol):
-    """The index of this process, and the number of processes."""
+    """The index of one process, and the number of all processes."""
 
     index: int
     count: int
 
 
 def document_of(document: Mapping[str, Node], place: Place, where: str) -> Mapping[str, Node]:
-    """Returns the document that one process restores, with this process's state in it.
+    """Returns the document that one process restores, with the per-process state for it.
 
     Warns on process 0 if another number of processes saved the step.
 
     Args:
       document: the document of the step.
-      place: the process that restores.
+      place: the process that restores, and the number of processes.
       where: the step, for messages.
 
     Raises:

@@ -1,13 +1,13 @@
 """The form of a state tree: conversion of Python state to JSON nodes plus named leaves, and back.
 
-A node is JSON. None, bools, ints, finite floats, strings and lists represent themselves. The only
-or first key of every JSON object is its tag:
+A node is JSON. None, bools, ints, finite floats, strings and lists represent themselves. The first
+key of every JSON object is its tag:
 
     {"array": name, "kind": ..., "dtype": ..., "shape": [...]}   a leaf, stored as an array
     {"dict": [[key, value], ...]}      also "OrderedDict" and "Counter"; keys are nodes too
     {"tuple": [...]}                   also "set" and "frozenset"
     {"namedtuple": [[field, value], ...], "type": ...}   read back as a dict
-    {"pytree": [[key, value], ...], "type": ...}         other JAX nodes; read back as a dict
+    {"pytree": [[key, value], ...], "type": ...}         another JAX node type; read back as a dict
     {"float": hex}  {"int": hex}  {"complex": [re, im]}  {"bytes": base64}
 """
 
@@ -57,7 +57,7 @@ _FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
 _PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
 # Larger ints are stored as hex: other JSON readers round them, and Python limits decimal digits.
 _MAX_PLAIN_INT = 2**53
-# The levels that components add around the states they encode.
+# The number of levels that components add around the states that they encode.
 _COMPONENT_DEPTH = 16
 
 
@@ -76,12 +76,12 @@ class Encoder:
         """Returns the node of a value; adds its leaves to ``leaves``, named by their key paths.
 
         Raises:
-          UnsupportedLeafError: a part cannot be stored. The message names the first such part.
+          UnsupportedLeafError: a part cannot be stored. The message names the first one.
         """
         return self.encode_all([(key_path, value)])[0]
 
     def encode_all(self, items: Iterable[tuple[tuple[object, ...], Any]]) -> list[Node]:
-        """Encodes many (key path, value) pairs; switches to native torch once for all of them."""
+        """Returns the nodes of (key path, value) pairs; switches to native torch only once."""
         key_path: tuple[object, ...] = ()
         nodes = []
         with torchax_backend.native_torch():
@@ -150,7 +150,7 @@ class Encoder:
         )
 
     def _encode_items(self, values: Collection[Any], path: tuple[object, ...]) -> list[Node]:
-        # Python's generator has a state of 625 ints. This avoids encoding them one by one.
+        # Python's random generator has a state of 625 ints. Do not encode them one by one.
         if set(map(type, values)) == {int} and max(map(abs, values)) < _MAX_PLAIN_INT:
             return list(values)
         return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
@@ -242,7 +242,7 @@ class _TooDeepError(Exception):
 
 
 class Finder:
-    """Finds nodes by their keys and indices, from the root down; lists each node's children once.
+    """Finds nodes by their keys and indices, from the root down; lists a node's children only once.
 
     Args:
       root: the root node. It must not change while the finder is in use.
@@ -267,7 +267,7 @@ class Finder:
 
 
 def _children(node: Node) -> dict[str, Node]:
-    """Returns the children of a node, by key or index as text; of equal keys, the first wins."""
+    """Returns the children of a node, by key or index as text; of equal keys, the first counts."""
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if isinstance(node, list) or tag == "tuple":
         return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
@@ -277,7 +277,7 @@ def _children(node: Node) -> dict[str, Node]:
 
 
 def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields name and keys of every leaf below a node; plain values except None count as leaves."""
+    """Yields name and keys of each leaf below a node; a plain value other than None is a leaf."""
 
     def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
         tag = next(iter(node), None) if isinstance(node, dict) else None
@@ -308,7 +308,7 @@ def key_part(entry: Any) -> str:
 
 
 def _distinct(parts: list[str]) -> list[str]:
-    """Returns the parts, with suffixes where two keys of a dict (1 and "1") are equal as text."""
+    """Returns the parts; adds suffixes to keys of a dict that are equal as text (1 and "1")."""
     if len(set(parts)) == len(parts):
         return parts
     taken = set(parts)

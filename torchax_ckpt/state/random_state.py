@@ -51,7 +51,7 @@ class RandomStateComponent:
         return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Plans to write all four states after everything else.
+        """Returns the plan that sets all four states after all other state has been loaded.
 
         The order matters because loading other state may draw random numbers. A check first sets
         the states on throwaway generators, so an invalid state changes nothing.
@@ -168,10 +168,10 @@ def _set(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_alone(*, on_success: bool) -> Iterator[None]:
-    """Restores the random state after the block: if the block raises, or if ``on_success``.
+    """Resets the random state to that before the block, if the block raises or if ``on_success``.
 
-    It hides the random numbers that user code draws during a restore. For example, a loader that
-    has not begun draws its seeds in ``state_dict()``.
+    The random numbers that user code draws during a restore then have no effect on the program. For
+    example, a data loader that has not begun draws its seeds in ``state_dict()``.
     """
     before = _get()
     try:

@@ -27,7 +27,7 @@ class StatefulComponent:
 
     Args:
       value: the object.
-      key_path: prefix of its leaves' names: ``("lr_scheduler",)``, ``("stateful", name)``, ...
+      key_path: prefix of the leaves' names: ``("lr_scheduler",)``, ``("stateful", name)``, ...
     """
 
     def __init__(self, value: Any, key_path: tuple[str, ...]) -> None:
@@ -49,11 +49,11 @@ class StatefulComponent:
             )
 
     def capture(self) -> Captured:
-        """Returns the object's state dict, captured."""
+        """Returns the captured state dict of the object."""
         return encoded(self.value.state_dict(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Plans a call of ``load_state_dict``; its undo loads the state from before the restore."""
+        """Returns the plan to call ``load_state_dict``; the undo loads the state of this moment."""
         restoration = Restoration()
 
         def take(state: Any) -> None:

@@ -27,12 +27,12 @@ class StoredModule:
       tensors: name -> array node; the name in the node is the leaf to read.
       ties: alias of a tensor -> the name of this tensor in ``tensors``.
       extra_state: path of a submodule -> node. None if the source has no extra state; a restore
-        then does not report it as missing.
-      are_ties_known: whether ``ties`` lists all ties. Files of other programs do not record ties.
-        Then a live tensor may have any ties, if all its names that are stored refer to one stored
-        tensor, which no other live tensor takes.
+        then does not report extra state as missing.
+      are_ties_known: whether ``ties`` lists all ties; False for files of other programs, which do
+        not record ties. If it is False, a live tensor may have any ties, as long as those of its
+        names that are stored refer to one stored tensor, which no other live tensor takes.
       converts: (stored dtype, live dtype) -> whether the stored tensor may be read as the live
-        dtype. By default only if the two are equal.
+        dtype. By default it may be only if the two dtypes are equal.
     """
 
     tensors: Mapping[str, Node]
@@ -51,17 +51,17 @@ class StoredModule:
         )
 
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:
-        """Returns the selected part, under the names it has in the program.
+        """Returns the selected tensors and extra state, under their names in the program.
 
         A tied tensor is included if one of its names is selected. The first selected name becomes
-        its name, and the others become aliases.
+        the tensor's name, and the other selected names become its aliases.
 
         Args:
           selection: the selection.
           prefix: keys before the module's names, if several modules are attached.
 
         Raises:
-          SelectionError: two tensors would have the same name, or one would move to another module.
+          SelectionError: two tensors would have one name, or one tensor would change its module.
         """
 
         def taken(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
@@ -93,7 +93,7 @@ class StoredModule:
     def sources(self, every_name: Iterable[str]) -> list[str]:
         """Returns the stored tensors that a live tensor's names refer to.
 
-        There are several only if the live module ties tensors that are not tied in the source.
+        Several are returned only if the live module ties tensors that are not tied in the source.
         """
         owners = [self.ties.get(name, name) for name in every_name]
         return list(dict.fromkeys(owner for owner in owners if owner in self.tensors))
@@ -101,7 +101,7 @@ class StoredModule:
     def differing_ties(
         self, every_name: Iterable[str], sources: Iterable[str], used: Collection[str]
     ) -> tuple[str, str] | None:
-        """Describes the ties of a live tensor and of its sources; None if they agree.
+        """Returns texts on the ties of a live tensor and of its sources; None if the ties agree.
 
         Args:
           every_name: the live tensor's names.
@@ -123,7 +123,7 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """Returns torch's name in a tensor's new name; raises SelectionError if it has none."""
+    """Returns torch's part of a tensor's new name; raises SelectionError if there is none."""
     with contextlib.suppress(ValueError):  # an escape that is not valid UTF-8
         *model, fqn = names.split(new)
         if tuple(model) == prefix:
@@ -142,7 +142,7 @@ def extra_state_key(path: str) -> str:
 
 
 def path_of_key(key: str) -> str:
-    """Returns the path of the submodule; inverse of ``extra_state_key``."""
+    """Returns the path of the submodule with this extra state; inverse of ``extra_state_key``."""
     return key.removesuffix(EXTRA_STATE).removesuffix(".")
 
 
@@ -151,7 +151,8 @@ def _tied(group: Iterable[str]) -> str:
     return f"{first} tied to {', '.join(rest)}" if rest else f"{first} on its own"
 
 
-# Parallel lists in the order of the group. A restore matches parameters by name instead.
+# Keys of a group whose values list its parameters in order. A restore ignores the order: it matches
+# parameters by name.
 BY_POSITION = frozenset({"params", "param_names"})
 
 
@@ -171,7 +172,8 @@ class StoredOptimizer:
       groups: all groups, in order.
       group_of: parameter -> its group.
       state: parameter -> the node of its state, for parameters that had state.
-      left_out: parameters with state that are not selected, under the program's names.
+      left_out: parameters that have stored state and are not selected, by their names in the
+        program.
     """
 
     groups: tuple[StoredGroup, ...]

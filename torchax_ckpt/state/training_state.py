@@ -92,7 +92,7 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Captures each component; ``state``, if given, replaces modules and optimizers."""
+        """Returns component -> captured; ``state``, if given, replaces model and optimizer."""
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
@@ -129,7 +129,7 @@ class TrainingState:
         return result
 
     def prepare_fresh(self) -> Restoration:
-        """Plans a start without a checkpoint: fills meta tensors, applies the sharding rule."""
+        """Returns the plan of a start without checkpoint: fills meta tensors, applies the rule."""
         result = Restoration()
         result.extend(module.prepare_fresh() for module in self._modules)
         return result
