@@ -22,7 +22,7 @@ class Save:
       began_secs: time of the snapshot, in seconds since the epoch.
       ended_secs: time of the commit or the failure; for a save that was cut off or is in flight,
         time of the last event of its run.
-      outcome: how the save ended; ``cut off`` if its program ended before the save.
+      outcome: how the save ended; ``cut off`` if its program ended during the save.
       blocking_secs, durable_secs, num_bytes: costs of a durable save; None if not known.
       interval_secs: seconds since the previous snapshot of the same run; None for the first one.
       interval_steps: the same interval in steps.
