@@ -53,9 +53,9 @@ def young_interval_secs(
 
 
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
-    """Returns the best time of training from the end of one save's blocking to the next save.
+    """Returns the best length of training between two saves, in seconds.
 
-    The time is in seconds.
+    The length counts from the end of one save's blocking to the start of the next save.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
     (2006), equation 37. Daly's dump time is the blocking time here, because the rest of an

@@ -124,7 +124,7 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run. When it saves is not part of it, but of a ``Policy``.
+    """A training run without its saves; a ``Policy`` decides when those begin.
 
     Attributes:
       cluster: the machines of the run, and how they fail.

@@ -45,8 +45,7 @@ class SimulatedRun:
         and ``down_secs``.
       trained_secs: training that was kept, at the speed of steps without saves.
       saving_secs: the cost of saves: time in which training was blocked or slowed down.
-      lost_secs: lost time: for each failure, the time from the snapshot that was restored after it
-        to the failure.
+      lost_secs: time from each snapshot that was restored to the failure that made it necessary.
       down_secs: time from failures until training continued.
       num_failures: failures that interrupted the run or its restart.
       num_local_restores: number of failures after which the local tier was read.
@@ -144,7 +143,7 @@ def simulate(
 
 
 class _Clock:
-    """The state of a run between two failures. Snapshots count from the start of the run."""
+    """The state of a run between two failures. Snapshots are numbered from the run's start."""
 
     def __init__(self, run: Run, schedule: Schedule, has_local: bool) -> None:
         self._run, self._schedule, self._has_local = run, schedule, has_local

@@ -103,7 +103,8 @@ def module_state_bytes(
 
     Args:
       module: a module on any device. A module built under ``torch.device("meta")`` takes no memory.
-      optimizer: as for ``state_bytes``. It trains all parameters that require a gradient.
+      optimizer: as for ``state_bytes``. The optimizer trains all parameters that require a
+        gradient.
       moment_bytes: bytes of one value of the optimizer; None for the bytes of one value of the
         parameter.
 
