@@ -210,7 +210,7 @@ class _Section(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Reads bytes at the position into the buffer, and returns how many it read.
+        """Reads bytes at the position into the buffer, and returns their number.
 
         Raises:
           ValueError: the buffer is larger than ``max_bytes``. ``zipfile`` reads an archive's list

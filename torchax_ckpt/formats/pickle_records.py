@@ -38,7 +38,7 @@ class Record:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """The items of a dict or an OrderedDict, as (key, value) pairs. Keys may be unhashable."""
+    """The items of a dict, of whatever class, as (key, value) pairs. Keys may be unhashable."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,7 @@ def export_safetensors(
 ) -> list[Path]:
     """Writes weights in Hugging Face's form; a tied weight is written once, under its first name.
 
-    Each file has a temporary name until it is complete. The index is written last.
+    Each file of tensors has a temporary name until it is complete. The index is written last.
 
     Args:
       stored: the step.
