@@ -4,9 +4,9 @@
 
 Each run appends only to files that it created, so runs cannot damage each other's files. A process
 that is killed in the middle of a line spoils only that line. Once a file has 64 KiB, the run starts
-a new file, and deletes the oldest files so that 512 remain. Objects in a bucket cannot be appended
-to, so on a bucket the run rewrites its current file at each append. Files are not synced, because
-no save should wait for events.
+a new file, and deletes the oldest files so that at most 512 remain. Objects in a bucket cannot be
+appended to, so on a bucket the run rewrites its current file at each append. Files are not synced,
+because no save should wait for events.
 
 Files are untrusted: the reader opens only regular files, and never reads more than a run writes.
 """
