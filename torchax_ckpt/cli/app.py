@@ -162,7 +162,7 @@ _SIZE, _CLUSTER, _TIMES, _LOCAL = "The state", "The cluster", "The bucket", "Ram
 
 
 def _plan_option(panel: str, text: str | None = None, metavar: str | None = None) -> Any:
-    """An option of ``plan``, in a panel of its help."""
+    """Returns an option of ``plan``, which its help shows in a panel."""
     return typer.Option(metavar=metavar, rich_help_panel=panel, help=text)
 
 

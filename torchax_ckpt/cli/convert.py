@@ -160,15 +160,17 @@ def _write_for_torch(
     with_optimizer: bool,
     options: CheckpointOptions,
 ) -> Sequence[StoredLeaf]:
-    """Writes a file of ``torch.save`` or a checkpoint of DCP, which torch writes in one call.
+    """Writes weights as a file of ``torch.save`` or a checkpoint of DCP.
+
+    torch writes all tensors in one call, so room for all of them is needed.
 
     Returns:
-      The leaves of the optimizer; none without ``with_optimizer``.
+      The leaves of the optimizers; none without ``with_optimizer``.
     """
     from torchax_ckpt.formats.dcp import save_dcp
     from torchax_ckpt.formats.state_dict import named_weights, read_tensors, save_torch_file
 
-    if out.exists():  # before the command reads the step, which can take long
+    if out.exists():  # checked before the command reads the step, which can take long
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     optimizers = None
     if with_optimizer:

@@ -1,4 +1,4 @@
-"""The command ``diff``."""
+"""The command ``diff``: compares two steps and prints what differs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FOUND = 1
 USAGE = 2
 UNAVAILABLE = 3
 FAILED = 4
-"""An unexpected error. Python's own exit code for one is 1, which means FOUND here."""
+"""An unexpected error. Python itself would exit with 1, which means FOUND here."""
 INTERRUPTED = 130
 """Ctrl-C. As in shells, the code is 128 plus the signal's number."""
 
@@ -44,7 +44,7 @@ class UsageError(Exception):
 
 
 def code_of(error: BaseException) -> int:
-    """Returns the exit code of a command that ends with this error."""
+    """Returns the exit code of a command that this error ended."""
     if isinstance(error, (CorruptCheckpointError, MismatchError)):
         return FOUND
     if isinstance(error, (DirectoryError, LeaseError, OutOfMemoryError)):
@@ -55,7 +55,7 @@ def code_of(error: BaseException) -> int:
 
 
 def ends_well(command: F) -> F:
-    """Wraps a command so that it exits with its exit code, or with that of its error.
+    """Wraps a command: the program exits with the code that it returns, or with its error's code.
 
     Expected errors print one line on stderr; other errors print a traceback.
     """

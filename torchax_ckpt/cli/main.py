@@ -26,5 +26,5 @@ def main() -> None:
         from torchax_ckpt.cli.app import app
 
         app(prog_name="torchax-ckpt")
-    except KeyboardInterrupt:  # during the imports, which take a moment; commands handle their own
+    except KeyboardInterrupt:  # raised during the imports; each command handles later ones itself
         sys.exit(INTERRUPTED)

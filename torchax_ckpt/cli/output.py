@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
-# Width of a table that goes to a pipe or a file: nothing is cut to the width of a terminal.
+# Width of a table that goes to a pipe or a file, so that nothing is cut to a terminal's width.
 _UNBOUNDED = 1_000_000
 
 
@@ -27,7 +27,7 @@ def is_watched() -> bool:
 
 def console() -> Console:
     """Returns the console on which tables are printed."""
-    # rich would take the width of a pipe from environment variables, and break lines there.
+    # For a pipe, rich would take a width from environment variables, and break lines at it.
     return Console(width=None if is_watched() else _UNBOUNDED, highlight=False)
 
 
@@ -51,16 +51,16 @@ def print_table(
         is_right = column in right
         table.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
     for row in rows:
-        # Names in a checkpoint are untrusted: without markup and without control characters.
+        # Names in a checkpoint are untrusted, so no markup or control character may take effect.
         table.add_row(*(Text(plain(cell)) for cell in row))
     console().print(table)
 
 
 def print_tree(said: Mapping[str, str]) -> None:
-    """Prints names with parts separated by ``/`` as a tree, and each name's text beside its end.
+    """Prints names as a tree.
 
     Args:
-      said: name -> text.
+      said: name, with parts separated by ``/`` -> text to print beside the last part.
     """
     root = Tree("", hide_root=True)
     nodes: dict[str, tuple[Tree, Text]] = {}
@@ -87,7 +87,7 @@ def note(text: str) -> None:
 
 
 def plain(value: Any) -> str:
-    """Returns the value as text, with unprintable characters escaped: a terminal obeys none."""
+    """Returns the value as text, with the characters escaped that would control a terminal."""
     text = "" if value is None else str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -123,7 +123,7 @@ def age(moment: str | None) -> str:
     """Formats the time since a moment: ``5 min``.
 
     Args:
-      moment: as ``moment`` formats it; None if it is not known, for which the result is ``?``.
+      moment: text that the function ``moment`` returned. None, for an unknown moment, gives ``?``.
     """
     if moment is None:
         return "?"
@@ -146,5 +146,5 @@ def committed_at(committed: CommittedStep) -> str | None:
 
 
 def number(value: Any) -> str:
-    """Formats a metric in few characters."""
+    """Formats a metric: a float with six significant digits, any other value as JSON."""
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)

@@ -26,7 +26,7 @@ _SEEDS = (0, 1, 2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The arguments of the command. Sizes and times are texts; None if an option was not given.
+    """The arguments of ``plan``. Sizes and times are texts; None stands for an omitted option.
 
     Attributes:
       params: number of parameters: ``70B``.
@@ -36,9 +36,10 @@ class Asked:
       chips, chips_per_host, slices, process_fraction, cluster_fraction: as in ``planning.Cluster``.
       mtbf: mean time between failures of the run.
       host_mtbf: mean time between failures of one host; used if ``mtbf`` is None.
-      restart, restore, blocking, durable, slowdown: times of the durable tier.
-      local_blocking, local_durable, local_restore: times of the ramdisks. ``slowdown`` applies to
-        them too.
+      restart: time from a failure to the start of the restore.
+      restore, blocking, durable: times of the durable tier.
+      slowdown: fraction by which steps are slower during a save, to either tier.
+      local_blocking, local_durable, local_restore: times of the local tier, the ramdisks.
     """
 
     params: str | None
@@ -129,8 +130,9 @@ def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
 
 
 def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
-    """Returns the cluster and its tiers; ``known`` contains the measured values."""
-    # The cluster checks that hosts are whole. It requires --host-mtbf, which --mtbf then replaces.
+    """Returns the run to simulate; ``known`` contains the measured values."""
+    # Cluster counts the hosts, and checks that they are whole. It requires --host-mtbf; --mtbf, if
+    # given, replaces that time below.
     cluster = planning.Cluster(
         num_chips=asked.chips,
         chips_per_host=asked.chips_per_host,
@@ -191,7 +193,7 @@ def _measured(directory: str) -> dict[str, float]:
 
 
 def _simulated(run: planning.Run, best_secs: float) -> list[dict[str, Any]]:
-    """Simulates the run under several policies; returns one row for each, as JSON."""
+    """Simulates the run under several policies; returns one row for each policy, as JSON."""
     policies: dict[str, planning.Policy | planning.TwoTier] = {
         "continuous": planning.Continuous(),
         "best interval": planning.FixedInterval(secs=best_secs),
@@ -269,7 +271,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _option_secs(option: str, text: str | None, known: float | None) -> float:
-    """Returns the seconds of an option if it was given, else the measured ones.
+    """Returns the seconds of an option if it was given, else the measured seconds ``known``.
 
     Raises:
       UsageError: the option is not a time, or was neither given nor measured.

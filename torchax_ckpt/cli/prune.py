@@ -70,7 +70,7 @@ def _steps_to_delete(
 ) -> tuple[list[CommittedStep], list[int]]:
     """Returns the steps that no rule keeps, and the size of each on storage, in bytes.
 
-    The newest verified step is not among them.
+    The newest verified step is never among the returned steps.
 
     Raises:
       UsageError: a rule ranks a metric that no step has.

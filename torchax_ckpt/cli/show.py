@@ -69,10 +69,10 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Returns the rules that keep each step, from the rules that the last program recorded.
+    """Returns, for each step, the rules that keep it among those that the last program recorded.
 
-    The next save deletes a step without a rule. The result is None if no program has recorded its
-    rules, or if there are no steps.
+    The next save deletes a step that no rule keeps. The result is None if no program has recorded
+    its rules, or if there are no steps.
     """
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
@@ -200,8 +200,8 @@ def verify(
     if as_json:
         steps_json = [{k: v for k, v in r.items() if k != "code"} for r in results]
         output.print_json({"directory": str(run.path), "steps": steps_json})
-    # Damage decides the exit code before a read error: the command looks for damage, and a step
-    # that could not be read may be intact.
+    # If one step is damaged and another could not be read, damage decides the exit code: the
+    # command looks for damage, and a step that could not be read may be intact.
     codes = {result["code"] for result in results}
     return next((code for code in (FOUND, UNAVAILABLE) if code in codes), max(codes, default=OK))
 
@@ -215,7 +215,7 @@ def _verify_one(
       The result as JSON, and the exit code under ``code``.
 
     Raises:
-      StepNotFoundError: another program deleted the step meanwhile.
+      StepNotFoundError: another program deleted the step during the read.
     """
     result: dict[str, Any] = {"step": committed.step}
     try:

@@ -53,7 +53,7 @@ def named_or_all(text: str) -> list[CommittedStep]:
     """Returns the step that a path such as ``runs/a/20`` names, or all steps of a directory.
 
     Raises:
-      StepNotFoundError, UsageError: the path names no step and no directory with steps.
+      StepNotFoundError, UsageError: the path names neither a step nor a directory with steps.
     """
     found = _step_at(text)
     return all_of(_run_at(text)) if found is None else [found[1]]
@@ -71,7 +71,7 @@ def all_of(run: RunDirectory) -> list[CommittedStep]:
 
 
 def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
-    """Returns the step that a path names, and its run; None if the path may name a run.
+    """Returns the run and the step that a path names; None if the path does not name a step.
 
     Raises:
       StepNotFoundError: the path does not exist, but its parent is a run with other steps.
@@ -88,7 +88,8 @@ def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, Commit
         return run, run.find(int(last))
     except (StepNotFoundError, DirectoryError) as error:
         # A run may have a number as its name, such as 2026: a directory that is not a step of its
-        # parent is a run. Its parent may be unreadable, for example a directory of all jobs.
+        # parent is a run. The parent of a run may be unreadable, for example a directory of all
+        # jobs.
         with contextlib.suppress(UsageError):
             _run_at(text)
             return None

@@ -1,7 +1,7 @@
 """A reader of the zip archives that ``torch.save`` writes; it unpickles nothing.
 
-An archive describes its tensors in a pickle, which the reader parses into records. It maps the
-tensors' bytes into memory.
+An archive describes its tensors in a pickle. The reader parses the pickle into records, and maps
+the tensors' bytes into memory.
 
 Source: torch 2.12, ``torch.save``'s notes on serialization, ``torch/_utils.py``.
 """
@@ -36,7 +36,7 @@ _PARAMETERS = frozenset(f"{_REBUILDS}parameter{more}" for more in ("", "_with_st
 # torch pickles a tensor with extra attributes, or of a subclass, as a call of this function.
 _FROM_CLASS = "torch._tensor._rebuild_from_type_v2"
 _TORCH_CLASSES = ("Tensor", "Parameter", "Buffer")
-# torch's class of a storage -> the dtype of its elements.
+# Name of torch's class of a storage -> dtype of the storage's elements.
 _STORAGE_DTYPES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
@@ -54,7 +54,7 @@ class Described:
       shape: its dims.
       storage: key of the archive's storage that contains its elements.
       begin: offset of its first element in the storage, in elements.
-      strides: elements from one index to the next, along each dim.
+      strides: distance between two neighboring indices along each dim, in elements.
     """
 
     dtype: str
@@ -65,9 +65,10 @@ class Described:
 
 
 def tensor_in(record: Any) -> Record | None:
-    """Returns the record of the tensor that a record describes; None if it describes no tensor.
+    """Returns a tensor's record, given the record of the tensor or of a parameter that wraps it.
 
-    The record may describe a tensor of any kind, or a parameter that wraps one.
+    The tensor may be of any kind: plain, sparse, quantized, ... Returns None for a record of
+    anything else.
     """
     if isinstance(record, Record) and record.name in _PARAMETERS:
         record = record.args[0]
@@ -80,7 +81,7 @@ def tensor_in(record: Any) -> Record | None:
 
 
 def is_plain(tensor: Record) -> bool:
-    """True for strided elements of a storage; False for sparse, quantized and meta tensors."""
+    """True if a tensor is strided elements of a storage; False if sparse, quantized or meta."""
     return tensor.name in _TENSORS
 
 
@@ -107,10 +108,10 @@ def described(tensor: Any) -> Described:
 
 
 class Archive:
-    """An open archive: a whole file, or a section of one. ``open_archive`` makes it.
+    """An open archive, made by ``open_archive``: a whole file, or a section of a file.
 
     Attributes:
-      root: the saved object, as records.
+      root: the object that ``torch.save`` saved, as records.
     """
 
     def __init__(self, path: Path, section: _Section) -> None:
@@ -128,7 +129,8 @@ class Archive:
 
         Args:
           tensor: a tensor that ``root`` describes.
-          start: index of its first element in the whole tensor, if it is a part of one.
+          start: if the tensor is a chunk of a larger tensor, the index of the chunk's first element
+            in the larger tensor; otherwise zeros.
 
         Raises:
           ValueError, KeyError: the archive does not contain the tensor's bytes.
@@ -169,10 +171,11 @@ def open_archive(
     """Opens an archive.
 
     Args:
-      path: of the file that contains it.
+      path: the file that contains the archive.
       offset: first byte of the archive in the file.
       length: size of the archive in bytes.
-      max_description_bytes: upper bound for its list of files, and for its pickle.
+      max_description_bytes: largest permitted size of the archive's list of files, and of its
+        pickle.
 
     Raises:
       ValueError, KeyError, zipfile.BadZipFile, ...: the bytes are not an archive of ``torch.save``.
@@ -207,11 +210,11 @@ class _Section(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer from the position, and returns the number of bytes read.
+        """Reads bytes at the position into the buffer, and returns their number.
 
         Raises:
-          ValueError: the buffer is larger than ``max_bytes``. ``zipfile`` reads the list of files
-            with one call, and takes its size from the file.
+          ValueError: the buffer is larger than ``max_bytes``. ``zipfile`` reads an archive's list
+            of files with one call, into a buffer of the size that the archive states.
         """
         if len(buffer) > self.max_bytes:
             raise ValueError(

@@ -3,8 +3,8 @@
 DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``. The
 reader unpickles neither: it parses the metadata into records, and maps a chunk's bytes into memory.
 
-Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``; the archives as
-``torch.save`` documents them.
+Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``; for the archives,
+the documentation of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk(FilePart):
-    """A chunk of a tensor. Its archive has ``length`` bytes and begins at ``offset``."""
+    """A chunk of a tensor. Its archive begins at ``offset`` of a file and has ``length`` bytes."""
 
     length: int = 0
 
@@ -73,17 +73,17 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
     """Opens a checkpoint of torch's DCP, without reading a tensor.
 
     Args:
-      path: its directory.
+      path: the checkpoint's directory.
       at: keys that lead to the weights, joined with ``/``. None selects the tensors under the key
         ``model``, or all tensors if there is no such key.
 
     Raises:
-      CorruptCheckpointError: the metadata differs from torch's form, or names a file outside the
-        directory.
+      CorruptCheckpointError: the metadata does not have the form that torch writes, or names a file
+        outside the directory.
       DirectoryError: the directory cannot be read at the moment.
-      MismatchError: there are no tensors at this place.
+      MismatchError: there are no tensors under ``at``.
       UnsupportedLeafError: a tensor is compressed or has a dtype that cannot be stored, or two
-        tensors have one name.
+        tensors would get the same name.
     """
     with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = read_records((path / METADATA).read_bytes(), str(path / METADATA))
@@ -133,7 +133,7 @@ def _place(keys: Any) -> tuple[str, ...]:
 def _chunks(
     storage: Any, folder: Path
 ) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[Path, int, int]]]:
-    """Yields, for each chunk of a tensor, its key and start, and its archive's place.
+    """Yields the key, the start and the archive's place of each chunk of each tensor.
 
     Yields:
       ``((key of the tensor, start of the chunk), (file, offset in bytes, length in bytes))``.
@@ -174,10 +174,10 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
 
 
 def _are_separable(parts: Sequence[FilePart]) -> bool:
-    """True if straight cuts, along one dim after the other, separate all parts.
+    """True if straight cuts, each along one dim, separate all parts from each other.
 
     Parts that a mesh produced are always separable. Searching for cuts is fast; comparing each part
-    with every other part takes long if there are many.
+    with every other part takes long if there are many parts.
     """
     if len(parts) < 2:
         return True
@@ -200,7 +200,7 @@ def save_dcp(state: Mapping[str, Any], out: Path) -> None:
     Args:
       state: the keys ``model`` and ``optimizer``, with the values that torch's ``get_state_dict``
         returns.
-      out: the new directory. It gets this name when it is complete.
+      out: the new directory. It has a temporary name until it is complete.
 
     Raises:
       DirectoryError: the directory exists already, or cannot be written.

@@ -35,16 +35,17 @@ def import_weights(
     ties: Mapping[str, str] | None = None,
     options: CheckpointOptions | None = None,
 ) -> CommittedStep:
-    """Writes weights as the only step of a directory, so that ``attach`` continues from it.
+    """Writes weights as the only step of a directory, from which ``attach`` can then continue.
 
-    64-bit integers are stored as 32-bit integers, as on devices; every value must fit.
+    64-bit integers are stored as 32-bit integers, the form that JAX gives them on devices; every
+    value must fit.
 
     Args:
       source: the weights.
       directory: directory of the new run; it must contain no step.
       step: the number of the step.
-      ties: another name of a tied weight -> its name in the files. They are added to the ties that
-        the files state.
+      ties: alias of a tied weight -> the weight's name in the files. These ties are added to those
+        that the files state.
       options: memory bounds, compression, layout.
 
     Returns:
@@ -53,8 +54,8 @@ def import_weights(
     Raises:
       DirectoryError: the directory contains a step already, or cannot be written.
       LeaseError: another program writes to the directory.
-      UnsupportedLeafError: a tie's name is not in the files or its alias is, a tensor is float64,
-        or an integer does not fit into 32 bits.
+      UnsupportedLeafError: the files lack the name of a tie or contain its alias, a tensor is
+        float64, or an integer does not fit into 32 bits.
     """
     options = options or CheckpointOptions()
     tied = {**source.ties, **(ties or {})}
@@ -120,7 +121,7 @@ def _require_empty(run: RunDirectory) -> None:
 
 
 def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the manifest's node of a torchax tensor, for the array of this name."""
+    """Returns the manifest's node for the array called ``name``, as for a torchax tensor."""
     array = arrays[name]
     return {
         "array": name,
@@ -134,7 +135,7 @@ def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
     """Returns the array in the dtype that ``.to("jax")`` gives it.
 
     Raises:
-      UnsupportedLeafError: the conversion would change a value, or could: the array is float64.
+      UnsupportedLeafError: the array is float64, or the conversion would change a value.
     """
     if array.dtype.name == "float64":
         raise UnsupportedLeafError(

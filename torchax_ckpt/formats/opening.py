@@ -12,7 +12,7 @@ from torchax_ckpt.formats.torch_reading import is_torch_file, open_torch_file
 
 
 def is_known(path: Path) -> bool:
-    """True if ``open_files`` can open the path: the path has one of the supported formats."""
+    """True if the path has one of the formats that ``open_files`` opens."""
     return is_dcp(path) or is_torch_file(path) or is_safetensors(path)
 
 
@@ -22,7 +22,7 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
     Args:
       path: a directory of ``torch.distributed.checkpoint``; a file of ``torch.save``; or
         safetensors, as a file or as a directory or index in Hugging Face's form.
-      at: keys that lead to the weights, joined with ``/``; None for the default of the format.
+      at: keys that lead to the weights, joined with ``/``; None for the format's default place.
 
     Raises:
       SelectionError: ``at`` was given for safetensors, whose names are not nested.

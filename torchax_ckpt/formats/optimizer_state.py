@@ -1,4 +1,4 @@
-"""Optimizers of a step as torch's state dicts, built without the parameters."""
+"""The optimizers of a step as torch's state dicts, built without a model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ class Optimizers:
     Attributes:
       nodes: name of an optimizer -> its node in the manifest. A single attached optimizer has the
         name "".
-      leaves: the leaves that contain their state.
+      leaves: the leaves that contain the optimizers' state.
     """
 
     nodes: Mapping[str, Node]
     leaves: tuple[StoredLeaf, ...]
 
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """Returns torch's state dict of the optimizer; of several, a dict from name to state dict.
+        """Returns the optimizers' state in torch's form.
+
+        The result is the state dict of the single optimizer. If several optimizers are attached, it
+        is a dict from an optimizer's name to its state dict.
 
         Args:
           tensor: returns the tensor of a leaf, given the leaf's name.
@@ -38,7 +41,8 @@ class Optimizers:
             position, as ``optimizer.load_state_dict`` expects.
 
         Raises:
-          CorruptCheckpointError: a node does not have the form that this package writes.
+          CorruptCheckpointError: a node in the manifest does not have the form that this package
+            writes.
         """
         state_dicts = {
             name: _state_dict(node, OPTIMIZER, tensor, by_name=by_name)

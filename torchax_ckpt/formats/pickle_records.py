@@ -38,7 +38,7 @@ class Record:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """The items of a dict, ordered or not, as (key, value). Keys may be unhashable."""
+    """The items of a dict, of whatever class, as (key, value) pairs. Keys may be unhashable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Persistent:
 
 _MARK = object()
 _MAX_DIMS = 64  # numpy's
-# Class of dicts -> number of arguments that construct an empty one: a defaultdict has a factory.
+# Class of dict -> number of constructor arguments of an empty one. A defaultdict's is its factory.
 _DICTS = {"collections.OrderedDict": 0, "collections.defaultdict": 1}
 _MAX_NAME_CHARS = 1000  # real names of globals are far shorter
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -93,8 +93,9 @@ def text_of(value: Any) -> str:
     """Returns the value if it is a string.
 
     Raises:
-      ValueError: it is not a string. The message names its type only: objects in a pickle can share
-        parts, so many that printing, comparing or hashing one would never end.
+      ValueError: the value is not a string. The message contains only the type of the value,
+        because objects in a pickle can share so many parts that printing, comparing or hashing one
+        of them would never end.
     """
     if type(value) is not str:
         raise ValueError(f"expected a string, found a {type(value).__name__}")
@@ -105,8 +106,8 @@ def ints_of(size: Any) -> tuple[int, ...]:
     """Returns the integers of a ``torch.Size`` or of a tuple.
 
     Raises:
-      ValueError: the value is neither, has more members than an array can have dims, or a member is
-        not an integer from 0 to 2**63 - 1.
+      ValueError: the value is neither a size nor a tuple, has more members than an array can have
+        dims, or has a member that is not an integer from 0 to 2**63 - 1.
     """
     values = size.args[0] if isinstance(size, Record) else size
     if (
@@ -178,7 +179,7 @@ class _Machine:
                 flat = self._pop_to_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
                 if isinstance(stack[-1], Pairs):
                     stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
-                elif not isinstance(stack[-1], Record):  # a record: an object of a dict's subclass
+                elif not isinstance(stack[-1], Record):  # Records are objects of subclasses of dict
                     raise ValueError("expected a dict to set items of, found another value")
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
@@ -208,7 +209,8 @@ class _Machine:
 
 
 def _name(module: Any, last: Any) -> Name:
-    # Values on the stack can share parts: printed, one can be exponentially larger than the pickle.
+    # The message omits the values. Values on the stack can share parts, so that the text of one can
+    # be exponentially larger than the pickle.
     if not (type(module) is type(last) is str) or len(module) + len(last) > _MAX_NAME_CHARS:
         raise ValueError(
             f"expected the name of a global, as strings of at most {_MAX_NAME_CHARS} characters"

@@ -1,7 +1,7 @@
 """A reader and a writer of safetensors files.
 
 The writer writes the header first, then the tensors piece by piece, in any order. So it needs
-memory for one piece only, while the safetensors library needs all tensors in memory.
+memory for one piece only; the safetensors library needs memory for all tensors.
 
 The reader accepts one file, or several with an index in Hugging Face's form. The safetensors
 library first checks each file's header, offsets and sizes.
@@ -66,7 +66,7 @@ class _File:
 
     @property
     def partial(self) -> Path:
-        """Path of the file until it is complete; contains the process id, so programs differ."""
+        """Path of the file until it is complete; the process id in it tells programs apart."""
         return self.path.with_name(f"{self.path.name}.{os.getpid()}{_PARTIAL}")
 
     def header(self, ties: Mapping[str, str]) -> bytes:
@@ -105,9 +105,9 @@ def export_safetensors(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
-    """Writes weights in Hugging Face's form, and a tied weight once, under its first name.
+    """Writes weights in Hugging Face's form; a tied weight is written once, under its first name.
 
-    A file gets its name when it is complete. The index is written last.
+    Each file of tensors has a temporary name until it is complete. The index is written last.
 
     Args:
       stored: the step.
@@ -115,8 +115,8 @@ def export_safetensors(
       out: a file if the name ends in ``.safetensors``. Otherwise a directory, created if necessary,
         for ``model.safetensors``, or for several files and ``model.safetensors.index.json``.
       options: memory bounds.
-      max_shard_bytes: largest size of the tensors in one file, unless one tensor is larger; None
-        for one file.
+      max_shard_bytes: largest total size of the tensors in one file; a larger tensor has a file to
+        itself. None writes one file.
       on_bytes: called with the number of bytes of each piece that was written.
 
     Returns:
@@ -153,7 +153,7 @@ def _dtype(leaf: StoredLeaf) -> str:
 
 
 def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
-    """Divides the weights, in their order, into files."""
+    """Returns the files to write, among which the weights are divided in their order."""
     if METADATA in weights.leaves:
         raise UnsupportedLeafError(f"no tensor can have the name {METADATA} in safetensors")
     shards: list[dict[str, StoredLeaf]] = [{}]
@@ -185,8 +185,8 @@ def _index(files: Sequence[_File]) -> dict[str, object]:
 def _allocate(file: _File, header: bytes) -> None:
     """Writes the header, and reserves disk space for the whole file.
 
-    A full disk then raises an error here. Later, a write to the mapped file would kill the process
-    with SIGBUS.
+    A full disk therefore raises an error here. Without the reservation, a later write to the mapped
+    file would kill the process with SIGBUS.
     """
     file.path.parent.mkdir(parents=True, exist_ok=True)
     with open(file.partial, "xb") as opened:
@@ -260,7 +260,7 @@ def open_safetensors(path: Path) -> TensorFiles:
 
     Raises:
       DirectoryError: there is no such file, or it cannot be read at the moment.
-      CorruptCheckpointError: a file is damaged, or the index does not fit the files.
+      CorruptCheckpointError: a file is damaged, or the files differ from the index.
       UnsupportedLeafError: a tensor has a dtype that cannot be stored.
       ImportError: the safetensors library is not installed.
     """
@@ -277,13 +277,17 @@ def open_safetensors(path: Path) -> TensorFiles:
             )
         tensors |= found
         ties |= metadata
-    # safetensors.torch.save_model records ties in this form. Other metadata is for people.
+    # safetensors.torch.save_model records a tie as alias -> name of a tensor. Other metadata is for
+    # people.
     known = {a: n for a, n in ties.items() if n in tensors and a not in tensors}
     return TensorFiles(tensors, known, tuple(files))
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
-    """Returns a model's files, and each file's tensor names (None if there is no index)."""
+    """Returns a model's files, and the tensor names that the index states for each file.
+
+    The second value is None if there is no index.
+    """
     index = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index.exists():
         path = path / SINGLE

@@ -1,4 +1,4 @@
-"""Arrays in a temporary file, for exports that need more memory at once than the bound permits."""
+"""Arrays in a temporary file, for exports that need more memory than the bound permits."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 def room_for(
     leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
 ) -> Iterator[Allocate | None]:
-    """Provides room for all leaves at once: in memory if the bound permits, else in a file.
+    """Provides room for all leaves together: in memory if the bound permits, else in a file.
 
     Args:
       leaves: the leaves that will be read.
-      folder: directory for the file, which has no name; created if necessary.
+      folder: directory for the file, which is temporary and nameless; created if necessary.
       options: ``max_host_bytes`` is the bound.
 
     Yields:
       A function that allocates an array in the file, whose pages the operating system keeps in
-      memory or evicts; None if the leaves fit into this host's memory within the bound.
+      memory or evicts; None if the leaves do not exceed the bound, so that they are read into
+      ordinary memory.
 
     Raises:
       DirectoryError: the disk has no room for the leaves.
@@ -48,7 +49,8 @@ def room_for(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Without space on the disk, a write to the mapped file would kill the process.
+            # Reserves the space, because a write to a mapped file on a full disk would kill the
+            # process.
             os.posix_fallocate(file.fileno(), 0, total)
             memory = np.memmap(file, np.uint8, "r+", shape=(total,)).view(np.ndarray)
     except OSError as error:

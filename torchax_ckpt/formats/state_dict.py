@@ -1,7 +1,8 @@
 """State dicts of plain CPU tensors, in memory and in torch's files, for programs without torchax.
 
-``torch.save`` writes the files; its format is a pickle. The module writes only dicts of plain
-tensors and numbers, which ``torch.load(weights_only=True)`` reads. It never unpickles anything.
+``torch.save`` writes the files; the format of ``torch.save`` is a pickle. This module writes only
+dicts of plain tensors and numbers, which ``torch.load(weights_only=True)`` reads, and it never
+unpickles anything.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def load_torch_state_dict(
 
     Args:
       directory: the run's directory, or ``gs://bucket/prefix``.
-      step: completed steps of the checkpoint; None for the newest.
-      at: key path of the weights, if they are not those of the one attached model:
-        ``model/generator``, or ``state/params`` of functional state, whose keys are joined with
-        ``.``.
+      step: completed optimizer steps of the checkpoint; None for the newest checkpoint.
+      at: key path of the weights: ``model/generator`` if several models were attached, or
+        ``state/params`` for functional state, whose keys are joined with ``.``. None for the one
+        attached model.
       options: memory bounds (``max_host_bytes``).
 
     Returns:
@@ -49,7 +50,7 @@ def load_torch_state_dict(
 
     Raises:
       StepNotFoundError: the directory has no such step, or no step at all.
-      MismatchError: there are no weights at this place.
+      MismatchError: there are no weights at the key path ``at``.
       CorruptCheckpointError: the step is damaged.
       DirectoryError: the step cannot be read at the moment.
       UnsupportedLeafError: torch lacks the dtype of a weight.
@@ -68,12 +69,12 @@ def load_torch_state_dict(
 def read_state_dict(
     stored: StoredStep, weights: Weights, options: CheckpointOptions
 ) -> dict[str, torch.Tensor]:
-    """Reads the weights as plain CPU tensors, by torch's names; tied weights share one tensor."""
+    """Returns a dict from torch's name to plain CPU tensor; tied weights share one tensor."""
     return named_weights(weights, read_tensors(stored, weights.leaves.values(), options))
 
 
 def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors under torch's names; tied weights share one tensor.
+    """Returns a dict from torch's name to tensor; tied weights share one tensor.
 
     Args:
       weights: the names, leaves and ties.
@@ -89,7 +90,7 @@ def read_tensors(
     options: CheckpointOptions,
     allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Reads leaves as plain CPU tensors, by leaf name; for arguments see ``StoredStep.read``.
+    """Returns a dict from leaf name to plain CPU tensor; for arguments see ``StoredStep.read``.
 
     Raises:
       UnsupportedLeafError: torch lacks the dtype of a leaf.

@@ -1,7 +1,7 @@
-"""Tensors in files of other programs: where their bytes are, and reading regions of them.
+"""Tensors in files of other programs: the places of their bytes, and reads of their regions.
 
-A tensor's bytes are read only on request, and only the requested region. So a restore to devices
-needs host memory for the devices' parts, not for the whole model.
+A tensor's bytes are read only on request, and only the requested region. A restore to devices
+therefore needs host memory for the devices' parts, not for the whole model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class FilePart:
 
     Attributes:
       path: the file.
-      offset: offset of its first byte in the file.
-      start: index of its first element in the tensor, for each dim.
-      shape: its dims.
-      strides: elements from one index to the next, along each dim; None for C order.
+      offset: offset of the part's first byte in the file.
+      start: index of the part's first element in the tensor, for each dim.
+      shape: dims of the part.
+      strides: distance between two neighboring indices along each dim, in elements; None for C
+        order.
     """
 
     path: Path
@@ -42,7 +43,7 @@ class FilePart:
         if self.strides is None:
             return np.memmap(self.path, dtype, "r", self.offset, self.shape).view(np.ndarray)
         reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        # The view is made of bytes, because numpy's as_strided does not know float8_e5m2.
+        # The elements are opaque bytes for as_strided, because it does not know float8_e5m2.
         octets = np.dtype((np.void, dtype.itemsize))
         flat = np.memmap(self.path, octets, "r", self.offset, (reach,)).view(np.ndarray)
         steps = tuple(stride * dtype.itemsize for stride in self.strides)
@@ -56,7 +57,7 @@ class FileTensor:
     Attributes:
       dtype: name of its dtype in numpy or ml_dtypes.
       shape: its dims.
-      parts: its parts. They do not overlap, and together they cover the tensor.
+      parts: the stored parts, which do not overlap and together cover the tensor.
     """
 
     dtype: str
@@ -65,7 +66,7 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def read(self, index: Index) -> np.ndarray:
@@ -104,7 +105,7 @@ class FileTensor:
         return result
 
     def mapped(self) -> np.ndarray:
-        """Returns the whole tensor: mapped if it has one part, else read into new memory."""
+        """Returns the whole tensor, mapped if it has one part, else read into new memory."""
         if [part.shape for part in self.parts] == [self.shape] and self.nbytes:
             return self._mapped(self.parts[0])
         return self.read(tuple(slice(0, n) for n in self.shape))
@@ -125,8 +126,8 @@ class TensorFiles:
     """Weights in files of another program.
 
     Attributes:
-      tensors: torch's name -> the tensor's place.
-      ties: another name of a tied weight -> its name in ``tensors``, if the files state ties.
+      tensors: torch's name -> the tensor and its place in the files.
+      ties: alias of a tied weight -> its name in ``tensors``; empty unless the files state ties.
       paths: the files.
     """
 

@@ -1,6 +1,6 @@
-"""A reader of files that ``torch.save`` wrote: a state dict, or nested dicts of them.
+"""A reader of files of ``torch.save`` that contain a state dict, or nested dicts of state dicts.
 
-It unpickles nothing, because another program wrote the file.
+The reader unpickles nothing, because another program wrote the file and a pickle can do anything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_torch_file(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(len(_ZIP)) == _ZIP
-    except OSError:  # opening it in another format raises the error with its cause
+    except OSError:  # open_files then raises an error that states the cause
         return False
 
 
@@ -60,9 +60,9 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
     Raises:
       CorruptCheckpointError: the file differs from the form that torch writes.
       DirectoryError: the file cannot be read at the moment.
-      MismatchError: there are no tensors at this place.
+      MismatchError: there are no tensors under ``at``.
       UnsupportedLeafError: a tensor is sparse, quantized or of a dtype that cannot be stored; two
-        tensors have one name; or the file has the form that torch wrote before 1.6.
+        tensors would get the same name; or the file has the form that torch wrote before 1.6.
     """
     with reading_file(path, "a file of torch.save", may_be_link=True):
         if not zipfile.is_zipfile(path):
@@ -133,7 +133,7 @@ def _under(root: Any, key: str) -> Any:
 
 
 def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
-    """Yields the keys and the record of each tensor in nested dicts, in their order."""
+    """Yields the keys and the record of each tensor in nested dicts, in the dicts' order."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
     while waiting:
@@ -141,7 +141,7 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
         if tensor := tensor_in(value):
             yield keys, tensor
         elif isinstance(value, Pairs):
-            # Nested dicts can share parts, so many that a walk through all paths would never end.
+            # Nested dicts can share so many parts that a walk through all paths would never end.
             if id(value) in seen or len(keys) > _MAX_DEPTH:
                 raise ValueError(
                     f"{'.'.join(keys):.80}: a dict that is in two places, or more than "

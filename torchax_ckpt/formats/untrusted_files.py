@@ -1,4 +1,4 @@
-"""Checks of a file before a reader opens it, because anybody may have written it."""
+"""Checks of a file before a reader opens it, because anybody may have written the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
-    """Requires a regular file: opening a pipe can block forever, and a device has no end.
+    """Raises unless a path is a regular file: a pipe can block forever, and a device has no end.
 
     Args:
       path: path of the file.
@@ -53,7 +53,7 @@ def in_folder(folder: Path, name: Any) -> Path:
 def reading_file(
     path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
 ) -> Iterator[None]:
-    """Checks a file with ``require_regular``, and converts errors from reading it in the block.
+    """Checks a file with ``require_regular``; then converts errors of the block that reads it.
 
     Args:
       path: path of the file.
@@ -61,9 +61,9 @@ def reading_file(
       may_be_link, max_bytes: as in ``require_regular``.
 
     Raises:
-      CorruptCheckpointError: the file is not of the expected kind: any exception of the block that
+      CorruptCheckpointError: the file is not of the expected kind. It replaces every exception that
         is neither an OSError nor a CheckpointError.
-      DirectoryError: the file cannot be read at the moment: any OSError.
+      DirectoryError: the file cannot be read at the moment. It replaces every OSError.
     """
     try:
         require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)

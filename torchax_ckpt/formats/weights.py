@@ -19,8 +19,8 @@ class Weights:
 
     Attributes:
       leaves: torch's name -> the leaf that contains the weight, in the model's order.
-      ties: another name of a tied weight -> its name in ``leaves``.
-      left_out: leaves below the same place that are not weights: a module's extra state.
+      ties: alias of a tied weight -> its name in ``leaves``.
+      left_out: names of leaves of the same model that are not weights: a module's extra state.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -29,16 +29,17 @@ class Weights:
 
 
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
-    """Returns the weights at one place of a step.
+    """Returns the weights at one key path of a step.
 
     Args:
       stored: the step.
       at: key path in the step: ``model``; ``model/generator`` if several models were attached;
-        ``state/params`` of functional state, whose keys are then joined with ``.``. None for the
-        one attached model.
+        ``state/params`` for functional state, whose keys are joined with ``.``. None for the one
+        attached model.
 
     Raises:
-      MismatchError: there are no leaves at this place. The message lists places with leaves.
+      MismatchError: there are no leaves at ``at``; or ``at`` is None, and not exactly one model was
+        attached. The message lists key paths with leaves.
       CorruptCheckpointError: the manifest's node does not have the form that this package writes.
       UnsupportedLeafError: two leaves would get the same name.
     """
@@ -77,8 +78,8 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
 def _node(stored: StoredStep, place: str) -> Any:
     """Returns the manifest's node at a key path; None if there are no leaves at or below it.
 
-    The result is an empty dict if there are leaves, but no node: the path then passes through a
-    node that is not a dict.
+    Returns an empty dict if there are leaves, but the path passes through a node that is not a
+    dict, so that the manifest has no node for the path itself.
     """
     if not any(name == place or name.startswith(f"{place}/") for name in stored.leaves):
         return None
@@ -94,7 +95,7 @@ def _node(stored: StoredStep, place: str) -> Any:
 
 
 def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Returns a module's ties from its node: another name -> the name of the stored weight."""
+    """Returns a module's ties from its node: alias -> name of the stored weight."""
     pairs = node["ties"]
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in pairs
@@ -104,6 +105,6 @@ def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _places(stored: StoredStep) -> list[str]:
-    """Returns up to ten places that contain leaves, each at most two keys deep."""
+    """Returns up to ten key paths that contain leaves; a path has at most two keys."""
     above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
     return sorted(above)[:10]

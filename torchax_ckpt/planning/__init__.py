@@ -8,7 +8,7 @@ torch, JAX nor Orbax.
 - ``runs``: the input of a simulation: the cluster, its storage tiers, the policies;
 - ``schedule``: when snapshots begin and become durable between two failures;
 - ``simulation``: draws or replays failures, and adds up how the run spent its time;
-- ``arguments``: checks of the arguments of all these.
+- ``arguments``: checks of the arguments of all these modules.
 
 Terms: *goodput* is the fraction of wall time that is spent on training that is kept. *MTBF* is the
 mean time between failures. A save first *blocks* the training thread; it is *durable* once it is

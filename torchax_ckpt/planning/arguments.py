@@ -11,7 +11,7 @@ def at_least(name: str, value: float, least: float, hint: str) -> None:
     """Raises unless a value is a finite number that is not below ``least``.
 
     Raises:
-      PlanError: with the name, the value and the hint.
+      PlanError: the check fails. The message has the name, the value and the hint.
     """
     if not is_number(value) or not least <= value < math.inf:
         raise PlanError(f"{name}: expected a number >= {least:g}, found {value!r}; {hint}")
@@ -21,7 +21,7 @@ def positive(name: str, value: float, hint: str) -> None:
     """Raises unless a value is a finite number above zero.
 
     Raises:
-      PlanError: with the name, the value and the hint.
+      PlanError: the check fails. The message has the name, the value and the hint.
     """
     if not is_number(value) or not 0 < value < math.inf:
         raise PlanError(f"{name}: expected a positive number, found {value!r}; {hint}")
@@ -31,7 +31,7 @@ def count(name: str, value: int, hint: str) -> None:
     """Raises unless a value is an int above zero.
 
     Raises:
-      PlanError: with the name, the value and the hint.
+      PlanError: the check fails. The message has the name, the value and the hint.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{name}: expected a positive int, found {value!r}; {hint}")
@@ -41,17 +41,17 @@ def fraction(name: str, value: float, hint: str) -> None:
     """Raises unless a value is a number from 0 to 1.
 
     Raises:
-      PlanError: with the name, the value and the hint.
+      PlanError: the check fails. The message has the name, the value and the hint.
     """
     if not is_number(value) or not 0 <= value <= 1:
         raise PlanError(f"{name}: expected a number from 0 to 1, found {value!r}; {hint}")
 
 
 def save_times(blocking_secs: float, durable_secs: float, slowdown: float) -> None:
-    """Raises unless a save can take these times.
+    """Raises unless these are possible times and a possible slowdown of a save.
 
     Raises:
-      PlanError: a time is negative, or the save is durable before it stops blocking.
+      PlanError: a value is negative, or the save is durable before it stops blocking.
     """
     at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks training")
     at_least(

@@ -1,4 +1,4 @@
-"""The best interval between saves, and the goodput to expect of it, in closed form.
+"""The best interval between saves, and the expected goodput at an interval, in closed form.
 
 Symbols: T is the wall time from one snapshot to the next. b is the time that a save blocks the
 training thread. P is the time from the snapshot to the commit. M is the mean time between failures.
@@ -6,7 +6,8 @@ R is the time from a failure until training continues. Failures are independent 
 the training (a Poisson process).
 
 If steps take longer by a fraction s while a save is in flight, a save costs more than b: training
-also loses (P - b) s / (1 + s). The sum of both, ``save_cost_secs``, replaces b in all formulas.
+also loses (P - b) s / (1 + s). The sum of b and this loss, ``save_cost_secs``, replaces b in all
+formulas.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MTBF_HINT = "give the mean time between failures of the whole run in seconds"
 
 
 def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float = 0.0) -> float:
-    """Returns the seconds of training that one save costs, by blocking and by slowing it down.
+    """Returns the seconds of training that one save costs by blocking and slowing the training.
 
     Args:
       blocking_secs: b, seconds that the save blocks the training thread.
@@ -38,25 +39,28 @@ def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float
 def young_interval_secs(
     *, blocking_secs: float, mtbf_secs: float, durable_secs: float = 0.0
 ) -> float:
-    """Returns the best T to first order, max(P, sqrt(2 b M)).
+    """Returns T, the best interval to first order: max(P, sqrt(2 b M)).
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974).
 
     Args:
       blocking_secs: b, seconds of training that a save costs.
       mtbf_secs: M, mean time between failures of the whole run.
-      durable_secs: P. Saves do not overlap, so T is at least P.
+      durable_secs: P, seconds from the snapshot to the commit. T is at least P, because saves do
+        not overlap.
     """
     return max(durable_secs, math.sqrt(2 * blocking_secs * mtbf_secs))
 
 
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
-    """Returns the seconds of training from the end of one save's blocking to the next save.
+    """Returns the best length of training between two saves, in seconds.
+
+    The length counts from the end of one save's blocking to the start of the next save.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
     (2006), equation 37. Daly's dump time is the blocking time here, because the rest of an
     asynchronous save overlaps with training. The length of that rest changes the goodput, but not
-    the best T.
+    the best interval.
 
     Args:
       blocking_secs: b, seconds of training that a save costs.
@@ -82,7 +86,8 @@ class BestInterval:
     Attributes:
       interval_secs: T, wall time from one snapshot to the next.
       training_secs: training at full speed within the interval: T minus the cost of a save.
-      is_continuous: True if it is best to begin a save as soon as the last one is durable: T = P.
+      is_continuous: True if it is best to begin each save as soon as the previous save is durable,
+        so that T is the time from a snapshot to its commit.
     """
 
     interval_secs: float
@@ -97,7 +102,7 @@ def best_interval(
     durable_secs: float | None = None,
     slowdown: float = 0.0,
 ) -> BestInterval:
-    """Returns the interval that loses the least time: Daly's, but at least P.
+    """Returns the interval that loses the least time: Daly's interval, but at least P.
 
     Args:
       blocking_secs: b, seconds that a save blocks the training thread.
@@ -137,24 +142,26 @@ def expected_goodput(
     slowdown: float = 0.0,
     restart_can_fail: bool = False,
 ) -> float:
-    """Returns the fraction of wall time that becomes kept training, over a long run of saves.
+    """Returns the fraction of wall time that becomes kept training, in a long run.
 
-    The saves are periodic.
+    The run saves periodically.
 
     The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)). After a restart, the k-th
-    snapshot becomes durable at k T + P - b. So exp(-(k T + P - b) / M) is the probability that its
-    T - b seconds of training are kept. The sum over k is the training that one uptime keeps.
-    Uptimes begin M + R apart.
+    snapshot becomes durable at k T + P - b. So exp(-(k T + P - b) / M) is the probability that the
+    T - b seconds of training before that snapshot are kept. The sum over k is the training that is
+    kept of one uptime, the time from a restart to the next failure. On average, uptimes begin
+    M + R apart.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.
       blocking_secs: b, seconds that a save blocks the training thread.
       durable_secs: P, seconds from the snapshot to the commit; b if saves are synchronous.
       mtbf_secs: M, mean time between failures of the whole run.
-      restart_secs: R, seconds from a failure until training continues, reading included.
+      restart_secs: R, seconds from a failure until training continues, which includes reading the
+        checkpoint.
       slowdown: s, the fraction by which steps take longer while a save is in flight.
-      restart_can_fail: failures also happen during R, and start the restart again; uptimes then
-        begin M exp(R / M) apart.
+      restart_can_fail: if True, failures also happen during R, and start the restart again; on
+        average, uptimes then begin M exp(R / M) apart.
 
     Raises:
       PlanError: a time is negative, P is less than b, or T is less than P.

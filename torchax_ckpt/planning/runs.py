@@ -1,4 +1,4 @@
-"""The input of a simulation: a cluster and its failures, its storage tiers, and when it saves."""
+"""The input of a simulation: a cluster, its failures and storage tiers, and policies for saves."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Cluster:
     Attributes:
       num_chips: chips of all slices together.
       host_mtbf_secs: mean time between failures that one host causes. The mean time between
-        failures of the run is this divided by the number of hosts.
-      chips_per_host: 4 on most TPUs.
-      num_slices: if there are several, each holds the whole state.
-      restart_secs: from a failure until the program runs again, without reading a checkpoint:
-        detecting the failure, scheduling, starting, compiling.
+        failures of the run is this time divided by the number of hosts.
+      chips_per_host: chips of one host; 4 on most TPUs.
+      num_slices: number of slices. Each slice holds the whole state.
+      restart_secs: seconds from a failure until the program runs again, without the time to read a
+        checkpoint: for detecting the failure, scheduling, starting and compiling.
       process_fraction: share of the failures that are of kind ``process``.
       cluster_fraction: share of the failures that are of kind ``cluster``. All others are of kind
         ``slice``.
@@ -86,7 +86,7 @@ class Cluster:
         return self.cluster_fraction if self.num_slices > 1 else 1 - self.process_fraction
 
     def local_survives(self, kind: FailureKind) -> bool:
-        """True if a copy in the local tier survives, on its ramdisk or in another slice."""
+        """True if a local copy survives this kind of failure, on a ramdisk or in another slice."""
         return kind == "process" or (kind == "slice" and self.num_slices > 1)
 
 
@@ -97,8 +97,8 @@ class Tier:
     Attributes:
       blocking_secs: b, seconds that a save blocks the training thread.
       durable_secs: P, seconds from the snapshot to the commit in this tier.
-      restore_secs: seconds to read the newest checkpoint. A restart takes these and the cluster's
-        ``restart_secs``.
+      restore_secs: seconds to read the newest checkpoint. A restart takes the sum of this time and
+        the cluster's ``restart_secs``.
       slowdown: the fraction by which steps take longer while a save is in flight but does not
         block. 0.05 means 5 % longer.
     """
@@ -114,7 +114,7 @@ class Tier:
 
     @property
     def cost_secs(self) -> float:
-        """Seconds of training that one save costs, by blocking it and by slowing it down."""
+        """Seconds of training that one save costs by blocking and slowing the training."""
         return save_cost_secs(
             blocking_secs=self.blocking_secs,
             durable_secs=self.durable_secs,
@@ -124,14 +124,14 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run, without a decision on when it saves.
+    """A training run without its saves; a ``Policy`` decides when those begin.
 
     Attributes:
-      cluster: its machines.
+      cluster: the machines of the run, and how they fail.
       durable: the tier that survives all failures: a bucket.
       local: the tier on the hosts' ramdisks; only ``TwoTier`` uses it.
-      step_secs: seconds of one step without saves. If given, saves begin only between steps; None
-        makes time continuous.
+      step_secs: seconds of one step without saves. If given, saves begin only between steps; if
+        None, saves can begin at any time.
     """
 
     cluster: Cluster
@@ -148,12 +148,12 @@ class Policy(Protocol):
     """Decides how far apart saves to one tier are."""
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns the wall time between snapshots; a value below P counts as P."""
+        """Returns the wall time between snapshots; at least ``tier.durable_secs`` is used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedInterval:
-    """Saves after a fixed number of steps or seconds. Exactly one of the two is given.
+    """Saves at a fixed interval, given either in steps or in seconds.
 
     Attributes:
       num_steps: steps from one snapshot to the next.
@@ -175,7 +175,7 @@ class FixedInterval:
             arguments.positive("secs", self.secs or 0, "give the seconds between two saves")
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns the time of the steps plus a save's cost, or the given seconds."""
+        """Returns the time of ``num_steps`` steps and the cost of one save, or else ``secs``."""
         if self.num_steps is None:
             assert self.secs is not None
             return self.secs
@@ -189,7 +189,7 @@ class FixedInterval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuous:
-    """Saves again whenever the last save is durable.
+    """Begins the next save whenever the previous save is durable.
 
     Attributes:
       minimum_interval_secs: seconds from the commit of a save to the next snapshot.
@@ -203,7 +203,7 @@ class Continuous:
         )
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns P plus the pause."""
+        """Returns ``tier.durable_secs`` plus ``minimum_interval_secs``."""
         return tier.durable_secs + self.minimum_interval_secs
 
 
@@ -211,7 +211,8 @@ class Continuous:
 class OptimalInterval:
     """Saves every max(P, sqrt(2 b M)) seconds.
 
-    M is the mean time between those failures after which this tier is read.
+    P is the tier's ``durable_secs``. M is the mean time between those failures after which a
+    restart reads the tier.
 
     Attributes:
       counts_slowdown: if True, b is the whole cost of a save, as
@@ -222,7 +223,7 @@ class OptimalInterval:
     counts_slowdown: bool = True
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns max(P, sqrt(2 b M))."""
+        """Returns Young's interval, max(P, sqrt(2 b M))."""
         return young_interval_secs(
             blocking_secs=tier.cost_secs if self.counts_slowdown else tier.blocking_secs,
             durable_secs=tier.durable_secs,

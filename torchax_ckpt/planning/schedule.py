@@ -1,9 +1,9 @@
 """The schedule: when snapshots begin and become durable between two failures.
 
-That time is periodic, so a schedule computes its answers directly instead of stepping through it,
-however long the time is. Snapshots are numbered from the last restart: 0 is the restored state, and
-m is the m-th snapshot after the restart. ``first_durable`` is the number of the first snapshot that
-also goes to the durable tier.
+Between two failures, saves are periodic. A schedule therefore computes its answers directly and
+does not step through the saves, however many they are. Snapshots are numbered from the last
+restart: 0 is the restored state, and m is the m-th snapshot after the restart. ``first_durable`` is
+the number of the first snapshot that goes to the durable tier.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ROUNDING = 1e-9  # relative: far above rounding errors of sums, far below any r
 
 
 class Schedule:
-    """When a run saves under a policy.
+    """The times at which a run saves under a policy.
 
     The run takes a snapshot after every ``training_secs`` of training at full speed. Every
-    ``saves_per_durable``-th snapshot goes to the durable tier; if that is the only tier, every
-    snapshot does.
+    ``saves_per_durable``-th snapshot goes to the durable tier; if the durable tier is the only
+    tier, every snapshot does.
 
     Args:
       run: the cluster and its tiers.
@@ -34,7 +34,8 @@ class Schedule:
       training_secs: training at full speed from one snapshot to the next.
       saves_per_durable: number of snapshots from one save to the durable tier to the next.
       interval_secs: wall time from one save to the durable tier to the next, without failures.
-      local_interval_secs: the same for the local tier; None without one.
+      local_interval_secs: wall time from one save to the local tier to the next, without failures
+        and saves to the durable tier; None without a local tier.
 
     Raises:
       PlanError: the policy does not fit the tiers.
@@ -88,7 +89,7 @@ class Schedule:
         return begin_secs + _times(rest - disturbed, self._local_interval)
 
     def last_begun(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that begins within ``secs`` seconds of the restart."""
+        """Returns the last snapshot that begins within ``secs`` seconds of the restart, or 0."""
         if secs < self.training_secs:
             return 0
         rest = secs - self.begin_secs(first_durable, first_durable)
@@ -102,13 +103,13 @@ class Schedule:
         return first_durable + int(periods) * self.saves_per_durable + m
 
     def last_local(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that is in the local tier ``secs`` after the restart, or 0."""
+        """Returns the last snapshot in the local tier at ``secs`` after the restart, or 0."""
         if self._local is None:
             return 0
         return self.last_begun(secs - self._local.durable_secs, first_durable)
 
     def last_durable(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that is durable ``secs`` after the restart, or 0."""
+        """Returns the last snapshot in the durable tier at ``secs`` after the restart, or 0."""
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:
             return 0
@@ -130,7 +131,10 @@ class Schedule:
 def _training_secs(
     tier: Tier, policy: Policy, mtbf_secs: float, fraction: float, run: Run
 ) -> float:
-    """Returns the training between saves to a tier that serves this fraction of restores."""
+    """Returns the seconds of training between two saves to a tier.
+
+    ``fraction`` is the share of failures after which a restart reads the tier.
+    """
     interval_secs = policy.interval_secs(
         tier,
         mtbf_secs=mtbf_secs / fraction if fraction > 0 else math.inf,
@@ -154,11 +158,11 @@ def _training_secs(
 
 
 def _wall_secs(training_secs: float, windows: Sequence[tuple[float, float]]) -> float:
-    """Returns the wall time of training that is slower within windows.
+    """Returns the wall time of some training that is slowed down within windows of time.
 
     Args:
-      training_secs: training at full speed.
-      windows: (end in seconds, slowdown) of each; all begin at 0.
+      training_secs: the time that the training takes at full speed.
+      windows: (end in seconds, slowdown) of each window. All windows begin at 0.
     """
     now = 0.0
     for end, _ in sorted(windows):

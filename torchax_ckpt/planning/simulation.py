@@ -1,8 +1,8 @@
 """The simulation: a run fails and restores repeatedly, and the time it spends is added up.
 
-The simulation steps from failure to failure. Between two failures everything is periodic
-(``schedule``). A simulated month therefore costs as much as it has failures, whatever the number of
-saves.
+The simulation steps from failure to failure, because saves between two failures are periodic
+(``schedule``). The computing time of a simulated month therefore depends on the number of failures
+in it, not on the number of saves.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ class Failure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """How a simulated run spent its time. The four parts add up to ``duration_secs``.
+    """How a simulated run spent its time.
 
     Attributes:
-      duration_secs: wall time.
+      duration_secs: wall time, which is the sum of ``trained_secs``, ``saving_secs``, ``lost_secs``
+        and ``down_secs``.
       trained_secs: training that was kept, at the speed of steps without saves.
       saving_secs: the cost of saves: time in which training was blocked or slowed down.
-      lost_secs: time from the restored snapshot to the failure.
+      lost_secs: time from each snapshot that was restored to the failure that made it necessary.
       down_secs: time from failures until training continued.
       num_failures: failures that interrupted the run or its restart.
-      num_local_restores: how many of them were restored from the local tier.
+      num_local_restores: number of failures after which the local tier was read.
       interval_secs: wall time between saves to the durable tier, without failures.
-      local_interval_secs: the same for the local tier; None if it was not used.
+      local_interval_secs: wall time between saves to the local tier, without failures; None if the
+        local tier was not used.
     """
 
     duration_secs: float
@@ -108,15 +110,14 @@ def simulate(
 
     A restart continues from the newest snapshot that survives: from the local tier if a copy
     survives there, otherwise from the durable tier. Without any snapshot the run starts from the
-    beginning. A save that is in flight during a failure is lost. If it was a save to the durable
-    tier, the first snapshot after the restart goes there.
+    beginning. A save that is in flight during a failure is lost. If the lost save was one to the
+    durable tier, the first snapshot after the restart goes to the durable tier.
 
     Args:
       run: the cluster and its tiers.
       policy: when the run saves.
       failures: a trace to replay, sorted by time; None draws one from the cluster and the seed.
-      duration_secs: wall time to simulate; None for a time in which about 10,000 failures are
-        drawn.
+      duration_secs: wall time to simulate; None simulates about 10,000 drawn failures.
       seed: seed of the drawn failures.
 
     Raises:
@@ -142,7 +143,7 @@ def simulate(
 
 
 class _Clock:
-    """The state of a run between two failures. It numbers snapshots from the start of the run."""
+    """The state of a run between two failures. Snapshots are numbered from the run's start."""
 
     def __init__(self, run: Run, schedule: Schedule, has_local: bool) -> None:
         self._run, self._schedule, self._has_local = run, schedule, has_local
@@ -218,12 +219,12 @@ class _Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What one policy reaches on a cluster of one size.
+    """The simulations of one policy on a cluster of one size.
 
     Attributes:
       num_chips: number of chips of the cluster.
       policy: name of the policy.
-      outcomes: one for each seed. With equal seeds all policies meet the same failures.
+      outcomes: one simulated run for each seed. Equal seeds give all policies the same failures.
     """
 
     num_chips: int
@@ -249,16 +250,17 @@ def compare(
     num_chips: Sequence[int],
     seeds: Sequence[int] = (0, 1, 2),
 ) -> list[Comparison]:
-    """Simulates policies on clusters of several sizes, at the same costs of saves and restores.
+    """Simulates each policy on a cluster of each size, at the same costs of saves and restores.
 
     Args:
       run: the run; its number of chips is replaced.
       policies: name -> policy.
       num_chips: the sizes of the clusters.
-      seeds: one simulation for each, of about 10,000 failures.
+      seeds: seeds of the drawn failures. Each seed gives one simulation of about 10,000 failures.
 
     Raises:
-      PlanError: a policy does not fit the run, or a size is not a multiple of the hosts' chips.
+      PlanError: a policy does not fit the run, or the slices of a size would not all have the same
+        number of whole hosts.
     """
     compared = []
     for size, (name, policy) in itertools.product(num_chips, policies.items()):

@@ -29,14 +29,14 @@ MOMENTS: dict[str, int] = {
 }
 """Number of values that an optimizer keeps for each trained parameter.
 
-The scalars that it keeps per tensor, a few bytes each, are not counted. ``rmsprop`` has its default
-options: neither centered nor with momentum.
+The scalars that an optimizer keeps per tensor, a few bytes each, are not counted. ``rmsprop`` has
+its default options: neither centered nor with momentum.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """How many bytes a training state has, without compression.
+    """The sizes of a training state and its parts in bytes, without compression.
 
     Attributes:
       parameters_bytes: the weights; tied weights count once.
@@ -71,8 +71,8 @@ def state_bytes(
       num_params: the number of parameters.
       optimizer: a key of ``sizes.MOMENTS``, or the number of values that the optimizer keeps per
         parameter (Adafactor's factored moments: about 0).
-      param_bytes: bytes of one weight, its master copy included.
-      moment_bytes: bytes of one value of the optimizer; None for as many as a weight has, because
+      param_bytes: bytes of one weight and its master copy, if there is one.
+      moment_bytes: bytes of one value of the optimizer; None for ``param_bytes``, because
         torch.optim keeps moments in the parameter's dtype.
 
     Raises:
@@ -103,8 +103,10 @@ def module_state_bytes(
 
     Args:
       module: a module on any device. A module built under ``torch.device("meta")`` takes no memory.
-      optimizer: as for ``state_bytes``; it trains all parameters that require a gradient.
-      moment_bytes: bytes of one value of the optimizer; None for as many as its parameter has.
+      optimizer: as for ``state_bytes``. The optimizer trains all parameters that require a
+        gradient.
+      moment_bytes: bytes of one value of the optimizer; None for the bytes of one value of the
+        parameter.
 
     Raises:
       PlanError: ``module`` is no module, or the optimizer is unknown.
@@ -136,12 +138,13 @@ def ramdisk_bytes_per_host(
 ) -> int:
     """Returns the bytes that two-tier saving needs on the ramdisk of each host.
 
-    Each slice holds the whole state, spread over its hosts. It holds several copies, because the
-    last checkpoint stays until the next one is complete. The defaults are the published formula.
+    Each slice holds the whole state, spread over the hosts of the slice. A slice holds several
+    checkpoints, because the last checkpoint stays until the next one is complete. The defaults are
+    those of the published formula.
 
     Args:
       total_bytes: bytes of one checkpoint.
-      hosts_per_slice: number of hosts that share it.
+      hosts_per_slice: number of hosts over which one checkpoint is spread.
       num_copies: number of checkpoints that exist at the same time; 3 with ``LocalTier(keep=2)``.
       headroom: fraction added for metadata, and for hosts that hold more than their share.
 
@@ -157,7 +160,7 @@ def ramdisk_bytes_per_host(
     )
     arguments.at_least("headroom", headroom, 0, "0.15 means 15 % on top")
     exact = total_bytes * num_copies * (1 + headroom) / hosts_per_slice
-    return math.ceil(round(exact, 3))  # 1.15 is inexact in binary; its error must not add a byte
+    return math.ceil(round(exact, 3))  # the rounding error of 1.15 in binary must not add a byte
 
 
 def _num_moments(optimizer: str | float) -> float:

@@ -1,7 +1,7 @@
 """Events: what can happen to a run, and how each event is written as a line of JSON.
 
 Lines are read from a directory that anybody may have written to. The reader skips lines and values
-of an unknown form; they never raise an error.
+of an unknown form, and never raises an error because of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# Event name -> a check for each of its values. Any value may be absent.
+# Event name -> (name of a value -> check of that value). Any value may be absent.
 _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "started": {
         "host": _is_text,
@@ -74,8 +74,10 @@ class Event:
 
     Attributes:
       name: ``started`` (the first save took the directory's lease), ``restored``, ``reached`` (the
-        current step of training, recorded at most once a minute), ``saving``, ``durable``,
-        ``failed`` (a save failed), ``deleted`` and ``set_aside`` (steps), ``closed``.
+        current step of training, recorded at most once a minute), ``saving`` (a save began),
+        ``durable`` (a save was committed), ``failed`` (a save failed), ``deleted`` (steps were
+        deleted), ``set_aside`` (steps of an abandoned branch were renamed), ``closed`` (the
+        checkpointer was closed).
       time_secs: when it happened, in seconds since the epoch.
       step: completed optimizer steps; None if the event concerns no single step.
       values: details of the event: numbers (``..._secs``, ``num_...``), text, lists.
@@ -88,7 +90,7 @@ class Event:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """The values that are numbers, which a logger can plot."""
+        """The values that are numbers, which a logger can plot, by name."""
         return {key: value for key, value in self.values.items() if _is_number(value)}
 
     def to_line(self) -> bytes:
@@ -100,7 +102,7 @@ class Event:
 
     @classmethod
     def of_line(cls, line: bytes) -> Event | None:
-        """Parses a line; None if it is no event. Drops values of an unknown form."""
+        """Returns the event of a line, without values of an unknown form; None if no event."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -117,9 +119,9 @@ class Event:
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values as they may be written: without None, and no longer than readers accept.
+    """Returns the values without those that are None, and no longer than readers accept.
 
-    Text is cut at its end. Of ``steps`` the last ``MAX_STEPS`` remain.
+    The end of a long text is cut off. The value ``steps`` keeps its last ``MAX_STEPS`` members.
     """
     cut = {}
     for key, value in values.items():

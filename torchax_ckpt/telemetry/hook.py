@@ -12,7 +12,7 @@ _PATIENCE_SECS = 1.0
 
 
 class Hook:
-    """A user's hook. Only the checkpointer holds a strong reference to it.
+    """A user's hook, to which only the checkpointer holds a strong reference.
 
     The hook may be a method of an object that refers to the checkpointer. A thread with a strong
     reference to the hook would therefore keep alive a checkpointer that the program can no longer
@@ -30,7 +30,7 @@ class Hook:
         self.call = _Call(self)
 
     def outlive(self) -> None:
-        """Keeps the hook alive for the last events; the finalizer of the checkpointer calls it."""
+        """Keeps the hook alive for the last events; called by the checkpointer's finalizer."""
         self.call.kept = self
 
 
@@ -41,7 +41,7 @@ class _Call:
 
     def __call__(self, event: Event) -> None:
         # The garbage collector clears weak references shortly before it calls the finalizer, which
-        # then sets ``kept``.
+        # sets ``kept``. The loop waits for that.
         deadline = time.monotonic() + _PATIENCE_SECS
         while (hook := self.kept or self._hook()) is None and time.monotonic() < deadline:
             time.sleep(0.001)

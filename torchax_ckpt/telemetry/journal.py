@@ -4,11 +4,11 @@
 
 Each run appends only to files that it created, so runs cannot damage each other's files. A process
 that is killed in the middle of a line spoils only that line. Once a file has 64 KiB, the run starts
-a new file, and deletes the oldest files beyond 512. Objects in a bucket cannot be appended to, so
-there the run rewrites its current file each time. Files are not synced, because no save should wait
-for events.
+a new file, and deletes the oldest files so that at most 512 remain. Objects in a bucket cannot be
+appended to, so on a bucket the run rewrites its current file at each append. Files are not synced,
+because no save should wait for events.
 
-Files are read as untrusted data: only regular files, and never more bytes than a run writes.
+Files are untrusted: the reader opens only regular files, and never reads more than a run writes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "events"
 MAX_FILES = 512
 MAX_FILE_BYTES = 64 << 10
-# The most bytes that are read of one file. Lines that were appended together may exceed
-# ``MAX_FILE_BYTES``.
+# The most bytes that are read from one file. This is more than ``MAX_FILE_BYTES``, because the
+# lines of the last append may exceed that size.
 _MAX_READ_BYTES = 16 * MAX_FILE_BYTES
 # Limits for all files together: more than runs write, and little enough that even the smallest
 # events fit into memory.
@@ -47,7 +47,7 @@ class Journal:
     """Appends the events of one run to files.
 
     Args:
-      directory: the directory of the run, which exists.
+      directory: the existing directory of the run.
       run: eight hexadecimal digits that no other run has.
     """
 
@@ -69,7 +69,9 @@ class Journal:
         return 10.0 if self._is_bucket else 0.1
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Appends lines, each of which ends with a newline. If this raises, some may be written.
+        """Appends lines, each of which ends with a newline.
+
+        After an error, some of the lines may have been written.
 
         Raises:
           OSError: storage failed. Bucket clients also raise errors of their own.
@@ -86,8 +88,8 @@ class Journal:
 
     def _begin(self) -> None:
         if not self._is_bucket:
-            # Does not create the directory above: whoever removed it, or replaced it by a link, did
-            # so on purpose.
+            # Does not create the run's directory: whoever removed that directory, or replaced it by
+            # a link, did so on purpose.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._folder, 0o775)
         for name in sorted(_names(self._folder))[: 1 - MAX_FILES]:
@@ -115,10 +117,11 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Returns run -> its events in the order of recording; runs in the order they began.
+    """Returns a dict from run to its events in the order of recording.
 
-    Returns {} if nothing was recorded. If there are more events than runs write, this reads only
-    the newest files, until it has 64 MiB or 500,000 lines.
+    The runs have the order in which they began. The dict is empty if nothing was recorded. The
+    function reads the newest files first and stops after 64 MiB or 500,000 lines, which is more
+    than runs write.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -136,13 +139,13 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
             break
     runs: dict[str, dict[bytes, Event]] = {}
     for run, found in reversed(files):
-        if found:  # keyed by line: an append that failed half-way was repeated
+        if found:  # keyed by line, because a repeated append may have written a line twice
             runs.setdefault(run, {}).update(found)
     return {run: list(found.values()) for run, found in runs.items()}
 
 
 def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
-    """Yields names and contents of the files, newest first; holds only a few in memory."""
+    """Yields the files' names and contents, newest first, with only a few files in memory."""
     names = sorted(_names(folder), reverse=True)[:MAX_FILES]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # each read is a round trip to a bucket
         for start in range(0, len(names), _CONCURRENT_READS):
@@ -151,9 +154,9 @@ def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def latest_start(directory: epath.Path) -> Event | None:
-    """Returns the ``started`` event of the newest run, or None; reads one file.
+    """Returns the ``started`` event of the newest run; None if it is not recorded.
 
-    That file is the oldest one of the run that still exists.
+    The function reads one file: the oldest file of that run that still exists.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -186,7 +189,7 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _read(folder: epath.Path, name: str) -> bytes:
-    """Returns a file's content up to the read limit; b"" if it is gone or no regular file."""
+    """Returns a file's content up to the read limit; b"" if it is unreadable or not regular."""
     try:
         if location.is_bucket(folder):
             with (folder / name).open("rb") as file:
@@ -201,7 +204,7 @@ def _read(folder: epath.Path, name: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(folder: epath.Path) -> Iterator[int]:
-    """Opens the folder; raises if it is a link or no directory."""
+    """Yields a descriptor of the folder; raises if the path is a link or not a directory."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield opened

@@ -34,8 +34,8 @@ from torchax_ckpt.telemetry.stats import Stats, Tally
 
 logger = logging.getLogger(__name__)
 
-# The most events that wait for the hook, and the most lines that wait for the journal. If more
-# come, new events and the oldest lines are dropped.
+# The most events that wait for the hook, and the most lines that wait for the journal. Beyond that,
+# the newest events and the oldest lines are dropped.
 _MAX_WAITING = 10_000
 _REACHED_SECS = 60.0
 _RETRY_SECS = 30.0
@@ -46,7 +46,7 @@ _Params = ParamSpec("_Params")
 
 
 def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
-    """Logs what the method raises, so that its caller (training or a save) goes on."""
+    """Wraps a method so that errors are logged, and its caller (training or a save) goes on."""
 
     @functools.wraps(method)
     def logging_errors(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
@@ -64,9 +64,9 @@ class Telemetry:
     """Receives the events of one checkpointer.
 
     Args:
-      directory: the directory of the run; written to between ``open`` and ``close``.
+      directory: the directory of the run. It is written to only between ``open`` and ``close``.
       on_event: called with each event, in order, on one separate thread.
-      keeps: the preservation policy as data, for reports on the directory.
+      keeps: the rules of the preservation policy as data, for reports on the directory.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Telemetry:
 
     @_logs_errors
     def saving(self, step: int, began: float) -> None:
-        """Records that a save has begun; called off the training thread.
+        """Records that a save has begun; other threads than the training thread call this.
 
-        On the training thread this would make training wait while other threads wake up.
+        On the training thread, the call would make training wait while other threads wake up.
 
         Args:
           step: the step that is saved.
@@ -123,14 +123,14 @@ class Telemetry:
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
         """Records that a step was committed.
 
-        The thread of events measures how many bytes the step takes on storage.
+        The thread that handles events then measures how many bytes the step takes on storage.
         """
         costs = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
         self._take("durable", cost.step, 0.0, costs, path)
 
     @_logs_errors
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
-        """Records that steps were deleted or set aside, as ``name`` says."""
+        """Records the event ``name``, ``deleted`` or ``set_aside``, for steps, if there are any."""
         if steps:
             self.emit(name, steps=list(steps))
 
@@ -157,11 +157,11 @@ class Telemetry:
 
     @_logs_errors
     def open(self, steps: Sequence[int]) -> None:
-        """Allows writes to the directory from now on, because this program has its lease.
+        """Allows writes to the directory from now on, because this program has taken the lease.
 
         Args:
-          steps: the steps in the directory. If an earlier program was killed, its events may not
-            say which steps it deleted last.
+          steps: the steps in the directory, which the event ``started`` records. The events of an
+            earlier program that was killed may not say which steps that program deleted last.
         """
         if jax.process_index() != 0:
             return  # only process 0 writes; each process calls its own hook
@@ -180,7 +180,7 @@ class Telemetry:
             )
 
     def lost(self) -> None:
-        """Stops all writes, because another program has taken the directory."""
+        """Stops all writes, because another program has taken the directory's lease."""
         self._worker.may_write = False
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Telemetry:
             )
 
     def stats(self) -> Stats:
-        """Returns the numbers so far."""
+        """Returns the statistics of the events so far."""
         with self._lock:
             return self._tally.stats(self._worker.num_skipped)
 
@@ -221,7 +221,7 @@ class Telemetry:
 
 
 class _Worker:
-    """The work of the thread of a ``Telemetry``: it calls the hook and writes the journal."""
+    """The code that runs on the thread of a ``Telemetry``: it calls the hook and writes events."""
 
     def __init__(
         self,
@@ -256,7 +256,10 @@ class _Worker:
                 self._write()
 
     def _take(self) -> bool:
-        """Waits for events or the next deadline; returns True once the end marker has come."""
+        """Waits for events or the next deadline, and handles the events.
+
+        Returns True once the end marker has come.
+        """
         waits = self._lines and self.may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if waits else _REACHED_SECS
         try:
@@ -275,10 +278,10 @@ class _Worker:
         return True
 
     def _measured(self, event: Event, path: epath.Path) -> Event:
-        """Returns a durable event with the bytes the step takes, if it is still on storage."""
+        """Returns a ``durable`` event with the step's size added, if the step still exists."""
         num_bytes = 0
         with contextlib.suppress(Exception):  # bucket clients raise errors of their own
-            # A step in incoming-* may have moved here.
+            # A step that was committed as incoming-* may have moved to its final path meanwhile.
             settled = self.directory.path / str(event.step)
             num_bytes = containment.stored_bytes(path) or containment.stored_bytes(settled)
         if not num_bytes:
@@ -294,14 +297,14 @@ class _Worker:
             self._on_event(event)
             self._is_hook_broken = False
         except BaseException:  # a hook may raise SystemExit, which must not end this thread
-            # Logged as an error once until the hook works again: it may be called several times a
-            # second.
+            # Logged as an error only once until the hook works again, because the hook may be
+            # called several times a second.
             level = logging.DEBUG if self._is_hook_broken else logging.ERROR
             logger.log(level, "on_event failed with %s; saving goes on", event, exc_info=True)
             self._is_hook_broken = True
 
     def _report_reached(self) -> None:
-        """Records the current step of training if no event has named a step for a minute."""
+        """Records the current step of training, if no event has had a step for a minute."""
         is_due = time.monotonic() - self._reported_secs >= _REACHED_SECS
         if self.may_write and is_due and self.step != self._reported_step:
             event = Event("reached", time.time(), self.step, {"num_skipped": self.num_skipped})

@@ -20,7 +20,7 @@ class Quantiles:
 
     Attributes:
       p50: the median.
-      p90: the value that nine of ten do not exceed, interpolated between two values.
+      p90: the value that nine of ten values do not exceed, interpolated between two values.
     """
 
     p50: float
@@ -37,7 +37,9 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a checkpointer has done so far in this process. Quantiles without a value are None.
+    """What a checkpointer has done so far in this process.
+
+    An attribute of the type ``Quantiles`` is None as long as it has no values.
 
     Attributes:
       num_saves: saves that began.
@@ -45,12 +47,12 @@ class Stats:
       num_failed: saves that failed.
       num_skipped: calls of ``save`` that the policy declined.
       num_restores: steps that were restored.
-      blocking_secs: how long ``save`` blocked the training thread, in calls whose save is durable.
-      durable_secs: from the call of ``save`` to the commit.
-      interval_secs: from one snapshot to the next.
+      blocking_secs: seconds for which a save blocked the training thread; durable saves only.
+      durable_secs: seconds from the call of ``save`` to the commit.
+      interval_secs: seconds from one snapshot to the next.
       interval_steps: training steps from one snapshot to the next.
       num_bytes: bytes a step takes on storage; only process 0 measures them, after the save.
-      restore_secs: how long restores took.
+      restore_secs: seconds that a restore took.
     """
 
     num_saves: int
@@ -67,7 +69,7 @@ class Stats:
 
 
 class Tally:
-    """Counts events. Not safe on several threads at once."""
+    """Counts events. It is not thread-safe; its users hold a lock."""
 
     def __init__(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
@@ -80,11 +82,11 @@ class Tally:
             self.measured(event.name, key, value)
 
     def measured(self, name: str, key: str, value: float) -> None:
-        """Records one more number of an event."""
+        """Records the number ``key`` of an event called ``name``."""
         self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:
-        """Returns the numbers so far."""
+        """Returns the statistics of the events so far."""
 
         def quantiles(name: str, key: str) -> Quantiles | None:
             return Quantiles.of(self._values.get((name, key), ()))

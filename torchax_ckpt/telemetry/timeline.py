@@ -1,4 +1,4 @@
-"""The events of a directory as runs and saves, and as curves over time. It draws nothing."""
+"""The events of a directory as runs and saves, and as curves over time, which reports draw."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ENDS: Mapping[str, SaveOutcome] = {"durable": "durable", "failed": "failed"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save, as far as it is recorded.
+    """One save, as far as the events record it.
 
     Attributes:
       step: completed optimizer steps.
       began_secs: time of the snapshot, in seconds since the epoch.
-      ended_secs: time of the commit or the failure; for a save that was cut off, time of the last
-        event of its run.
-      outcome: how the save ended; ``cut off`` if its program ended first.
+      ended_secs: time of the commit or the failure; for a save that was cut off or is in flight,
+        time of the last event of its run.
+      outcome: how the save ended; ``cut off`` if its program ended during the save.
       blocking_secs, durable_secs, num_bytes: costs of a durable save; None if not known.
-      interval_secs: since the previous snapshot of the same run; None for the first.
+      interval_secs: seconds since the previous snapshot of the same run; None for the first one.
       interval_steps: the same interval in steps.
       error: the error of a failed save.
     """
@@ -47,12 +47,12 @@ class RecordedRun:
 
     Attributes:
       name: eight hexadecimal digits.
-      events: all its events, in the order of recording.
-      saves: its saves, oldest first.
-      ended: True if it closed its checkpointer. A run that did not was killed or still runs.
-      is_running: True if it holds the lease.
-      lost_steps: how many steps, at least, the next run repeated because no checkpoint had them;
-        None if not known.
+      events: all events of the run, in the order of recording.
+      saves: the saves of the run, oldest first.
+      ended: True if the run closed its checkpointer; otherwise it was killed or still runs.
+      is_running: True if the run holds the directory's lease.
+      lost_steps: lower bound of the steps that the next run repeated, because no checkpoint had
+        them; None if not known.
     """
 
     name: str
@@ -64,31 +64,31 @@ class RecordedRun:
 
     @property
     def began_secs(self) -> float:
-        """Time of its first event."""
+        """Time of the run's first event, in seconds since the epoch."""
         return self.events[0].time_secs
 
     @property
     def ended_secs(self) -> float:
-        """Time of its last event."""
+        """Time of the run's last event, in seconds since the epoch."""
         return max(self.began_secs, self.events[-1].time_secs)
 
     @property
     def host(self) -> str:
-        """Name of the host that it ran on; "" if that is not recorded."""
+        """Name of the host on which the run ran; "" if the host is not recorded."""
         return next((str(e.values["host"]) for e in self.events if "host" in e.values), "")
 
     @property
     def first_step(self) -> int | None:
-        """The first recorded step: the restored step, or the first saved one."""
+        """The first step that an event records, usually the restored or the first saved step."""
         return next((e.step for e in self.events if e.step is not None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last recorded step."""
+        """The last step that an event of the run records."""
         return next((e.step for e in reversed(self.events) if e.step is not None), None)
 
     def named(self, *names: str) -> list[Event]:
-        """Returns its events that have one of these names."""
+        """Returns the run's events that have one of these names."""
         return [event for event in self.events if event.name in names]
 
 
@@ -97,7 +97,7 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
 
     Args:
       events: run -> its events, in the order of recording.
-      is_running: whether the newest run still runs, if it has not closed its checkpointer.
+      is_running: True if the newest run still runs, unless it closed its checkpointer.
     """
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
     runs: list[RecordedRun] = []
@@ -120,11 +120,10 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
 
 
 def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
-    """Returns how many steps of a run the next one repeated; None if that is not known."""
+    """Returns how many steps of ``run`` the run ``later`` repeated; None if not known."""
     if later is None or run.last_step is None:
         return None
-    # Looks only at events before the run trains. A later restore of the same program goes back
-    # within that program.
+    # Only events before ``later`` trains count. A restore after that goes back within ``later``.
     start = itertools.takewhile(lambda e: e.name not in ("saving", "reached"), later.events)
     resumed_at = next((e.step for e in reversed([*start]) if e.name == "restored"), None)
     if resumed_at is None or resumed_at > run.last_step:
@@ -163,7 +162,7 @@ def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
 
 
 def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
-    """Returns the progress of training: (time in seconds since the epoch, step)."""
+    """Returns the progress of training as points (time in seconds since the epoch, step)."""
     told = run.named("restored", "reached", "saving", "closed")
     return [(event.time_secs, event.step) for event in told if event.step is not None]
 
@@ -171,8 +170,8 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
     """Returns (time in seconds since the epoch, bytes of all steps on storage) after each change.
 
-    Counts what is recorded. Steps that were set aside still count. So do steps that something else
-    removed, until the next run starts.
+    The function knows only recorded events. Steps that were set aside still count. Steps that were
+    removed without an event count until the next run starts.
     """
     events = sorted((e for run in runs for e in run.events), key=lambda event: event.time_secs)
     sizes: dict[int, int] = {}

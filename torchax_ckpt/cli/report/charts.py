@@ -1,8 +1,8 @@
 """The charts of a report: the timeline, the steps' size on storage, the intervals between saves.
 
 A chart is a list of SVG paths and labels, which the page's template writes and escapes. Its size is
-bounded: however long a run was, a chart draws at most about one mark per pixel and merges the marks
-that would overlap.
+bounded: however long a run was, a chart draws at most about one mark per pixel. Marks that would
+overlap are merged.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torchax_ckpt.cli.output import duration, size
 from torchax_ckpt.telemetry.timeline import RecordedRun, bytes_over_time, steps_over_time
 
-# With more marks than this, a lane is one shape, and its marks have no titles of their own.
+# A lane with more marks than this is drawn as one shape, with one title for all marks.
 _MAX_TITLED = 120
-# Pixels: left of the plot, right of it, the height of a lane, and the plot's bottom edge.
+# In pixels: the margins left and right of the plot, the height of a lane, the plot's bottom edge.
 _LEFT, _MARGIN, _LANE, _BOTTOM = 68, 14, 26, 170
 _TIME_STEPS = (
     *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200),
@@ -46,11 +46,11 @@ class Chart:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the chart is for narrow screens."""
+        """True if the chart is for narrow screens."""
         return self.width < 600
 
     def scale(self, least: float, most: float) -> Scale:
-        """The horizontal scale of the plot."""
+        """Returns the horizontal scale of the plot."""
         return Scale(least, most, _LEFT, self.width - _MARGIN)
 
     def add_times(self, across: Scale, bottom: float) -> None:
@@ -68,7 +68,7 @@ class Chart:
         Args:
           most: the largest value to draw.
           name: returns a value's label.
-          whole: whether the values are counts, so that fractions get no line.
+          whole: True if the values are counts. Fractions then get no line.
         """
         up = Scale(0, _nice(most), _BOTTOM, _MARGIN)
         for value in (up.most * part / 4 for part in range(5)):
@@ -84,7 +84,7 @@ class Scale:
 
     Attributes:
       least, most: the smallest and the largest value.
-      begin, end: their pixels.
+      begin, end: the pixels of ``least`` and ``most``.
     """
 
     least: float
@@ -93,13 +93,13 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value, to a tenth."""
+        """Returns the pixel of a value, rounded to a tenth."""
         share = (value - self.least) / ((self.most - self.least) or 1)
         return round(self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin), 1)
 
 
 def timeline(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Chart:
-    """Draws the step over time and, below it, one lane for each kind of event."""
+    """Draws the training step over time and, below this curve, a lane for each kind of event."""
     lanes = _lanes(runs)
     num_failed, num_durable = len(lanes["failed"]), len(lanes["durable"])
     chart = Chart(
@@ -139,7 +139,8 @@ def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> 
 
     Args:
       runs: the recorded programs.
-      now: the last point: seconds since the epoch, and bytes measured then, not recorded.
+      now: the last point of the curve, which is measured, not recorded: the present time in seconds
+        since the epoch, and the bytes that the steps take now.
       width: in pixels.
     """
     curve = [*bytes_over_time(runs), now]
@@ -156,10 +157,10 @@ def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> 
 
 
 def histogram(values: Sequence[float], width: int) -> Chart:
-    """Draws how many intervals, in seconds, have which length.
+    """Draws a histogram of the lengths of intervals, which are given in seconds.
 
     The bars have equal widths. If a few intervals are much longer than the others, one more bar
-    counts all of them.
+    counts those few.
     """
     ordered = sorted(values)
     median = duration(ordered[len(ordered) // 2])
@@ -218,7 +219,7 @@ _SHAPES: Mapping[str, Callable[[float, float, float], str]] = {
 
 
 def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
-    """The marks of each lane: begin and end in seconds since the epoch, and a title."""
+    """Returns each lane's marks, as begin and end in seconds since the epoch, and a title."""
     lanes: dict[str, _Marks] = {name: [] for name in _SHAPES}
     for run in runs:
         end = "closed" if run.ended else "runs" if run.is_running else "ended without close"
@@ -242,11 +243,11 @@ def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
 
 
 def _merged(marks: _Marks, *, joins: bool) -> _Marks:
-    """Leaves out marks that begin in the same pixel as another one.
+    """Returns the marks, without those that begin in the same pixel as the mark before.
 
     Args:
       marks: begin and end in pixels, and a title that is not used.
-      joins: for bars: extends a bar by the next one if less than a pixel separates them.
+      joins: True for bars: a bar is extended by the next bar if less than a pixel separates them.
     """
     merged: _Marks = []
     for begin, end, _ in sorted(marks):
@@ -266,7 +267,7 @@ def _time_scale(chart: Chart, runs: Sequence[RecordedRun], now_secs: float) -> S
 
 
 def _time_ticks(begin: float, end: float, most: int) -> tuple[list[float], str]:
-    """Returns at most ``most`` times at round distances, and the format for ``strftime``."""
+    """Returns about ``most`` times at round distances, and their format for ``strftime``."""
     apart = next((s for s in _TIME_STEPS if (end - begin) / s <= most), (end - begin) / most)
     first = math.ceil(begin / apart) * apart
     ticks = [first + i * apart for i in range(int((end - first) // apart) + 1)]
@@ -281,7 +282,7 @@ def _count(value: float) -> str:
 
 
 def _nice(most: float) -> float:
-    """Returns the next larger number that divides well into four."""
+    """Returns a round number that is not below ``most`` and divides well into four."""
     if most < 1e-9:  # Only a damaged journal has times this small; floats underflow near them.
         return 1.0
     power = 10 ** math.floor(math.log10(most))
@@ -290,7 +291,7 @@ def _nice(most: float) -> float:
 
 
 def _by_column(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Keeps of each pixel's column the first, the highest and the last point."""
+    """Returns the first, the highest and the last point of each column of pixels."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(round(point[0]), []).append(point)

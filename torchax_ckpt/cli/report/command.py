@@ -1,4 +1,4 @@
-"""The command ``report``: reads a directory and writes the page."""
+"""The command ``report``: reads a run's directory and writes an HTML page about the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
 
 def report(directory: str, out: Path, *, as_json: bool) -> int:
-    """Writes the page; returns the exit code.
+    """Runs ``torchax-ckpt report``; returns the exit code.
 
     Args:
       directory: the run's directory.
       out: the file to write.
-      as_json: prints a summary of each recorded program as JSON instead of one line.
+      as_json: True to print a summary of each recorded program as JSON, instead of one line.
 
     Raises:
       UsageError: ``out`` is a directory or an URL.
@@ -85,10 +85,10 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def _is_held(run: RunDirectory) -> bool:
-    """Whether a running program holds the lease.
+    """True if a running program holds the lease.
 
-    For a program on this host the process is looked up. For one on another host the lease counts
-    as held until ``LEASE_SECS`` after it was last renewed.
+    If the program is on this host, its process is looked up. If the program is on another host, it
+    counts as running until ``LEASE_SECS`` after it last renewed the lease.
     """
     with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)
@@ -105,7 +105,7 @@ def _is_held(run: RunDirectory) -> bool:
 
 
 def _require_ours(out: Path) -> None:
-    """Raises unless ``out`` is free or holds an earlier report.
+    """Raises unless ``out`` does not exist or is an earlier report.
 
     Raises:
       UsageError: ``out`` is a directory or an URL.
@@ -123,7 +123,7 @@ def _require_ours(out: Path) -> None:
 
 
 def _write(out: Path, content: str) -> None:
-    """Writes a file and renames it, so that a browser never loads half a page."""
+    """Writes a file under a temporary name and renames it: browsers never load half a page."""
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file without scripts that loads nothing else.
+"""The page of a report: one HTML file, which contains no scripts and loads no other file.
 
 Jinja2 renders it from ``page.html.jinja`` and escapes every value, because the values come from a
 directory that other people may have written to. A Content-Security-Policy in the page's head also
@@ -19,10 +19,10 @@ from torchax_ckpt.cli.report import charts
 from torchax_ckpt.telemetry.stats import Quantiles
 from torchax_ckpt.telemetry.timeline import RecordedRun, Save
 
-MARK = "<!-- torchax-ckpt report -->"  # The template's second line.
+MARK = "<!-- torchax-ckpt report -->"  # This is the template's second line.
 _MAX_ROWS = 50
 _MAX_TEXT = 300
-_WIDTHS = 960, 360  # Pixels: each chart is drawn for wide and for narrow screens.
+_WIDTHS = 960, 360  # In pixels: each chart is drawn twice, for wide and for narrow screens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,12 @@ class Contents:
     """The content of a page.
 
     Attributes:
-      title: the directory.
+      title: the path of the directory.
       now_secs: when the directory was read, in seconds since the epoch.
       runs: the recorded programs, oldest first; may be empty.
       steps: the steps in the directory, as ``ls --json`` prints them; oldest first.
       num_bytes: the size of all steps.
-      is_cut: whether the oldest events were deleted.
+      is_cut: True if the oldest events were deleted.
     """
 
     title: str
@@ -97,7 +97,7 @@ def _is_lost(save: Save) -> bool:
 
 
 def _num_declined(run: RecordedRun) -> int | None:
-    """Returns how many saves the policy declined, if the program recorded it as it closed."""
+    """Returns how many saves the policy declined; None if the event ``closed`` is not recorded."""
     counts = (event.values.get("num_skipped") for event in run.named("closed"))
     return next((count for count in counts if count is not None), None)
 

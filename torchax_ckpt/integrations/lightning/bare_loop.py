@@ -18,12 +18,13 @@ class BareLoop:
     """The argument of the hooks in place of a Trainer, for a loop written by hand.
 
     Attributes:
-      optimizers: one or several, in the same order in every run.
-      lr_schedulers: any number, in the same order in every run.
+      optimizers: one optimizer or several, in the same order in every run.
+      lr_schedulers: any number of schedulers, in the same order in every run.
       train_dataloader: a ``StatefulDataLoader`` or a dict of them, set before ``on_fit_start``;
         None if the position in the data is not to be saved.
       global_step: completed optimizer steps. ``on_fit_start`` sets it, then the loop counts it.
-      callback_metrics: saved with the step; ``monitor`` names the one that ranks steps.
+      callback_metrics: metrics that are saved with the step; ``monitor`` of ``TorchaxCheckpoint``
+        names the metric that ranks steps.
     """
 
     optimizers: list[torch.optim.Optimizer]
@@ -40,8 +41,9 @@ class BarePosition:
 
     Attributes:
       step: ``loop.global_step`` at the last ``hold``.
-      dataloader: wraps the loop's loader, or each loader of a dict. Its ``state_dict`` returns the
-        loader's present state, and within ``as_held`` the state at the last ``hold``.
+      dataloader: a wrapper of the loop's loader, or a dict of wrappers. Within ``as_held``, a
+        wrapper's ``state_dict`` returns the loader's state at the last ``hold``; otherwise, it
+        returns the loader's present state.
     """
 
     def __init__(self, loop: BareLoop, module: torch.nn.Module) -> None:
@@ -58,7 +60,7 @@ class BarePosition:
 
     @property
     def is_current(self) -> bool:
-        """Whether the held step can still be saved: its tensors have not changed since."""
+        """True if the step of the last ``hold`` can still be saved: its tensors are unchanged."""
         return self._held is not None and self._held.is_unchanged
 
     def hold(self) -> None:
@@ -70,7 +72,7 @@ class BarePosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Restores settings, random state and loaders to the held step within the context."""
+        """Sets settings, random state and loaders back to the last ``hold``, within the context."""
         assert self._held is not None
         with self._held.put_back():
             for loader, state in zip(self._wrapped, self._of_loaders, strict=True):
@@ -80,7 +82,7 @@ class BarePosition:
     def _wrap(self, loader: Any) -> Any:
         """Wraps a stateful loader, and returns any other object as it is.
 
-        ``attach`` refuses a loader without state and says which one to use instead.
+        ``attach`` refuses a loader without state and says which loader to use instead.
         """
         if not all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict")):
             return loader

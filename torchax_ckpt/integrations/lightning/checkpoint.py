@@ -38,12 +38,12 @@ class TorchaxCheckpoint(Checkpoint):
 
     ``fit`` restores the newest step of the directory: modules, optimizers, schedulers, the loops,
     stateful loaders, random state, and the state of other callbacks, the datamodule and the
-    module's ``on_save_checkpoint``. A step is ``trainer.global_step``. The policy is asked about a
-    step after everything that belongs to its batch, hooks and validation included, and for the
-    last batch of an epoch after the end of the epoch. A batch in which no optimizer steps has no
-    step of its own. Whatever the policy says, the callback saves the last step, each step at whose
-    end validation or an epoch logged the monitored metric, and on SIGTERM or an exception the last
-    completed step.
+    module's ``on_save_checkpoint``. The number of a step is ``trainer.global_step``. The policy is
+    asked about a step once everything that belongs to its batch is done, hooks and validation
+    included; for the last batch of an epoch, once the epoch has ended. A batch in which no
+    optimizer steps has no step of its own. Whatever the policy says, the callback saves these
+    steps: the last step of the training; each step for which validation or the end of an epoch
+    logged the monitored metric; and, on SIGTERM or an exception, the last completed step.
 
     In a loop without a Trainer, call ``on_fit_start``, ``on_train_batch_end`` after each step,
     ``on_train_end``, ``on_exception`` and finally ``teardown`` with a ``BareLoop``.
@@ -51,15 +51,15 @@ class TorchaxCheckpoint(Checkpoint):
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run.
       monitor: the name under which the metric that ranks steps is logged.
-      mode: whether small ("min") or large ("max") values are better.
+      mode: "min" if small values of the metric are better, "max" if large values are better.
       num_best: how many of the best steps to keep.
       save_decision_policy, preservation_policy, options: see ``TorchaxCheckpointer``. The best
         steps are kept in addition to those that ``preservation_policy`` keeps.
       shardings, init: see ``TorchaxCheckpointer.attach``.
 
     Attributes:
-      checkpointer: the checkpointer of the present or the last fit; None before the first. After
-        the fit it still reads: ``checkpointer.best_step()``, ``checkpointer.load(step)``.
+      checkpointer: the checkpointer of the present or the last fit; None before the first fit.
+        After the fit it can still read: ``checkpointer.best_step()``, ``checkpointer.load(step)``.
 
     Raises:
       PolicyError: ``mode`` or ``num_best`` is invalid.
@@ -84,7 +84,7 @@ class TorchaxCheckpoint(Checkpoint):
             best = policies.BestN(metric=monitor, mode=mode, n=num_best)
             others = preservation_policy or policies.LatestN(3)
             preservation_policy = policies.AnyPreservationPolicy([others, best])
-        # With on_save_error="raise" a NaN metric would end the training, so that metrics are
+        # With on_save_error="raise" a NaN metric would end the training. Metrics are therefore
         # fetched and checked before the save.
         self._raises = options is not None and options.on_save_error == "raise"
         self._make = lambda: TorchaxCheckpointer(
@@ -106,7 +106,7 @@ class TorchaxCheckpoint(Checkpoint):
 
         Raises:
           MisconfigurationException: ``fit`` was given a Lightning checkpoint, or a callback has
-            state that only a Lightning checkpoint would hold.
+            state that only a Lightning checkpoint would contain.
           MismatchError, CorruptCheckpointError, ...: see ``TorchaxCheckpointer.attach``.
         """
         self._seen, self._warned = {}, set()
@@ -154,7 +154,8 @@ class TorchaxCheckpoint(Checkpoint):
     ) -> None:
         """Saves the step of a ``BareLoop``, if the policy says so.
 
-        For a Trainer it does nothing, because hooks and validation of the batch follow this hook.
+        With a Trainer, this hook does nothing, because other hooks and the validation of the batch
+        are still to come.
 
         Raises:
           SIGTERMException: SIGTERM has arrived, and the step is saved. Uncaught, the exception
@@ -182,18 +183,18 @@ class TorchaxCheckpoint(Checkpoint):
             )
         else:
             self._save_held()
-        # The error is logged already; teardown raises the error of the newest save.
+        # Errors of saves are logged already; teardown raises the error of the newest save.
         with contextlib.suppress(SaveError, MetricsError):
             self._open.wait_until_finished()
 
     def on_exception(
         self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, exception: BaseException
     ) -> None:
-        """Saves the last completed step if its values are unchanged, and closes.
+        """Saves the last completed step if its values are unchanged; closes the checkpointer.
 
         The values are unchanged until an optimizer steps again. After an exception in the middle
-        of an optimizer step, only the steps saved before remain. An error in this hook is logged,
-        so that the caller sees the exception that ended the training.
+        of an optimizer step, only the steps that were saved before it remain. An error in this hook
+        is only logged, so that the caller sees the exception that ended the training.
         """
         if self._position is None:
             return  # Not in a fit, but in validation, test or prediction.
@@ -205,7 +206,7 @@ class TorchaxCheckpoint(Checkpoint):
                 self._save_held()
         except Exception:
             logger.exception("no step was saved for the %s", type(exception).__name__)
-        with contextlib.suppress(CheckpointError):  # It is logged already.
+        with contextlib.suppress(CheckpointError):  # The error is logged already.
             self.teardown(trainer, pl_module, "fit")
         logger.warning(
             "%s: a restart will resume from step %s in %s",
@@ -237,7 +238,7 @@ class TorchaxCheckpoint(Checkpoint):
         return self.checkpointer
 
     def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
-        """Saves the Trainer's step at ``moment``, if it is due and the policy says so."""
+        """Saves the Trainer's step at ``moment``, if the step is new and the policy says so."""
         if moment is Moment.START:
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
@@ -256,7 +257,8 @@ class TorchaxCheckpoint(Checkpoint):
         ckpt, is_due = self._open, position.is_due
         if is_due:
             position.hold(moment)
-        # Read at every step, or a metric of an earlier step would be taken for this step's.
+        # Metrics are read at every step. Otherwise a metric that an earlier step logged would be
+        # taken for a metric of this step.
         fresh = self._fresh(trainer) if is_due or was_measured else {}
         metrics = self._rankable(fresh, waits=was_measured or self._raises)
         is_ranked = was_measured and self.monitor in metrics
@@ -285,7 +287,7 @@ class TorchaxCheckpoint(Checkpoint):
     # --- metrics -------------------------------------------------------------------------------
 
     def _fresh(self, trainer: Trainer) -> dict[str, Any]:
-        """Returns the metrics logged since the last call; older ones belong to an older step."""
+        """Returns the metrics logged since the last call; others belong to an earlier step."""
         logged = dict(trainer.callback_metrics)
         seen, self._seen = self._seen, logged
         return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
@@ -295,8 +297,9 @@ class TorchaxCheckpoint(Checkpoint):
 
         Args:
           metrics: the metrics by name.
-          waits: also checks a monitored metric on a device, which waits for the device. Otherwise
-            the saver fetches it in the background if the step is saved, and does not rank NaN.
+          waits: True to check even a monitored metric that is on a device, which waits for the
+            device. If False, the checkpointer fetches such a metric in the background when it saves
+            the step, and does not rank the step if the metric is NaN.
         """
         monitored = metrics.get(self.monitor or "")
         if monitored is None or (_is_on_device(monitored) and not waits):
@@ -333,9 +336,9 @@ class TorchaxCheckpoint(Checkpoint):
 
 
 def _refuse_unsaved(trainer: Any) -> None:
-    """Raises if a callback stores state through a hook that is not called here.
+    """Raises if a callback stores state through ``on_save_checkpoint``, which is not called here.
 
-    Callbacks that average weights, for instance, often use ``on_save_checkpoint``.
+    Callbacks that average weights, for instance, often use that hook.
 
     Raises:
       MisconfigurationException: a callback overrides ``on_save_checkpoint``.
@@ -350,7 +353,7 @@ def _refuse_unsaved(trainer: Any) -> None:
 
 
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """The argument of ``attach``: a single optimizer, or a dict of several by position."""
+    """Returns the argument of ``attach``: one optimizer, or a dict from position to optimizer."""
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
@@ -362,7 +365,7 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _is_same(value: Any, seen: Any) -> bool:
-    """Whether two values are the same logged tensor or object.
+    """True if two values are the same logged tensor or object.
 
     Lightning returns a newly detached tensor at each access, so tensors are compared by memory.
     """

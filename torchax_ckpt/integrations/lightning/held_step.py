@@ -16,8 +16,9 @@ from torchax_ckpt import RandomState
 class HeldStep:
     """The state of modules, optimizers, schedulers and random generators at a completed step.
 
-    Tensors are not copied, but a change to one is detected. Settings and random state are copied,
-    because they change between two steps, and ``put_back`` restores them for a while.
+    Tensors are not copied, but a change to a tensor is detected. The settings (state of schedulers,
+    hyperparameters of parameter groups) and the random state are copied, because they can change
+    before the next step. ``put_back`` restores them temporarily.
 
     Args:
       module: the module in training.
@@ -40,7 +41,7 @@ class HeldStep:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether every tensor is unchanged, and no parameter group was added."""
+        """True if no tensor was changed and no parameter group was added since the step."""
         now = list(self._values_now())
         return (
             len(now) == len(self._values)
@@ -54,7 +55,7 @@ class HeldStep:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Restores settings and random state to the step within the context."""
+        """Sets settings and random state back to those of the step, within the context."""
         rng = RandomState()
         random_state, settings = rng.state_dict(), self._settings_now()
         try:
@@ -88,7 +89,7 @@ class HeldStep:
                 yield tensor, tensor._version
 
     def _settings_now(self) -> dict[str, list[Any]]:
-        """Returns the settings themselves; copy them to keep them."""
+        """Returns the present settings. They are not copied, so they may change later."""
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "groups": [{n: v for n, v in g.items() if n != "params"} for g in self._groups],

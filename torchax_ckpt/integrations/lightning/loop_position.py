@@ -40,10 +40,11 @@ class Moment(enum.StrEnum):
 class LoopPosition:
     """The position of a Trainer after its last optimizer step.
 
-    It is saved with the modules as ``stateful/lightning``. Between two steps Lightning fetches
-    batches, accumulates gradients and ends epochs, while modules and optimizers do not change. The
-    state of loops, loaders and callbacks is therefore the one recorded by the last ``hold``, not
-    the present one, so that the step can be saved until the next one, within ``as_held``.
+    The position is saved with the modules as ``stateful/lightning``. Between two optimizer steps
+    Lightning fetches batches, accumulates gradients and ends epochs, while modules and optimizers
+    do not change. The saved state of loops, loaders and callbacks is therefore the state that the
+    last ``hold`` recorded, not the present one. So the last step can be saved at any time before
+    the next step, within ``as_held``.
 
     Attributes:
       step: ``trainer.global_step`` at the last ``hold``.
@@ -65,13 +66,13 @@ class LoopPosition:
 
     @property
     def is_due(self) -> bool:
-        """Whether the Trainer has a newer state than the held one."""
+        """True if the Trainer has a state newer than that of the last ``hold``."""
         is_halfway = self.moment is Moment.BEFORE_VALIDATION
         return self._trainer.global_step > self.step or is_halfway
 
     @property
     def is_current(self) -> bool:
-        """Whether the held step can still be saved: its tensors have not changed since."""
+        """True if the step of the last ``hold`` can still be saved: its tensors are unchanged."""
         if self._held is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
@@ -94,7 +95,7 @@ class LoopPosition:
         return HeldStep(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the last ``hold``; empty before the first step."""
+        """Returns the position that the last ``hold`` recorded; {} before the first step."""
         if self.moment is Moment.START:
             return {}
         return {
@@ -106,9 +107,9 @@ class LoopPosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Restores schedulers, parameter groups and random state to the held step for a while.
+        """Sets schedulers, parameter groups and random state back to the last ``hold`` for a while.
 
-        Those are saved from the live objects, and they may have changed since the step: a
+        The checkpointer saves them from the live objects, which may have changed since the step: a
         scheduler may step in a batch that only accumulates gradients, in a validation, or at the
         end of an epoch.
         """
@@ -122,7 +123,7 @@ class LoopPosition:
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}
         trainer.lightning_module.on_save_checkpoint(module)
-        # Copied, because they may return objects that they change later.
+        # Copied, because callbacks, datamodule and module may later change what they return.
         others = copy.deepcopy(
             {
                 "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
@@ -130,7 +131,7 @@ class LoopPosition:
                 "module": module,
             }
         )
-        # EarlyStopping may read metrics of earlier steps.
+        # Metrics are included, because EarlyStopping may read metrics of earlier steps.
         return {**others, "metrics": dict(trainer.callback_metrics)}
 
     # --- resuming ------------------------------------------------------------------------------
@@ -142,8 +143,9 @@ class LoopPosition:
     def resume(self) -> None:
         """Moves the Trainer to the restored position.
 
-        Call it at the point at which Lightning restores loops. Lightning restores the loaders when
-        it makes them. Counters and random state are set once more before the first batch.
+        Call this method at the point at which Lightning restores its loops. Lightning restores the
+        loaders later, when it creates them. Counters and random state are set once more before the
+        first batch.
         """
         trainer, restored = self._trainer, self._restored
         self._held = self._hold()
@@ -153,8 +155,8 @@ class LoopPosition:
         self._others = {n: restored[n] for n in ("callbacks", "datamodule", "module", "metrics")}
         trainer.fit_loop.load_state_dict(restored["loops"])
         self.step = trainer.global_step
-        # Lightning then restores the loaders and skips the sanity check. It would not set this by
-        # itself at the end of an epoch.
+        # Because of this flag, Lightning restores the loaders and skips the sanity check. Lightning
+        # itself would not set the flag at the end of an epoch.
         _set_restarting(trainer.fit_loop, True)
         for callback in trainer.callbacks:
             if state := restored["callbacks"].get(callback.state_key):
@@ -168,7 +170,7 @@ class LoopPosition:
     def _start(self) -> None:
         """Corrects counters, loaders and random state once set-up is complete.
 
-        Set-up draws random numbers. After this call only the training itself does.
+        Set-up draws random numbers. After this call only the training itself draws any.
         """
         if self._held is None:
             return
@@ -186,7 +188,7 @@ class LoopPosition:
         RandomState().load_state_dict(self._held.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Prefetches the batch again that was prefetched, with the same random state."""
+        """Fetches again, with the same random state, the batch that had been prefetched."""
         loaders = fetcher.combined_loader
         loaders._load_state_dicts(self._fetched_ahead["loaders"])
         # A restored loader draws from the random state when it is first asked for its state; see
@@ -196,9 +198,9 @@ class LoopPosition:
         iter(fetcher)
 
     def _note_fetch(self, fetcher: Any) -> None:
-        """Records the state before a fetch, for loaders whose batches Lightning prefetches.
+        """Records the state of loaders and random generators before Lightning prefetches a batch.
 
-        Lightning prefetches one batch if the loader has no length.
+        Lightning prefetches one batch if the loader has no length, and otherwise none.
         """
         if fetcher.length is None:
             self._before_fetch = {
@@ -208,14 +210,14 @@ class LoopPosition:
 
     def _start_epoch(self) -> None:
         if self.moment is Moment.WITHIN_EPOCH:
-            # The counters are restored. While restarting, Lightning would run the validation of
-            # the last batch again.
+            # The counters are already restored. If the loop were still restarting, Lightning would
+            # run the validation of the last batch again.
             self._trainer.fit_loop.epoch_loop.restarting = False
 
     # --- wrapping Lightning's loops ------------------------------------------------------------
 
     def watch(self, tell: Callable[[Moment], None]) -> None:
-        """Wraps the loops' methods so that they call ``tell`` at each moment until ``unwatch``."""
+        """Wraps the loops' methods: they call ``tell`` with each ``Moment`` until ``unwatch``."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
 
@@ -267,7 +269,7 @@ class LoopPosition:
 
     @property
     def is_over(self) -> bool:
-        """Whether training ends at the present step."""
+        """True if training ends at the present step."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed
         return (
@@ -284,7 +286,8 @@ def _wrap(loop: Any, name: str, wrapper: Callable[..., None]) -> None:
 
 
 def _set_restarting(loop: Any, is_restarting: bool) -> None:
-    # The setter of the outermost loop's ``restarting`` property changes the value it is given.
+    # Sets the private attribute, because the setter of the outermost loop's ``restarting`` property
+    # changes the value that it is given.
     loop._restarting = is_restarting
     for child in vars(loop).values():
         if hasattr(child, "_restarting"):

@@ -1,7 +1,7 @@
 """``TorchaxStrategy``: runs a Lightning Trainer on JAX devices through torchax.
 
-torchax computes gradients of functions, not of tensors, so that modules must use Lightning's manual
-optimization. All other features of a Trainer work as on any device.
+torchax computes gradients of functions, not of tensors. Modules must therefore use Lightning's
+manual optimization. All other features of a Trainer work as on any device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _HOW_TO_TRAIN = (
 class TorchaxStrategy(SingleDeviceStrategy):
     """Trains a module on JAX devices through torchax.
 
-    One process drives all its devices. Lightning sees them as one device, and the shardings of the
-    module's arrays place data on them. The strategy moves a module on the CPU to the default
-    device and keeps tied parameters and object identities. It leaves a module on ``"jax"`` as it
-    is, sharded or not, and leaves a module on ``"meta"`` to ``TorchaxCheckpoint``. After training
-    the module stays on its devices. The strategy enables torchax globally if the program has not.
+    One process drives all its devices. Lightning sees these devices as one device; the shardings of
+    the module's arrays decide on which of them data lies. The strategy moves a module on the CPU to
+    the default device and keeps tied parameters and object identities. It leaves a module on
+    ``"jax"`` as it is, sharded or not, and leaves a module on ``"meta"`` to ``TorchaxCheckpoint``.
+    After training the module stays on its devices. The strategy enables torchax globally if the
+    program has not done so.
 
     Raises:
       MisconfigurationException: the module to train uses automatic optimization.
@@ -43,17 +44,17 @@ class TorchaxStrategy(SingleDeviceStrategy):
 
     def __init__(self) -> None:
         super().__init__(device=torch.device("jax", 0), accelerator=_JaxDevices())
-        # Applied this early because programs often create metrics before training begins.
+        # The patches are applied this early, because programs often create metrics before training.
         tensor_patches.complete()
 
     def setup_environment(self) -> None:
-        """Enables torchax, if the program has not."""
+        """Enables torchax globally, if the program has not done so."""
         if not _is_enabled():
             torchax.enable_globally()
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Moves the module and creates its optimizers.
+        """Moves the module to its device and creates its optimizers.
 
         Raises:
           MisconfigurationException: the module uses automatic optimization.
@@ -71,7 +72,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Moves a module that is on the CPU; its parameters stay the same objects."""
+        """Moves a module from the CPU to the default device; parameters stay the same objects."""
         assert self.model is not None
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if not any(tensor.device.type == "cpu" for tensor in tensors):
@@ -88,7 +89,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Sets a sampler's epoch before its indices are read.
 
-        Lightning sets it later, which is too late for a loader that resumes within an epoch.
+        Lightning sets the epoch later, which is too late for a loader that resumes within an epoch.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer

@@ -1,7 +1,7 @@
 """Patches of torchax 0.0.13: tensor operations that Lightning and its metrics use.
 
-With them ``self.log`` accepts device scalars without waiting for the device, and callbacks can
-print or copy logged values.
+With these patches ``self.log`` accepts device scalars without waiting for the device, and callbacks
+can print or copy logged values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchax.tensor import Tensor
 
 @functools.cache
 def complete() -> None:
-    """Applies the patches once per process, for every user of torchax in it."""
+    """Applies the patches once per process, for every user of torchax in the process."""
     torchax.default_env().override_op_definition(_EMPTY, _empty)
     for name, method in (("__format__", _format), ("__deepcopy__", _deepcopy)):
         if name not in vars(Tensor):
@@ -40,8 +40,9 @@ _EMPTY = torch.ops.aten.empty.memory_format
 def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Returns an empty tensor on the requested device.
 
-    torchax would put a tensor requested on the CPU on ``"jax"``. ``copy.deepcopy`` of a plain
-    tensor requests one, and metrics, including those of ``self.log``, copy their initial values.
+    torchax would create a tensor that is requested for the CPU on ``"jax"`` instead.
+    ``copy.deepcopy`` of a plain tensor requests a tensor for the CPU, and metrics, including those
+    of ``self.log``, deep-copy their initial values.
     """
     device = kwargs.get("device")
     with no_dispatch(), torch._C.DisableTorchFunction():
