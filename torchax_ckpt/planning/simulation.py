@@ -37,7 +37,7 @@ class Failure(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulatedRun:
+class Outcome:
     """How a simulated run spent its time.
 
     Attributes:
@@ -68,10 +68,6 @@ class SimulatedRun:
     def goodput(self) -> float:
         """The fraction of wall time that became kept training."""
         return self.trained_secs / self.duration_secs
-
-
-Outcome = SimulatedRun
-"""The public name of ``SimulatedRun``."""
 
 
 def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> list[Failure]:
@@ -105,7 +101,7 @@ def simulate(
     failures: Iterable[Failure] | None = None,
     duration_secs: float | None = None,
     seed: int = 0,
-) -> SimulatedRun:
+) -> Outcome:
     """Simulates a training run in virtual time.
 
     A restart continues from the newest snapshot that survives: from the local tier if a copy
@@ -185,7 +181,7 @@ class _Clock:
         self._up_since = failure.at_secs + restart_secs
         self._restored = newest
 
-    def end(self, duration_secs: float) -> SimulatedRun:
+    def end(self, duration_secs: float) -> Outcome:
         schedule = self._schedule
         uptime_secs = duration_secs - self._up_since
         trained_secs = self._restored * schedule.training_secs
@@ -200,7 +196,7 @@ class _Clock:
             m_and_part = m + (uptime_secs - begin_secs) / (next_secs - begin_secs)
             trained_secs += m_and_part * schedule.training_secs
             self._saving_secs += uptime_secs - m_and_part * schedule.training_secs
-        return SimulatedRun(
+        return Outcome(
             duration_secs=duration_secs,
             trained_secs=trained_secs,
             saving_secs=self._saving_secs,
@@ -229,7 +225,7 @@ class Comparison:
 
     num_chips: int
     policy: str
-    outcomes: Sequence[SimulatedRun]
+    outcomes: Sequence[Outcome]
 
     @property
     def goodput(self) -> float:

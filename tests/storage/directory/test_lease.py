@@ -406,7 +406,9 @@ def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhil
         run_python(PROGRAMS / "saves_steps.py", str(directory), "", "3", "4", "5")
         held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
         for _ in range(2):
-            with pytest.raises(LeaseError, match=r"has saved steps 3, 4, 5 there.*Nothing was wr"):
+            with pytest.raises(
+                LeaseError, match=r"has saved steps 3, 4, 5 there.*nothing was written"
+            ):
                 late.save(3, force=True)
         with pytest.raises(LeaseError, match="steps 3, 4, 5"):
             late.delete(1)
