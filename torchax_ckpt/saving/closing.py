@@ -98,7 +98,9 @@ class Closing:
         self._end()
 
     def drop(self, hook: Hook | None) -> None:
-        """Ends the background work on a new thread: the checkpointer was garbage-collected.
+        """Starts a thread that finishes the save in flight and then closes the checkpointer.
+
+        Called when the checkpointer is garbage-collected.
 
         The garbage collector may call this at any point and on any thread.
 

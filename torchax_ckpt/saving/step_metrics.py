@@ -108,7 +108,9 @@ def fetch(pending: Pending) -> dict[str, Any]:
 def fetching(
     pending: Pending, ranked: Sequence[str], step: int
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
-    """Copies the metrics of a step; returns a function that calls ``fetch_ranked`` on the copies.
+    """Returns a function that fetches a step's metrics from the devices and checks the ranked ones.
+
+    Copies device scalars now, because a jitted step could donate them before the fetch.
 
     Args:
       pending: the metrics.

@@ -261,7 +261,8 @@ class Restoration:
         listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
         raise UninitializedLeafError(
             f"{len(self.unfilled)} tensors are on the meta device and nothing fills them: "
-            f"{listed}. Pass init=, a callable from name and abstract leaf to an array.",
+            f"{listed}. Pass attach(init=f); f(name, leaf) returns an array with the shape, dtype "
+            "and sharding of leaf, a jax.ShapeDtypeStruct.",
             key_path=self.unfilled[0],
         )
 

@@ -183,7 +183,7 @@ def mismatches(
 
 
 def fit(known: Digests, shape: Sequence[int]) -> bool:
-    """Returns whether ``known`` can be the digests of an array of this shape."""
+    """Returns whether the blocks and the number of digests fit an array of this shape."""
     return (
         len(known.block) == len(shape)
         and all(b >= 1 and s % b == 0 for s, b in zip(shape, known.block, strict=True))
