@@ -38,6 +38,7 @@ def test_the_public_names_are_sorted_and_complete() -> None:
     assert bound - {"annotations", "Any", "TYPE_CHECKING"} <= set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     ["import torchax_ckpt", "from torchax_ckpt import TorchaxCheckpointer, errors, policies"],

@@ -121,6 +121,7 @@ def templates(error: str) -> Iterator[str]:
                     yield template(node.args[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", QUOTED, ids=lambda entry: f"{entry.section}-{entry.line}")
 def test_every_other_message_is_one_that_the_code_can_raise(entry: Entry) -> None:
     own_words = [

@@ -183,6 +183,7 @@ def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: P
     assert "found them at model" in said
 
 
+@pytest.mark.slow
 def test_tensors_come_together_from_the_chunks_of_many_ranks(tmp_path: Path) -> None:
     run_python(
         PROGRAMS / "ranks_saving_dcp.py", str(tmp_path / "dcp"), str(tmp_path / "store"), fresh=True

@@ -33,6 +33,7 @@ def saved(
     return ckpt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [

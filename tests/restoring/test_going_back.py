@@ -209,6 +209,7 @@ def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
     assert TorchaxCheckpointer(directory).all_steps() == [10, 11]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_an_incoming_step_abandons_its_branch_even_if_it_can_no_longer_say_so(
     is_damaged: bool, directory: Path

@@ -87,6 +87,7 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
         assert peak >= expected_bytes + size
 
 
+@pytest.mark.slow
 @layouts
 def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch

@@ -201,6 +201,7 @@ def test_live_shardings_decide(form: str, origins: Any) -> None:
 # --- a run of its own ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_new_run_begins_at_its_own_first_step(directory: Path, tmp_path: Path) -> None:
     first = mlp()
     first_optimizer = torch.optim.AdamW(first.parameters())

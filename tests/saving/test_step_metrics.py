@@ -153,6 +153,7 @@ def test_metrics_recorded_in_a_loop_belong_to_their_step(directory: Path) -> Non
 not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "reference"])
 
 
+@pytest.mark.slow
 @not_waiting
 @pytest.mark.parametrize("kind", ["jax", "torchax"])
 def test_neither_checking_nor_saving_metrics_waits_for_the_device(

@@ -97,6 +97,7 @@ def test_donated_buffers_are_saved_as_they_were(
     run(directory, step_fn, options)
 
 
+@pytest.mark.slow
 @layouts
 @pytest.mark.parametrize("mode", get_args(SnapshotMode))
 def test_buffers_that_are_not_donated_are_saved_in_every_way(
@@ -221,6 +222,7 @@ def test_auto_goes_on_with_references_if_nothing_was_donated_and_back_if_it_is()
     assert ways == ["copy", "reference", "reference", "copy"]
 
 
+@pytest.mark.slow
 @donating
 @layouts
 def test_auto_loses_one_save_to_a_program_that_begins_to_donate(

@@ -197,6 +197,7 @@ def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
 # --- one save after another ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [

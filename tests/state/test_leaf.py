@@ -89,6 +89,7 @@ def test_every_dtype_of_every_kind_comes_back_as_it_was_saved(directory: Path) -
     assert_trees_identical(load(directory, jax.tree.map(blank, state)), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["auto", "stacked", "flat"])
 @pytest.mark.parametrize("snapshot", ["auto", "reference", "copy", "transfer"])
 def test_every_way_of_saving_gives_the_same_state(

@@ -525,6 +525,7 @@ def assert_moments_are_where_their_parameters_are(optimizer: Optimizer) -> None:
         assert moment.committed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capturable", [False, True])
 def test_moments_of_a_fresh_optimizer_are_sharded_as_their_parameters(
     directory: Path, capturable: bool

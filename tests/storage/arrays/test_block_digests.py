@@ -233,6 +233,7 @@ class HostMemory:
 ROWS, COLUMNS = P("x"), P(None, "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["flat", "stacked"])
 @pytest.mark.parametrize("saved_as", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("read_as", [ROWS, COLUMNS, P()], ids=["rows", "columns", "replicated"])
