@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.experimental.v1.training import preservation_policies as _preserving
 
 from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.policies.nested import with_children
 
 PreservationPolicy: TypeAlias = _preserving.PreservationPolicy
 PreservationContext: TypeAlias = _preserving.PreservationContext
@@ -81,7 +82,7 @@ def default_preservation_policy() -> PreservationPolicy:
 
 def best_rules(policy: Any) -> Iterator[BestN]:
     """Yields each best-N rule of a policy, also inside ``AnyPreservationPolicy``."""
-    return (rule for rule in _with_children(policy) if isinstance(rule, BestN))
+    return (rule for rule in with_children(policy) if isinstance(rule, BestN))
 
 
 def best_rule(policy: Any) -> BestN:
@@ -93,12 +94,6 @@ def best_rule(policy: Any) -> BestN:
             "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
         )
     return rule
-
-
-def _with_children(policy: Any) -> Iterator[Any]:
-    yield policy
-    for child in getattr(policy, "policies", None) or ():
-        yield from _with_children(child)
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:

@@ -18,7 +18,7 @@ import dataclasses
 import datetime
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from orbax.checkpoint import v1 as ocp
@@ -26,6 +26,7 @@ from orbax.checkpoint.experimental.v1.training import save_decision_policies as 
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
+from torchax_ckpt.policies.nested import with_children
 from torchax_ckpt.policies.step_times import StepTimes
 
 SaveDecisionPolicy: TypeAlias = _saving.SaveDecisionPolicy
@@ -177,13 +178,7 @@ def default_save_decision_policy() -> SaveDecisionPolicy:
 
 def observers(policy: Any) -> list[Any]:
     """Returns each policy that has ``observe_save``, also inside ``AnySavePolicy``."""
-    return [p for p in _with_children(policy) if callable(getattr(p, "observe_save", None))]
-
-
-def _with_children(policy: Any) -> Iterator[Any]:
-    yield policy
-    for child in getattr(policy, "policies", None) or ():
-        yield from _with_children(child)
+    return [p for p in with_children(policy) if callable(getattr(p, "observe_save", None))]
 
 
 def decision_context(*, is_saving_in_progress: bool, reached_preemption: bool) -> DecisionContext:
