@@ -410,8 +410,8 @@ class TorchaxCheckpointer:
           force: whether to save to the durable tier whatever the policy says.
 
         Returns:
-          Whether a save began; False if the step is already saved. After a preemption notice:
-          whether the step is durable, after a second attempt if the first one failed.
+          Whether a save began; False if the step is already saved. After a preemption notice, the
+          answer says whether the step is durable, after a second attempt if the first one failed.
 
         Raises:
           StepError: a step below 0 or the last saved or restored step; StepTypeError: not an int.
