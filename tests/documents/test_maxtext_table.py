@@ -118,6 +118,7 @@ def test_local_checkpoint_period(written: Any, directory: Path) -> None:
     assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([4, 6], [])
 
 
+@pytest.mark.slow
 def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
     row = ROWS["enable_single_replica_ckpt_restoring"][0]
     first, second = run_processes(PROGRAMS / "bytes_of_restore.py", 2, str(directory), row)
@@ -126,6 +127,7 @@ def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
     assert second == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
 
 
+@pytest.mark.slow
 def test_enable_autocheckpoint(written: Any, directory: Path) -> None:
     assert written("enable_autocheckpoint") == CheckpointOptions()
     result = run_python(PROGRAMS / "preempted_loop.py", str(directory), devices=1, check=False)

@@ -109,6 +109,7 @@ def test_one_process_takes_no_hosts_part_for_the_whole(
         assert ckpt.all_steps("local") == [5]
 
 
+@pytest.mark.slow
 def test_a_reader_takes_no_hosts_part_for_the_whole(
     left: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -103,24 +103,30 @@ def content(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     return [bits(t) for t in tensors]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
-    """One trained checkpoint per layout, and what it holds."""
-    result = {}
-    for layout, rule in LAYOUTS.items():
-        directory = tmp_path_factory.mktemp(layout)
-        net, optimizer = on_jax(rule)
+class Trained(dict[str, tuple[Path, list[Any]]]):
+    """Layout -> the directory of a run trained with it, and its content; trained when asked for."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._tmp_path_factory = tmp_path_factory
+
+    def __missing__(self, layout: str) -> tuple[Path, list[Any]]:
+        directory = self._tmp_path_factory.mktemp(layout)
+        net, optimizer = on_jax(LAYOUTS[layout])
         train_and_save(directory, net, optimizer)
-        result[layout] = (directory, content(net, optimizer))
-    return result
+        self[layout] = (directory, content(net, optimizer))
+        return self[layout]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_any_layout_restores_onto_any_other(
-    source: str, target: str, saved: dict[str, tuple[Path, list[Any]]]
-) -> None:
+def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Trained) -> None:
     directory, expected = saved[source]
     net, optimizer = on_jax(LAYOUTS[target])
     before = {n: torchax_backend.buffer(t).sharding for n, t in net.state_dict().items()}
@@ -138,7 +144,7 @@ def test_any_layout_restores_onto_any_other(
 
 
 def test_shardings_move_a_live_model_and_what_is_restored_into_it(
-    saved: dict[str, tuple[Path, list[Any]]], tmp_path: Path
+    saved: Trained, tmp_path: Path
 ) -> None:
     rule = fsdp_rule(fsdp_mesh(4))
     for directory, start in ((saved["uncommitted"][0], 2), (tmp_path / "empty", 0)):
@@ -160,7 +166,7 @@ def zeros(name: str, abstract: jax.ShapeDtypeStruct) -> Any:
 
 
 def test_a_meta_module_is_filled_sharded_with_ties_and_references_kept(
-    saved: dict[str, tuple[Path, list[Any]]],
+    saved: Trained,
 ) -> None:
     directory, expected = saved["fsdp8"]
     net, optimizer = meta_net()
