@@ -321,7 +321,7 @@ def test_a_step_below_the_last_saved_one_is_refused(directory: Path) -> None:
         ckpt.save(5, force=True)
         with pytest.raises(StepError) as caught:
             ckpt.save(4)
-        said(caught.value, "step 4 is below step 5", "restore the step to continue from")
+        said(caught.value, "step 4 is below step 5", "call restore(step) for the step to")
         assert caught.value.step == 4
         assert ckpt.save(5, force=True) is False
         assert ckpt.save(6, force=True)

@@ -1,8 +1,8 @@
-"""Preservation policies as JSON, and the answer to which rule keeps which step.
+"""Converts preservation policies to and from JSON, and tells which rule keeps which step.
 
-A run records its rules as JSON among its events, so that tools can tell from the directory why a
-step is kept. Rules that are neither this library's nor Orbax's are recorded by name only. The
-directory is untrusted: JSON that describes no valid rule counts as an unknown rule.
+A run records its preservation rules as JSON among its events, so that tools can tell from the
+directory why a step is kept. Rules that are neither this library's nor Orbax's are recorded by name
+only. The directory is untrusted: JSON that describes no valid rule counts as an unknown rule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNKNOWN = "?"
 
 
 def described(policy: Any) -> list[dict[str, Any]]:
-    """Returns the rules of a policy as JSON; a step is kept if any of the rules keeps it."""
+    """Returns the rules of a policy as JSON; the policy keeps a step if any of the rules does."""
     if isinstance(policy, policies.AnyPreservationPolicy):
         return [rule for child in policy.policies for rule in described(child)]
     name = type(policy).__name__

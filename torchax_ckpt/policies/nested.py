@@ -1,4 +1,4 @@
-"""Policies that consist of other policies, such as ``AnySavePolicy``."""
+"""Walks through policies that contain other policies, such as ``AnySavePolicy``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_children(policy: Any) -> Iterator[Any]:
-    """Yields a policy, and all policies that it consists of, at any depth."""
+    """Yields a policy and, recursively, all policies inside it."""
     yield policy
     for child in getattr(policy, "policies", None) or ():
         yield from with_children(child)

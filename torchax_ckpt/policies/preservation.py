@@ -1,8 +1,9 @@
 """Preservation policies, which decide which steps are kept. All but ``BestN`` are Orbax's.
 
 The policies are ``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``,
-``LatestDuration``, ``CustomSteps``, ``BestN`` and ``AnyPreservationPolicy``. Any object with their
-method ``should_preserve`` (``PreservationPolicy``) works. No policy can delete the newest step.
+``LatestDuration``, ``CustomSteps``, ``BestN`` and ``AnyPreservationPolicy``. Any other object with
+the method ``should_preserve`` of ``PreservationPolicy`` is a valid policy. No policy can delete the
+newest step.
 
 On several processes, only process 0 calls the policies.
 
@@ -37,7 +38,7 @@ CheckpointInfo = ocp.training.CheckpointMetadata
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestN:
-    """Keeps the n best steps by a metric, and nothing else; combine it with ``LatestN``.
+    """Keeps only the n best steps by a metric; add ``LatestN`` to keep recent steps as well.
 
     Attributes:
       metric: the name of the metric, as in ``save(step, metrics={"loss": loss})``.
@@ -58,7 +59,7 @@ class BestN:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: PreservationContext
     ) -> list[bool]:
-        """Returns whether each step is one of the n best; of equal values the newest is best."""
+        """Returns for each step whether it is among the n best; of equal values the newest wins."""
         best = {id(c) for c in self.ranked(checkpoints)[: self.n]}
         return [id(c) in best for c in checkpoints]
 
@@ -81,12 +82,12 @@ def default_preservation_policy() -> PreservationPolicy:
 
 
 def best_rules(policy: Any) -> Iterator[BestN]:
-    """Yields each best-N rule of a policy, also inside ``AnyPreservationPolicy``."""
+    """Yields each ``BestN`` rule of a policy, including those in ``AnyPreservationPolicy``."""
     return (rule for rule in with_children(policy) if isinstance(rule, BestN))
 
 
 def best_rule(policy: Any) -> BestN:
-    """Returns the first best-N rule of a policy; raises PolicyError if there is none."""
+    """Returns the first ``BestN`` rule of a policy; raises PolicyError if the policy has none."""
     rule = next(best_rules(policy), None)
     if rule is None:
         raise PolicyError(
@@ -97,9 +98,10 @@ def best_rule(policy: Any) -> BestN:
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """Returns for each checkpoint whether it is kept, by the policy or as one of the newest.
+    """Returns for each checkpoint whether to keep it, by the policy or as the newest one.
 
-    In any case keeps the newest checkpoint, and the newest one that is not known to be damaged.
+    The newest checkpoint, and the newest checkpoint that is not known to be damaged, are kept
+    whatever the policy returns.
 
     Args:
       policy: the preservation policy.
@@ -118,8 +120,9 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
 def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
     """Returns for each checkpoint, oldest first, whether the policy keeps it.
 
-    A damaged checkpoint is kept if the policy would keep it if it were intact. For the others, the
-    policy gets the intact checkpoints only: ``LatestN(3)`` still keeps three intact ones.
+    A damaged checkpoint is kept if the policy would keep it as an intact one. To decide on the
+    intact checkpoints, the policy is called with the intact checkpoints only, so that
+    ``LatestN(3)`` keeps three intact checkpoints.
 
     Raises:
       PolicyError: the policy did not return one value for each checkpoint.
@@ -130,7 +133,7 @@ def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]
     if len(answer) != len(checkpoints):
         raise PolicyError(
             f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "
-            f"{len(checkpoints)} checkpoints; nothing was deleted"
+            f"{len(checkpoints)} checkpoints, expected one for each; nothing was deleted"
         )
     if any(is_damaged):
         sound = [c for c, damaged in zip(checkpoints, is_damaged, strict=True) if not damaged]

@@ -2,9 +2,9 @@
 
 The policies are ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``,
 ``SpecificStepsPolicy``, ``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``,
-``OptimalIntervalPolicy`` and ``AnySavePolicy``. Any object with their method ``should_save``
-(``SaveDecisionPolicy``) works. A policy that also has the method
-``observe_save(blocking_secs=, durable_secs=)`` gets the cost of each save.
+``OptimalIntervalPolicy`` and ``AnySavePolicy``. Any other object with the method ``should_save`` of
+``SaveDecisionPolicy`` is a valid policy. If a policy also has the method
+``observe_save(blocking_secs=, durable_secs=)``, this method is called with the cost of each save.
 
 On several processes, only process 0 calls the policies, some steps ahead: see
 ``processes/decision_windows.py``.
@@ -44,8 +44,8 @@ _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 
-    Replaces Orbax's policy of the same name. Each call of that policy takes an operation number
-    from Orbax, which a save in flight would use as its own.
+    Replaces Orbax's policy of the same name. Each call of Orbax's policy takes an operation number
+    from Orbax, and a save in flight would use this number as its own.
 
     Attributes:
       minimum_interval_secs: the least number of seconds between two checkpoints; None for no limit.
@@ -57,7 +57,7 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """Returns True unless a save is in flight or the last checkpoint is too recent."""
+        """Returns True unless a save is in flight or the minimum interval has not passed."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -76,9 +76,10 @@ class OptimalIntervalPolicy:
     as the storage allows. The cost c is the time b for which a save blocks the training thread,
     plus ``(P - b) s / (1 + s)`` if steps take longer by a fraction s while a save is in flight.
 
-    Unless ``slowdown`` is given, the policy measures it: it compares steps with a save in flight
-    with steps without one. If saves follow each other without a pause, one in twenty is followed by
-    a pause as long as a save, to measure steps without a save.
+    Unless ``slowdown`` is given, the policy measures the slowdown: it compares the duration of
+    steps with a save in flight with the duration of steps without a save. If saves follow each
+    other without a pause, the policy adds a pause as long as a save after one save in twenty, to
+    measure steps without a save.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the time of the whole save, since the rest of that time overlaps with training.
@@ -110,7 +111,7 @@ class OptimalIntervalPolicy:
             )
 
     def observe_save(self, *, blocking_secs: float, durable_secs: float) -> None:
-        """Records the cost of one save; the median of the latest five saves counts."""
+        """Records the cost of one save; the policy uses the median of the latest five saves."""
         for known, value in (
             (self._blocking_secs, blocking_secs),
             (self._durable_secs, durable_secs),
@@ -120,7 +121,7 @@ class OptimalIntervalPolicy:
 
     @property
     def interval_secs(self) -> float:
-        """Seconds from one snapshot to the next; 0 until a save is observed."""
+        """The intended seconds between two snapshots; 0 until a save is observed."""
         if not self._durable_secs:
             return 0.0
         return young_interval_secs(
@@ -172,17 +173,17 @@ _OBSERVED = 5
 
 
 def default_save_decision_policy() -> SaveDecisionPolicy:
-    """Returns the default policy: saves continuously, and at a preemption."""
+    """Returns the default policy, which saves continuously, and at a preemption."""
     return AnySavePolicy([ContinuousCheckpointingPolicy(), PreemptionCheckpointingPolicy()])
 
 
 def observers(policy: Any) -> list[Any]:
-    """Returns each policy that has ``observe_save``, also inside ``AnySavePolicy``."""
+    """Returns the policies with a method ``observe_save``, including those in ``AnySavePolicy``."""
     return [p for p in with_children(policy) if callable(getattr(p, "observe_save", None))]
 
 
 def decision_context(*, is_saving_in_progress: bool, reached_preemption: bool) -> DecisionContext:
-    """Returns the context that a save decision policy gets with the steps."""
+    """Returns the ``DecisionContext`` to pass to the method ``should_save`` of a policy."""
     return DecisionContext(
         is_saving_in_progress=is_saving_in_progress,
         reached_preemption=reached_preemption,

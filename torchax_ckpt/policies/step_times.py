@@ -1,9 +1,10 @@
-"""The slowdown of training steps while a save is in flight, measured from their completion times.
+"""Measures how much a save in flight slows training steps, from the completion times of the steps.
 
-A stretch is a sequence of steps that all had a save in flight or all had none. The time per step is
-averaged over a stretch, because a program that runs ahead of its devices completes many steps in
-quick succession. The median over several stretches counts, because a program also pauses to
-evaluate or compile. A step in which a save begins is in no stretch, because the save blocks it.
+A stretch is a sequence of consecutive steps that all had a save in flight, or that all had none.
+The time per step is averaged over a stretch, because a program that runs ahead of its devices
+completes many steps in quick succession. The slowdown is computed from the median over several
+stretches, because a stretch may contain a pause to evaluate or compile. A step in which a save
+begins belongs to no stretch, because the save blocks the training thread during this step.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ class _Stretch:
 
     @property
     def secs_per_step(self) -> float | None:
-        """Seconds per step; None until the stretch has a whole step."""
+        """Average seconds per step of the stretch; None until it contains a whole step."""
         num_steps = self.last[1] - self.first[1]
         return (self.last[0] - self.first[0]) / num_steps if num_steps > 0 else None
 
 
 class StepTimes:
-    """The times of a run's steps, in stretches with and without a save in flight."""
+    """The average step times of a run, measured separately with and without a save in flight."""
 
     def __init__(self) -> None:
         self._stretch: _Stretch | None = None
@@ -75,12 +76,12 @@ class StepTimes:
 
     @property
     def has_quiet(self) -> bool:
-        """Whether steps without a save in flight were measured."""
+        """Whether the time of steps without a save in flight was measured at least once."""
         return bool(self._quiet)
 
     @property
     def slowdown(self) -> float:
-        """The fraction by which steps take longer during a save; 0 until it can be computed."""
+        """The fraction by which a save in flight lengthens steps; 0 until it is measured."""
         if not self._saving or not self._quiet:
             return 0.0
         return max(0.0, statistics.median(self._saving) / statistics.median(self._quiet) - 1)

@@ -1,1 +1,1 @@
-"""How the processes of a run coordinate, independent of the state that they train."""
+"""The coordination between the processes of a run, independent of the state that is saved."""

@@ -1,12 +1,12 @@
 """Messages between the processes of one run, through JAX's coordination service.
 
-Work of several processes happens in a round. All processes enter the round and make the same calls
-in the same order. In the round, process 0 gathers values from the other processes and shares values
-with them. Each message has its own key, so a process that times out can name the process that it
-waits for. The name of a round states its work: processes that do different work enter different
-rounds, and time out. A round has the same result on all processes: a process that fails reports its
-error, and process 0 publishes the verdict. The verdict is one of the errors, which all processes
-raise, or success.
+Work that several processes do together, such as one save, happens in a round. All processes enter
+the round and make the same calls in the same order. In the round, process 0 gathers values from the
+other processes and shares values with them. Each message has its own key, so a process that times
+out can name the process that it waits for. The name of a round states its work, so processes that
+do different work enter different rounds and time out. A round has the same result on all processes:
+a process that fails reports its error, and process 0 publishes the verdict on the round. The
+verdict is either success, or one of the reported errors, which all processes then raise.
 
 A round uses no device, so it can run on a separate thread during training. A run of one process
 sends no messages.
@@ -40,7 +40,7 @@ _SUCCESS = b""
 
 
 class Processes:
-    """One channel between the processes of a run, for one round at a time.
+    """A channel for messages between the processes of a run, with one round at a time.
 
     Attributes:
       index: the index of this process.
@@ -88,11 +88,11 @@ class Processes:
 
     @property
     def is_per_host(self) -> bool:
-        """Whether there are several processes and each writes its own directory."""
+        """Whether the run has several processes, each of which writes its own directory."""
         return False
 
     def agreed_time(self) -> int | None:
-        """Returns None: process 0 commits for all. See ``PerHostProcesses.agreed_time``."""
+        """Returns None, as only process 0 commits steps. See ``PerHostProcesses.agreed_time``."""
         return None
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class Processes:
         """Runs a round: the body of the ``with`` block may send messages.
 
         The round has the same result on all processes. If another thread is in a round of this
-        channel, waits first.
+        channel, ``round`` first waits for that round to end.
 
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
@@ -128,7 +128,7 @@ class Processes:
                     raise shared from shared.__cause__
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Fails a round on all other processes. This process neither runs the round nor waits."""
+        """Makes a round fail on the other processes; this process does not take part or wait."""
         if self.count == 1:
             return
         with self._one_round:
@@ -145,7 +145,7 @@ class Processes:
         self._verdict = None
 
     def _end(self) -> None:
-        """Waits for the verdict, which process 0 publishes once all processes have called this."""
+        """Waits for the verdict, which process 0 publishes after all processes call ``_end``."""
         self.gather(topic="the end")
         if not self.is_first:
             place = f"{self._here}/the end"
@@ -157,7 +157,7 @@ class Processes:
             raise _from_json(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0. Returns all values on process 0, and [] on the others.
+        """Sends a value to process 0; returns the values of all processes there, and [] elsewhere.
 
         Args:
           value: the value of this process.
@@ -178,7 +178,7 @@ class Processes:
         return values
 
     def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
-        """Returns the value of process 0 on all processes; arguments as for ``gather``."""
+        """Returns process 0's value on all processes; the arguments are as for ``gather``."""
         if self.count == 1:
             return value
         place = self._place_of(topic)
@@ -188,7 +188,7 @@ class Processes:
         return self._get(f"{place}/shared", self._deadline_of_first(), place)
 
     def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have called this; ``topic`` as for ``gather``."""
+        """Waits until all processes have called ``meet``; ``topic`` is as for ``gather``."""
         if self.count == 1:
             return
         if topic is None:
@@ -198,7 +198,7 @@ class Processes:
         self.share(topic=topic)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Runs an action on process 0 only; returns its JSON result on all processes.
+        """Runs an action on process 0 only; returns the action's JSON result on all processes.
 
         If the action raises, the round fails on all processes.
         """
@@ -213,15 +213,15 @@ class Processes:
     # --- notes: messages outside of rounds, for any process ---
 
     def put_note(self, key: str, message: bytes) -> None:
-        """Writes a note, a message that belongs to no round, or replaces it."""
+        """Writes or replaces a note, which is a message that belongs to no round."""
         self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
 
     def wait_for_note(self, key: str) -> bytes | None:
-        """Returns a note; None if no process has written it after a short wait."""
+        """Returns the note ``key``, or None if no process writes it within half a second."""
         return self._wait(f"{self._place}/{key}", _POLL_SECS)
 
     def notes(self, folder: str) -> list[bytes]:
-        """Returns all notes whose keys are in a folder."""
+        """Returns the messages of all notes whose keys begin with ``folder`` and a slash."""
         return [m for _, m in self._client.key_value_dir_get_bytes(f"{self._place}/{folder}/")]
 
     def remove_note(self, key: str) -> None:
@@ -241,11 +241,14 @@ class Processes:
         return f"{self._here}/{topic}"
 
     def _deadline_of_first(self) -> float:
-        """Returns a deadline for process 0, which may arrive late and then wait for another one."""
+        """Returns the time until which to wait for process 0: twice ``timeout_secs`` from now.
+
+        Process 0 may arrive late, and then itself wait for another process.
+        """
         return time.monotonic() + 2 * self.timeout_secs
 
     def _get(self, key: str, deadline: float, place: str) -> bytes:
-        """Returns the message under a key; raises the error of a process that fails meanwhile.
+        """Waits for the message ``key`` and returns it; raises if another process fails meanwhile.
 
         Args:
           key: the key of the message.
@@ -270,7 +273,7 @@ class Processes:
             return None
 
     def _is_decided(self) -> bool:
-        """Returns whether the verdict is known; on process 0, whether another process failed."""
+        """Returns whether the verdict is known or, on process 0, whether another process failed."""
         if self._verdict is None:
             kind = "failed" if self.is_first else "verdict"
             found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
@@ -290,9 +293,10 @@ class Processes:
         )
 
     def _missing(self, place: str) -> list[int]:
-        """Returns the late processes: those that sent no message to a place.
+        """Returns the indices of the late processes, which have sent no message under ``place``.
 
-        On another process than 0, returns process 0 if all of them or none sent a message.
+        On a process other than 0, returns [0] if either all or none of the processes except process
+        0 have sent a message.
         """
         found = self._client.key_value_dir_get_bytes(f"{place}/")
         there = {key.rpartition("/")[2] for key, _ in found}
@@ -338,7 +342,7 @@ class Processes:
         return error if json.loads(verdict)["process"] == self.index else _from_json(verdict)
 
     def _forget(self) -> None:
-        """Deletes the messages of earlier rounds. Call it once all processes are in this round."""
+        """Deletes messages of earlier rounds. Call this once all processes are in this round."""
         while len(self._rounds) > 1:
             self._client.key_value_delete(self._rounds.pop(0))
 

@@ -1,13 +1,15 @@
-"""Save decisions that are equal on all processes, without a message at every step.
+"""Makes save decisions that are equal on all processes, without a message at every step.
 
-Process 0 asks the policy for all processes, some steps ahead. During one window of steps, it
-decides on the next window and publishes the decisions through JAX's coordination service. The other
-processes read them in the background. So policies, clocks and the progress of saves may differ
-between processes. A process without a decision for its step waits for one; it never guesses.
+Process 0 asks the policy for all processes, some steps ahead. A window is a sequence of steps.
+During one window, process 0 decides which steps of the next window to save, and publishes these
+decisions through JAX's coordination service. The other processes read the published decisions in
+the background. So the decisions agree even if policies, clocks and the progress of saves differ
+between processes. A process that has no decision for its step yet waits for the decision.
 
-Process 0 predicts the steps of a window from the distance of the last two steps. All processes must
-ask at the same steps in the same order, as a training loop does. If the steps differ from the
-prediction, at the start or after a restore of an older step, all processes wait for a new decision.
+Process 0 predicts the steps of a window from the difference of the last two step numbers. All
+processes must ask for decisions at the same steps in the same order, as a training loop does. If a
+step differs from the prediction, at the start or after a restore of an older step, all processes
+wait for a new decision.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 class _Window:
     """The decisions for every ``stride``-th step from ``first`` to ``last``.
 
-    The steps in ``saved`` are to be saved, the others are not.
+    ``saved`` lists the steps of the window that are to be saved.
     """
 
     first: int
@@ -54,7 +56,7 @@ class _Window:
 
 
 class DecisionWindows:
-    """The save decisions of one checkpointer, in windows of steps.
+    """The save decisions of one tier of a run, made for a window of several steps at a time.
 
     Args:
       processes: the processes of the run, with a channel for save decisions only.
@@ -76,11 +78,11 @@ class DecisionWindows:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the background thread may run."""
+        """Whether the background thread for save decisions may be running."""
         return self._num_windows > 0
 
     def ask(self, step: int) -> bool:
-        """Returns whether to save this step, equal on all processes.
+        """Returns whether to save this step; the answer is the same on all processes.
 
         Raises:
           PolicyError: process 0 has not decided ``timeout_secs`` after this process asked.
@@ -89,7 +91,7 @@ class DecisionWindows:
         if self._closing.is_set():
             raise ClosedError(
                 f"step {step}: the processes cannot agree whether to save it, because this "
-                "checkpointer is closed"
+                "checkpointer is closed; call save before close()"
             )
         if step == self._asked:
             return self._answer
@@ -99,16 +101,19 @@ class DecisionWindows:
         return self._answer
 
     def keep(self) -> None:
-        """Records that the last decided step is being saved; its decision is then False."""
+        """Records that the save of the step asked for last has begun.
+
+        ``ask`` then returns False for this step.
+        """
         self._answer = False
 
     def close(self) -> None:
-        """Ends the background thread, after it has sent what other processes wait for."""
+        """Ends the background thread, after it has sent its messages to other processes."""
         self._closing.set()
         self._background.shutdown(wait=True)
 
     def _go_on(self, step: int) -> None:
-        """Gets the window that contains a step, and begins the window after it."""
+        """Gets the window that contains ``step``, and starts to decide or read the next window."""
         following, self._next = self._next, None
         if following is not None:
             self._window = self._result(following, step)
@@ -127,7 +132,7 @@ class DecisionWindows:
             self._next = self._begin(first, last, [s for s in self._window.saved if s >= step])
 
     def _begin(self, first: int, last: int, saved: list[int]) -> Future[_Window]:
-        """On process 0, decides on a window and publishes it; on others, begins to read it.
+        """Returns a future of the next window: process 0 decides and publishes it, others read it.
 
         Args:
           first, last: the first and the last step of the window; used on process 0 only.
@@ -155,7 +160,10 @@ class DecisionWindows:
         while not (_closing.is_set() or self._closing.is_set()):
             if (message := self._processes.wait_for_note(str(number))) is not None:
                 return _Window(*json.loads(message))
-        raise PolicyError("the checkpointer is closed, or the program is ending")
+        raise PolicyError(
+            "this process no longer waits for a save decision of process 0: the checkpointer is "
+            "closed, or the program is ending"
+        )
 
     def _result(self, window: Future[_Window], step: int) -> _Window:
         secs = self._processes.timeout_secs
@@ -170,7 +178,7 @@ class DecisionWindows:
     def _acknowledge(self, number: int) -> None:
         """Reports that this process has read all windows before ``number``.
 
-        Process 0 deletes the windows that all processes have read.
+        On process 0, deletes the published windows that all processes have read.
         """
         if not self._processes.is_first:
             self._processes.put_note(f"known/{self._processes.index}", str(number).encode())

@@ -1,4 +1,4 @@
-"""Coordination when each host writes its own directory instead of process 0 writing one."""
+"""The coordination of processes for a local tier, where each host writes its own directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchax_ckpt.processes.coordination import Processes
 
 
 class PerHostProcesses(Processes):
-    """The processes of a run in which each process does the work of process 0.
+    """A channel on which each process does the work of process 0, in its own directory.
 
-    Each process does this work in its own directory. So ``count`` is 1 and ``index`` is 0 on each
-    process. The processes still exchange messages and enter the same rounds, so if one process
-    fails, the round fails on all.
+    ``count`` is 1 and ``index`` is 0 on each process, so that every process does what process 0
+    would do. The processes still exchange messages and enter the same rounds: if one process fails,
+    the round fails on all processes.
 
     Args:
       processes: the channel between the processes of the run.
@@ -28,7 +28,7 @@ class PerHostProcesses(Processes):
 
     @property
     def is_per_host(self) -> bool:
-        """True if there are several processes."""
+        """Whether the run has several processes, so that each process writes its own directory."""
         return self._processes.count > 1
 
     @contextlib.contextmanager
@@ -51,9 +51,9 @@ class PerHostProcesses(Processes):
         return [body[start:end] for start, end in itertools.pairwise(ends)]
 
     def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have called this."""
+        """Waits until all processes have called ``meet``."""
         self._processes.meet(topic)
 
     def agreed_time(self) -> int:
-        """Waits until all processes have called this, and returns the time of process 0."""
+        """Waits until all processes have called ``agreed_time``; returns the time of process 0."""
         return int.from_bytes(self.gather(time.time_ns().to_bytes(8))[0])

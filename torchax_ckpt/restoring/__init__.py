@@ -1,1 +1,1 @@
-"""Restores and loads: from a step or from files, into live objects or to returned values."""
+"""Restores into live objects, and loads as returned values, from a step or from files."""

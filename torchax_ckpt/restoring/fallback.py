@@ -1,4 +1,4 @@
-"""The choice of the step to read: the newest readable one, with a warning for each skipped step."""
+"""Chooses the step to read: the newest readable step. Warns about each skipped step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 def newest_readable(
     candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
 ) -> tuple[T, tuple[int, ...]]:
-    """Returns the result of ``attempt`` for the newest readable step, and the skipped steps.
+    """Returns ``attempt``'s result for the newest readable step, and the numbers of skipped steps.
 
-    A warning about each skipped step is logged, and issued as a UserWarning. Even if a filter turns
-    this UserWarning into an error, the older steps are tried.
+    A warning about each skipped step is logged, and issued as a UserWarning. Older steps are tried
+    even if a warning filter turns the UserWarning about a skipped step into an error.
 
     Args:
       candidates: the steps to try, oldest first. Tiers may have steps of the same number.
@@ -63,12 +63,12 @@ def newest_readable(
 def reading(
     committed: CommittedStep, directory: RunDirectory, processes: Processes
 ) -> Iterator[None]:
-    """Runs the block, which reads a step, in a round of the processes.
+    """Runs the ``with`` block, which reads a step, within a round of the processes.
 
-    If the step is damaged, the damage is recorded. If the step is damaged or storage cannot read
-    it, the error's message also lists the other steps of the directory. If each host has its own
-    directory, nothing is recorded or listed, because another host's failure does not mean that this
-    host's copy is damaged.
+    If the step is damaged, ``reading`` records the damage. If the step is damaged or storage cannot
+    read the step, the error's message also lists the other steps of the directory. If each host has
+    its own directory, ``reading`` neither records damage nor lists steps, because the failure of
+    another host does not mean that this host's copy is damaged.
 
     Args:
       committed: the step.
@@ -97,7 +97,7 @@ def reading(
 
 
 def is_damage(error: BaseException) -> bool:
-    """Returns whether this error of a restore or load means that the step is damaged."""
+    """Returns whether an error of a restore or load shows that the step is damaged."""
     if isinstance(error, UnusableStateError):
         return isinstance(error.__cause__, CorruptCheckpointError)
     return isinstance(error, CorruptCheckpointError)

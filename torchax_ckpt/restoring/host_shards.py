@@ -1,9 +1,9 @@
-"""One host's parts of leaves: how a step in a local tier describes them.
+"""How the manifest of a step in a local tier describes one host's parts of leaves.
 
-A step in a local tier has the shards of one host's devices. In the manifest of this step, the node
-of a leaf that lay on several hosts has the additional field ``spec``. If the host had only a part
-of the leaf, the node's shape is that of this part, and the node has two more fields, ``whole`` and
-``starts``:
+A step in a local tier holds only the shards of one host's devices. In the manifest of a step in a
+local tier, the node of a leaf that spanned several hosts has the additional field ``spec``. If the
+host had only a part of the leaf, the node's shape is that of this part, and the node has two more
+fields, ``whole`` and ``starts``:
 
     spec      the mesh axes over which each dim of the leaf was sharded
     whole     the shape of the leaf
@@ -33,7 +33,7 @@ from torchax_ckpt.state.leaf import Spec
 def described(
     document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Array]
 ) -> Mapping[str, Node]:
-    """Returns the document of a step that holds this host's parts of the stored arrays.
+    """Returns the document with nodes that describe this host's parts of the leaves.
 
     Args:
       document: component -> node; the nodes describe whole leaves.
@@ -72,15 +72,15 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
 
 
 def specs(document: Mapping[str, Node]) -> dict[str, Any]:
-    """Returns leaf -> field ``spec``, for the leaves that lay on several hosts at the save."""
+    """Returns leaf name -> field ``spec``, for leaves that spanned several hosts at the save."""
     return {name: node["spec"] for name, node in _nodes(document).items() if "spec" in node}
 
 
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
-    """Returns the reads, with each leaf in the sharding of the save, on the current mesh.
+    """Returns the reads, with each leaf's sharding at the save in place of the requested sharding.
 
-    A read stays unchanged if ``specs`` lacks its leaf, or if the current mesh does not allow the
-    sharding of the save.
+    The shardings are on the current mesh. A read stays unchanged if ``specs`` lacks its leaf, or if
+    the current mesh does not allow the sharding that the leaf had at the save.
     """
     found = dict(reads)
     for name, read in reads.items():
@@ -97,7 +97,7 @@ def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, R
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
-    """Returns reads of this host's parts, for the leaves of which its step has only a part.
+    """Returns reads of this host's parts, for the leaves that this host's step holds in part.
 
     Args:
       reads: name -> the read of the whole leaf.
@@ -113,10 +113,10 @@ def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[st
 
 
 def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
-    """Returns the starts of the shards that this host's devices need.
+    """Returns the start indices of the shards that this host's devices need.
 
-    The result maps each leaf that is to lie on several hosts to the start of each device's shard,
-    in the form of the field ``starts``.
+    The result maps the name of each leaf that is to span several hosts to the start index of each
+    device's shard, in the form of the manifest field ``starts``.
 
     Raises:
       ValueError: a leaf's sharding has no mesh, or this host's devices do not form a block of the
@@ -132,11 +132,11 @@ def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
 def stored_starts(
     reads: Mapping[str, Read], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
-    """Returns the starts of the shards that a host's step holds, in the form of ``needed_starts``.
+    """Returns the start indices of the shards that a host's step holds, like ``needed_starts``.
 
-    If the host had another position in the mesh at the save, these starts differ from those that it
-    needs now. A leaf that is stored whole satisfies any request, so its result is the starts that
-    are needed.
+    If the host had another position in the mesh at the save, the stored start indices differ from
+    the needed start indices. For a leaf that is stored whole, the result repeats the needed start
+    indices, because a whole leaf satisfies any request.
 
     Raises:
       ValueError: a stored part has another shape than the part that this host needs, or is divided
@@ -149,17 +149,20 @@ def stored_starts(
         if starts is None:
             continue
         if name not in found:
-            raise ValueError(f"{name} is one host's part, and the whole leaf is requested")
+            raise ValueError(f"{name}: expected the whole leaf, found one host's part of it")
         part = host_part(reads[name].placement, reads[name].spec.shape)  # type: ignore[arg-type]
         is_alike = list(part.shape) == nodes[name]["shape"]
         if not is_alike or _blocks(starts) != _blocks(found[name]):
-            raise ValueError(f"{name} is divided differently than among this host's devices now")
+            raise ValueError(
+                f"{name}: expected the part that this host's devices need, found a part of another "
+                "shape, or one divided differently among devices"
+            )
         found[name] = starts
     return found
 
 
 def _blocks(starts: Any) -> list[list[int]]:
-    """Returns, for each device of a host, its block's position in the host's grid of blocks."""
+    """Returns, for each device of a host, its shard's grid position among the host's shards."""
     try:
         along = [sorted(set(dim)) for dim in zip(*starts, strict=True)]
         return [[dim.index(at) for dim, at in zip(along, s, strict=True)] for s in starts]
@@ -168,9 +171,9 @@ def _blocks(starts: Any) -> list[list[int]]:
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
-    """Returns reads of leaves into host memory, for the ``names`` that the document has.
+    """Returns reads into host memory for those of the ``names`` that the document has.
 
-    This host reads these leaves in order to send them to other hosts.
+    A host reads leaves into host memory in order to send them to other hosts.
     """
     nodes = _nodes(document)
     return {n: Read(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}

@@ -1,4 +1,4 @@
-"""Loads: a step's functional state, or the state of its components, returned by value."""
+"""Loads a step's functional state, or the states of its components, and returns them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_state(
     options: CheckpointOptions,
     processes: Processes,
 ) -> Any:
-    """Returns a step's functional state or, if it has none, the states of its components.
+    """Returns a step's functional state or, for a step without one, the states of its components.
 
     Args:
       committed: the step.
@@ -101,7 +101,8 @@ def _load_foreign(
 def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
     """Raises MismatchError if the step lacks a leaf, or has the leaf with another shape or dtype.
 
-    Orbax raises no error in these cases: it casts the values, or returns the abstract leaf itself.
+    Orbax raises no error for a missing or different leaf: Orbax casts the values, or returns the
+    abstract leaf itself.
     """
     stored = foreign.foreign_metadata(committed)
     findings = Findings()
@@ -135,5 +136,5 @@ _ABSENT = object()
 
 
 def _sharding(read: Read) -> Sharding | None:
-    """Returns the sharding to request from Orbax; None requests a numpy array, for ``put``."""
+    """Returns the sharding to request from Orbax, or None to request a numpy array."""
     return None if isinstance(read.placement, Local) else read.placement

@@ -1,12 +1,13 @@
 """Restores from a local tier, in which each host has saved the shards of its own devices.
 
-All slices have equal data. If a host has lost its step, the host at the same position in another
-slice has the same data. After a restart, hosts may also have other positions in the mesh. The
-manifest of a host's step says which part of the state the step has. The current shardings say which
-part the host needs. Each host reads its own step. If a host needs a part that its step lacks, it
-receives this part from another host over the device network. Nothing is read from shared storage,
-and if each host has the part that it needs, nothing is sent. If a leaf's sharding has changed since
-the save, the leaf is first restored with the sharding of the save, and then the devices reshard it.
+All slices have equal data. If a host has lost its copy of a step, the host at the same position in
+another slice has the same data. After a restart, a host may have another position in the mesh than
+at the save. The manifest of a host's copy says which part of the state the copy holds. The current
+shardings determine which part the host needs. Each host reads its own copy. If a host needs a part
+that its copy lacks, the host receives this part from another host over the device network. A
+restore from a local tier reads nothing from shared storage. If each host has the part that it
+needs, no host sends anything. If a leaf's sharding has changed since the save, the leaf is first
+restored with the sharding of the save, and then the devices reshard it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class HostSteps:
-    """One step in the local tiers of all hosts; each host's copy has the shards of its devices.
+    """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
 
-    Implements ``Source``. All processes use it together, in a round. Some hosts may lack the step.
+    Implements ``Source``. All processes must call the methods together, in a round. Some hosts may
+    have no copy of the step.
 
     Args:
       committed: the step, at its path on this host; the path need not exist.
@@ -86,10 +88,10 @@ class HostSteps:
         self.document, self._specs = self._from_first(self._copy is not None, content)
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Stops using this host's copy if its arrays are not stored as its manifest says.
+        """Ignores this host's copy from now on if its arrays contradict its manifest.
 
-        This host's copy is also no longer used if its parts do not fit this host's devices. In both
-        cases this host receives its part from another host.
+        Also ignores this host's copy if the copy's parts do not fit this host's devices. A host
+        whose copy is ignored receives its part from another host.
         """
         if self._copy is None:
             return
@@ -106,11 +108,11 @@ class HostSteps:
             self._copy = copy
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Returns whether these reads, if digests are compared, verify this host's whole copy."""
+        """Returns whether ``reads`` cover (and so can verify) every byte of this host's copy."""
         return self._copy is not None and self._copy.is_whole(reads, num_processes)
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Returns name -> leaf on its placement, from this host's copy or from other hosts."""
+        """Returns leaf name -> array on its placement, from this host's copy or other hosts."""
         asked, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
@@ -134,9 +136,9 @@ class HostSteps:
     def _local_leaves(
         self, reads: Mapping[str, Read], values: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns the leaves that do not span hosts, from this host's copy or from any other.
+        """Returns the leaves that do not span hosts, from this host's copy or another host's copy.
 
-        The copies of all hosts have the same leaves of this kind, those of every host.
+        Each host's copy holds the leaves that do not span hosts for every host.
         """
         lacking = [] if values is not None else sorted(reads)
         asked = [json.loads(sent) for sent in self._processes.gather(json.dumps(lacking).encode())]
@@ -153,7 +155,7 @@ class HostSteps:
         return {} if values is None else {name: values[name] for name in reads}
 
     def _from_first(self, has_value: bool, value: Any) -> Any:
-        """Returns, on all processes, the JSON value of the first process that has one."""
+        """Returns, on all processes, the JSON value of the first process that has a value."""
         sent = json.dumps(value).encode() if has_value else None
         return json.loads(self._bytes_from_first(sent))
 
@@ -161,8 +163,9 @@ class HostSteps:
         flags = self._processes.gather(b"" if value is None else b"1")
         if not any(flags):
             raise self._unreadable(
-                "no host has an undamaged copy that fits the request. No host alone has whole "
-                "leaves: give an abstract_state with shardings over all hosts"
+                "no host has an undamaged copy that fits the request. No host alone stores whole "
+                "leaves: call load with an abstract_state whose shardings span all hosts, or read "
+                "the step from the durable tier (tier='durable')"
             )
         first = next(index for index, flag in enumerate(flags) if flag)
         sent = value if value is not None and first == self._index else b""
@@ -184,7 +187,10 @@ class HostSteps:
             rounds = routes(needs, holds, slices)
         except LookupError:
             lacking = [i for i, part in enumerate(needs) if part not in holds]
-            raise self._unreadable(f"no host has the parts that processes {lacking} need") from None
+            raise self._unreadable(
+                f"no host has the parts that processes {lacking} need; restore another step, or "
+                "this step from the durable tier (tier='durable')"
+            ) from None
         logger.info(
             "step %d: processes %s restore from their own host's copy, the others receive their "
             "parts from other hosts",
@@ -212,9 +218,9 @@ class HostSteps:
 
     @contextlib.contextmanager
     def _ignoring_damage(self) -> Iterator[None]:
-        """Records and logs damage of this host's copy, and suppresses the error.
+        """Suppresses errors that show damage of this host's copy; records and logs the damage.
 
-        Another host may have the same data undamaged.
+        The restore goes on, because another host may have the same data undamaged.
         """
         try:
             with self._verified.noting_damage(self.committed):
@@ -241,7 +247,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _slice_of(reads: Mapping[str, Read], axis: str) -> int:
-    """Returns the index of the slice that contains this process; 0 if no mesh has the axis."""
+    """Returns the index of the slice that contains this process; 0 if no mesh has ``axis``."""
     meshes = {
         read.placement.mesh for read in reads.values() if isinstance(read.placement, NamedSharding)
     }

@@ -1,7 +1,7 @@
-"""Restores: compare a step with the live objects, read it, then change all live objects or none.
+"""Restores: compares a step with the live objects, reads it, then changes all objects or none.
 
-Each process reads the leaves for its own devices and host. The processes agree that all of them
-have succeeded so far before any of them makes a change that it cannot undo.
+Each process reads the leaves that its own devices and host memory need. Before any process makes a
+change that it cannot undo, all processes confirm that they have succeeded so far.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def restore_attached(
 def report_of(
     step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
 ) -> RestoreReport:
-    """Returns the report of a restore with these findings and this selection."""
+    """Returns a ``RestoreReport`` made from the findings and the tensor selection of a restore."""
     return RestoreReport(
         step,
         missing=tuple(findings.missing),
@@ -125,7 +125,7 @@ def apply(
     step: int | None,
     path: str,
 ) -> None:
-    """Reads the leaves of a restoration and makes its changes: all of them, or none.
+    """Reads the leaves of a restoration, then makes all changes of the restoration or none.
 
     Args:
       restoration: the leaves to read and the changes to make.
@@ -150,7 +150,7 @@ def _apply_in_budget(
     step: int | None,
     path: str,
 ) -> None:
-    """Applies a restoration part by part; before it reads a part, frees the buffers to replace.
+    """Applies a restoration part by part; frees a part's old buffers before reading new values.
 
     Raises:
       UnusableStateError: a part failed. All buffers that the restore was to replace are then freed.
@@ -182,10 +182,11 @@ def _apply_in_budget(
 
 
 def _part_bytes(reads: Iterable[Read]) -> int:
-    """Returns the bytes per device to free and read at a time: half of the free device memory.
+    """Returns the size of a part in bytes per device: half of the free device memory.
 
-    Only memory beyond the peak so far counts as free, because a restore must not need more memory
-    than the training that follows it.
+    A part is what a restore frees and reads at a time. Only memory beyond the device's peak usage
+    so far counts as free, because a restore must not need more memory than the training that
+    follows.
     """
     placements = {read.placement for read in reads}
     devices: set[Any] = {
@@ -201,7 +202,7 @@ def _part_bytes(reads: Iterable[Read]) -> int:
 def _parts(
     writes: Sequence[Write], reads: Mapping[str, Read], part_bytes: int
 ) -> Iterator[list[Write]]:
-    """Yields the writes in parts: of at most ``part_bytes`` per device, or of one larger write."""
+    """Yields the writes in groups of at most ``part_bytes`` per device, or of one larger write."""
     part: list[Write] = []
     size = 0
     for write in writes:

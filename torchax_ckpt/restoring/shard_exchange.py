@@ -1,7 +1,8 @@
-"""The exchange of parts between hosts: which host sends its part of the state to which other host.
+"""Plans the exchange of parts of the state: which host sends its part to which other host.
 
-A host that lacks the part that it needs receives this part from one other host. Nothing is summed
-or gathered, and a host that receives nothing keeps its part. ``move_shards`` transfers the parts.
+A host that lacks the part that it needs receives this part from one other host. The exchange
+neither sums nor gathers values, and a host that receives nothing keeps its part. ``move_shards``
+transfers the parts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from torchax_ckpt.snapshot.move_shards import Rounds
 
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
-    """Returns a few successive permutes that give each process the part that it needs.
+    """Returns successive permutes, after which each process has the part that it needs.
 
-    In one permute a process sends to at most one process and receives from at most one. The
-    received part replaces the part that the process had. No part is lost while a process still
-    needs it: a process that has the part that it needs receives no other part, and can send its
-    part to others in the next permute.
+    In one permute, a process sends to at most one process, and receives from at most one process. A
+    received part replaces the part that the receiving process had. No part is lost while a process
+    still needs it: a process that has the part that it needs receives no other part, and can send
+    its part to another process in the next permute.
 
     Args:
       needs: for each process, the part that it needs.
@@ -30,7 +31,7 @@ def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[i
       LookupError: no process has a part that is needed.
     """
     if not set(needs) <= set(holds):
-        raise LookupError("no process has a part that is needed")
+        raise LookupError("a part that some process needs is on no process")
     holds, rounds = list(holds), []
     while lacking := [i for i, part in enumerate(needs) if holds[i] != part]:
         free: dict[str | None, list[int]] = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""The reader of steps: checks the manifest of a step and reads leaves onto placements."""
+"""The reader of steps: checks a step's manifest, and reads leaves onto devices or the host."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def require_made(committed: CommittedStep, manifest: Manifest) -> None:
 
 
 class Source(Protocol):
-    """A step from which leaves are read; ``StoredLeaves`` and ``HostSteps`` implement it."""
+    """The interface of a step from which leaves are read: ``StoredLeaves`` or ``HostSteps``."""
 
     committed: CommittedStep
     document: Mapping[str, Node]
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Refuses arrays that are not stored as the manifest says. Call it before ``read``."""
+        """Raises if stored arrays contradict the manifest. Callers call this before ``read``."""
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Reads leaves onto their placements; returns name -> array."""
+        """Reads each leaf onto its devices or the host; returns leaf name -> array."""
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Returns whether these reads, if digests are compared, verify every stored byte."""
+        """Returns whether ``reads`` cover (and so can verify) every stored byte of the step."""
 
 
 class StoredLeaves:
@@ -108,7 +108,7 @@ class StoredLeaves:
 def require_plausible(
     committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
 ) -> None:
-    """Raises if arrays are not stored as the manifest says. Call it before memory is allocated.
+    """Raises if stored arrays contradict the manifest. Call this before memory is allocated.
 
     Raises:
       CorruptCheckpointError: an array does not exist, has another dtype or shape, or has a layout
@@ -133,17 +133,17 @@ def require_plausible(
 
 
 def _is_whole_here(placement: Placement) -> bool:
-    """Returns whether a leaf for devices is whole in this host's memory at one time."""
+    """Returns whether a leaf with this placement passes whole through this host's memory."""
     return placement is not Local.HOST and (
         isinstance(placement, Local) or placement.is_fully_replicated
     )
 
 
 def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
-    """Returns whether these reads, if digests are compared, verify every stored byte.
+    """Returns whether ``reads`` cover (and so can verify) every stored byte of the step.
 
-    ``reads`` are those of one process. The reads that other processes make in the same restore
-    count too.
+    ``reads`` are the reads of one process. The corresponding reads of the other processes in the
+    same restore count too.
     """
     needed = set(manifest.leaves())
     # If as many processes read as saved, each process reads its own per-process state.
@@ -160,7 +160,7 @@ def read_leaves(
     options: CheckpointOptions,
     agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads leaves onto their placements; returns name -> array.
+    """Reads each leaf onto its devices or the host; returns leaf name -> array.
 
     Args:
       committed: the step.

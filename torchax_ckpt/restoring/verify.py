@@ -1,6 +1,7 @@
-"""Verification: reads a whole step back and records whether it is sound.
+"""Verification: reads a whole step back, and records whether the step is intact.
 
-The rules on which steps to keep, and later readers, use this record.
+The preservation of steps, and later readers of the directory, use the record of intact and damaged
+steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def verify_step(
     processes: Processes,
     options: CheckpointOptions,
 ) -> None:
-    """Compares every byte of a step with its digests and records the result.
+    """Compares every byte of a step with its digests, and records whether the step is intact.
 
     Args:
       committed: the step.

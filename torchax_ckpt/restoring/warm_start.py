@@ -1,7 +1,7 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Each kind of source is converted to a ``StoredModule`` and a reader of leaves. The rest of the
-code is shared with restores.
+Each kind of source is converted to a ``StoredModule`` and a function that reads leaves. The code
+that compares and writes leaves is shared with restores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def warm_start(
 ) -> RestoreReport:
     """Sets a model's initial weights, in place: from another run or from pretrained files.
 
-    Only weights are read: nothing is written, no lease is taken, and no run is resumed.
+    ``warm_start`` reads only weights: it writes no files, acquires no lease and resumes no run.
     Optimizers, random state and a module's extra state stay unchanged. The new run begins at its
     own step 0::
 
@@ -80,12 +80,13 @@ def warm_start(
                 warm_start(model, "runs/pretrain", exclude="head")
             start = ckpt.attach(model, optimizer)
 
-    The selected tensors must fit those of the source. Tensors that are not selected are neither
-    taken from the source nor expected in it. Everything is compared before any tensor of the model
-    is changed. Unless ``restore_in_budget`` is set, everything is also read before, so a model that
-    is not on ``"meta"`` temporarily takes twice its memory. Files are read in the parts that the
-    devices need, and each part goes directly to its device. Digests of a checkpoint are compared as
-    in every restore.
+    The selected tensors must fit those of the source. Tensors of the model that are not selected
+    are neither taken from the source nor expected in the source. All names, shapes and dtypes are
+    compared before any tensor of the model is changed. Unless ``restore_in_budget`` is set, all
+    weights are also read before any tensor is changed, so a model that is not on ``"meta"``
+    temporarily takes twice its memory. Files are read in the parts that the devices need, and each
+    part goes directly to its device. If the source is a checkpoint, its digests are compared as in
+    every restore.
 
     A pattern names a tensor, or a module and everything in it; ``*`` matches any characters, as few
     as possible. ``include`` and ``exclude`` are patterns for the model's names. For example,
@@ -94,8 +95,8 @@ def warm_start(
     ``{"transformer.h.*.attn": "layers.*.attention"}``. If several patterns of ``rename`` match a
     name, the first of them applies.
 
-    The source may have a tied weight under any of the weight's names. If it has several of these
-    names, all of them must refer to the same tensor.
+    The source may store a weight that is tied in the model under any of the weight's names. If the
+    source has several names of a tied weight, all of them must refer to the same tensor.
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
@@ -279,7 +280,7 @@ def _read_files(
     """Returns name -> tensor on its placement; reads each tensor in the parts that devices need.
 
     The parts in transit to devices at one time take at most ``max_host_bytes`` (1 GiB if that is
-    not set). If a single part is larger than this bound, it is in transit alone.
+    not set). A single part that is larger than ``max_host_bytes`` is in transit alone.
     """
     leaves: dict[str, Any] = {}
     empty: dict[str, Any] = {}

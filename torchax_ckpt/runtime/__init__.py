@@ -1,1 +1,1 @@
-"""The process that a checkpointer runs in: calls, signals, memory, progress, failures."""
+"""Process-level services of a checkpointer: call guard, signals, memory, progress, failures."""

@@ -1,9 +1,11 @@
 """The guard of a checkpointer's methods: raises CallError for a call that cannot work.
 
-torchax keeps its random key and its modes per thread. A forked process lacks the threads of JAX and
-TensorStore. Code that JAX traces runs once, on tracers. A signal handler interrupts another call
-halfway. Collectives on another thread would interleave with those of the training thread. In each
-of these cases a call would hang or save wrong values.
+Without this guard, a call on a wrong thread, in a forked process, inside a traced function or in a
+signal handler would hang or save wrong values. The library torchax keeps its random key and its
+modes per thread. A forked process lacks the threads of JAX and TensorStore. Code that JAX traces
+runs only once, on tracers instead of values. A signal handler may interrupt another call of the
+checkpointer halfway. Collectives on another thread would interleave with those of the training
+thread.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Calls:
-    """The running calls on one checkpointer: one per thread.
+    """The calls that are running on one checkpointer, at most one per thread.
 
-    The thread that makes the first call with ``trains`` is the only one that may make such calls.
+    The thread that makes the first call with ``trains=True`` is the only thread that may make calls
+    with ``trains=True``.
     """
 
     def __init__(self) -> None:
@@ -64,8 +67,9 @@ class Calls:
         if _is_fork:
             raise CallError(
                 f"{call.name} was called in process {os.getpid()}, which was forked from process "
-                f"{_home}: a forked process lacks the threads of JAX and of its storage. Call it "
-                "in the parent, or start the process with multiprocessing's 'spawn' method."
+                f"{_home}: a forked process lacks the threads of JAX and of the storage "
+                "library. Call it in the parent, or start the process with multiprocessing's "
+                "'spawn' method."
             )
         if get_opaque_trace_state() != _NOT_TRACING:
             raise CallError(
@@ -88,13 +92,13 @@ class Calls:
                     f"belongs to thread {_name(self._training_thread)}, which used it first: "
                     "torchax keeps its random key and modes per thread, and transfers between "
                     "processes over their devices must not interleave with those of the training. "
-                    "Call attach, save and restore on the training thread; load too, on several "
-                    "processes with single_replica_restore or a local tier."
+                    "Call attach, save and restore on the training thread. In a run of several "
+                    "processes with single_replica_restore or a local tier, call load there too."
                 )
         self._running[thread] = call
 
     def end(self, call: _Call) -> None:
-        """Marks a call as done, if it was marked as running."""
+        """Removes a call from the running calls, if ``begin`` has added it."""
         thread = threading.current_thread()
         if self._running.get(thread) is call:
             del self._running[thread]
@@ -115,7 +119,7 @@ S = TypeVar("S", bound=_HasCalls)
 def guarded(
     *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator: the method raises CallError if it cannot work where it is called.
+    """Returns a decorator that raises CallError if the method is called where it cannot work.
 
     Args:
       trains: whether the method belongs on the training thread; or a function that returns this

@@ -1,4 +1,4 @@
-"""The log of background failures: logs each kind once, until the action works again."""
+"""The log of background failures: logs each kind of failure once, until the action works again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class FailureLog:
         self.unread: list[CheckpointError] = []
 
     def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
-        """Logs a failure and keeps it to be raised.
+        """Logs a failure, and keeps it until ``raise_oldest`` raises it.
 
-        If the last failure of the action had the same kind, and ``over`` was not called since, logs
-        at level DEBUG only, and keeps the failure only if no other failure waits to be raised.
+        A failure is a repetition if the last failure of the same action had the same kind, and
+        ``over`` was not called since. A repetition is logged at level DEBUG only, and is kept only
+        if no other failure waits to be raised.
 
         Args:
           failure: the failure.
@@ -39,7 +40,7 @@ class FailureLog:
             self.unread.append(failure)
 
     def over(self, action: str) -> None:
-        """Records that the action works again."""
+        """Records that the action works again, so that its next failure is logged as an error."""
         self._known.pop(action, None)
 
     def raise_oldest(self) -> None:

@@ -1,12 +1,13 @@
-"""The memory of this host that the process may use: the machine's, within control-group limits.
+"""The host memory that this process may use: the machine's memory, within control-group limits.
 
 In a container, the kernel ends a process whose control group uses more than its limit, however much
-memory the machine has. The limit of a group also applies to all groups below it. So the limit of a
-process is the smallest one on the path from its group to the root, as far as that path is mounted.
+memory the machine has. The limit of a control group also applies to all groups inside it. So the
+limit of a process is the smallest limit of its own group and the enclosing groups, as far as these
+groups are mounted.
 
-The limits are read at each call, because they can change, and because a process can be moved to
-another group. A call takes a fraction of a millisecond. Call it once per restore or save, not once
-per leaf or file.
+Each call of ``host_memory_bytes`` or ``available_host_bytes`` reads the limits anew, because limits
+can change, and because a process can be moved to another group. Reading the limits takes a fraction
+of a millisecond. So call these two functions once per restore or save, not once per leaf or file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _V2 = _Interface("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory_bytes() -> int:
-    """Returns how many bytes of memory this process may use at most, including those in use."""
+    """Returns the most bytes of memory that this process may use, including bytes in use now."""
     return min([_machine_bytes(), *(limit for _, _, limit in _limited_groups())])
 
 
@@ -84,11 +85,11 @@ def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
-    """Yields each hierarchy that may limit memory: (mount point, folder of the group, version).
+    """Yields each control-group hierarchy that may limit the memory of this process.
 
-    The group is that of this process. There may be two hierarchies: in a hybrid layout version 1
-    limits memory, and version 2 is mounted beside it without a memory controller. A hierarchy
-    without limit files sets no limit.
+    Yields (mount point, folder of this process's group, version of control groups). There may be
+    two hierarchies: in a hybrid layout, version 1 of control groups limits memory, and version 2 is
+    also mounted, but without a memory controller. A hierarchy without limit files sets no limit.
     """
     try:
         groups = (_PROC / "self" / "cgroup").read_text().splitlines()
@@ -118,7 +119,7 @@ def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
 def _mounted(
     mounts: Sequence[str], kind: str, controller: str | None = None
 ) -> list[tuple[str, Path]]:
-    """Returns (mounted folder, mount point) for each mount of a kind of file system.
+    """Returns (mounted folder, mount point) for each mount of the given kind of file system.
 
     Args:
       mounts: lines of ``mountinfo``: ``36 35 98:0 /root /mount/point rw shared:1 - kind source

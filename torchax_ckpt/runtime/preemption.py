@@ -1,13 +1,14 @@
-"""Preemption notices: detects SIGTERM or JAX's sync point; ends the process after a grace period.
+"""Preemption: detects SIGTERM or JAX's preemption sync point; ends the process after a grace time.
 
-Without ``jax.distributed``, a thread detects SIGTERM through the file descriptor that Python's
-C-level handler writes to. A Python handler alone would not suffice: it runs only when the main
-thread returns to Python code, and a transfer can delay that for seconds.
+Without ``jax.distributed``, a thread detects SIGTERM through the wakeup file descriptor, to which
+Python's C-level signal handler writes. A Python signal handler alone would not suffice: it runs
+only when the main thread returns to Python code, and a device transfer can keep the main thread
+from Python code for seconds.
 
-With ``jax.distributed``, JAX installs its own handler and finds a step on which all processes
-agree. JAX's handler replaces earlier handlers without Python's knowledge. A handler that is
-installed later would replace JAX's and end its notices. So under ``jax.distributed`` this module
-leaves SIGTERM alone.
+With ``jax.distributed``, JAX installs its own SIGTERM handler, and finds one step at which all
+processes notice the preemption. JAX's handler replaces earlier handlers without Python's knowledge.
+A SIGTERM handler that is installed after JAX's would replace it, and JAX would no longer notice
+preemptions. So under ``jax.distributed`` this module installs no SIGTERM handler.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _WAKE = b"\0"  # wakes the thread that reads the pipe; not a signal number
 
 
 class Preemption:
-    """The preemption notice of one checkpointer's run; once received, it remains.
+    """Tells whether one checkpointer's run got a preemption notice; a notice is never withdrawn.
 
     Args:
       grace_secs: seconds from a SIGTERM to the end of the process; None leaves SIGTERM alone.
@@ -49,19 +50,21 @@ class Preemption:
         self._decided: int | None = None
 
     def listen(self) -> None:
-        """Makes SIGTERM a notice to this run from now on. May be called again, before each step.
+        """From now on, treats a SIGTERM as a preemption notice to this run.
 
-        Works on the main thread only, because Python changes signal handlers only there. On another
-        thread, logs once that SIGTERM is not noticed.
+        ``listen`` may be called before each step. The first call must be on the main thread,
+        because Python allows only the main thread to change signal handlers. On another thread,
+        ``listen`` only logs, once, that no SIGTERM will be noticed.
         """
         if self.grace_secs is not None and not _jax_has_sigterm():
             _watch.add(self, self.grace_secs)
 
     def reached(self, step: int | None = None) -> bool:
-        """Returns whether the run should save and end; call it after completing ``step``.
+        """Returns whether the run got a preemption notice, and so should save and end.
 
-        Under ``jax.distributed``, JAX answers True at one step only, on which all processes agree.
-        So each process must ask at every step. Without ``step``, returns the latest answer.
+        Call ``reached(step)`` after ``step`` is completed. Under ``jax.distributed``, JAX reports a
+        preemption at one step only, the same step on all processes, so each process must call
+        ``reached`` at every step. Without ``step``, ``reached`` returns its latest answer.
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
@@ -73,8 +76,9 @@ class Preemption:
     def decide(self, step: int) -> bool:
         """Returns ``reached(step)``, and fixes the answer for this step.
 
-        ``reached(step)`` then still returns False if a notice arrives after the decision whether to
-        save the step. Otherwise the notice could end the run without a save.
+        If a notice arrives after ``decide(step)`` has returned False, ``reached(step)`` still
+        returns False. Otherwise a notice that arrives after the decision not to save a step could
+        end the run without a save.
         """
         answer = self.reached(step)
         self._decided = step
@@ -100,7 +104,8 @@ def _at_sync_point(step: int) -> bool:
 class _Watch:
     """Detects SIGTERM for all checkpointers of this process.
 
-    Uses no locks, because its code must also work in a signal handler and in a forked process.
+    ``_Watch`` uses no locks, because its code must also work in a signal handler and in a forked
+    process.
 
     Attributes:
       noticed_at: ``time.monotonic()`` of the first SIGTERM, or None.
@@ -168,7 +173,10 @@ class _Watch:
         return self._pipe is not None
 
     def _take_wakeup_fd(self) -> None:
-        """Sets our pipe as wakeup descriptor; keeps the previous one, to relay signals to it."""
+        """Sets our pipe as Python's wakeup file descriptor for signals.
+
+        Keeps the previous wakeup descriptor, so that the thread can relay signals to it.
+        """
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
@@ -189,7 +197,7 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores the previous handler and wakeup descriptor, unless other code changed them.
+        """Restores the previous SIGTERM handler and wakeup descriptor, if ours are still set.
 
         Returns:
           Our descriptors, which the caller closes after the thread has ended.
@@ -226,10 +234,11 @@ class _Watch:
             self._previous(signum, frame)
 
     def _notice(self, receiver: Literal["handler", "thread"]) -> None:
-        """Records a SIGTERM, and ends the process at a second one.
+        """Records a SIGTERM, and ends the process at a second SIGTERM.
 
-        The handler and the thread both receive each signal, at most once. The handler may receive
-        it late, so the time between two signals is measured per receiver.
+        The Python signal handler and the thread that reads the pipe each receive a SIGTERM at most
+        once. The handler may receive a SIGTERM late, so the time between two signals is measured
+        separately for the handler and the thread.
         """
         now = time.monotonic()
         if self.noticed_at is None:

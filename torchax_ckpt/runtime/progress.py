@@ -1,4 +1,4 @@
-"""Progress bars for long work, shown on a terminal only; nothing goes to logs."""
+"""Progress bars for long work, shown only on a terminal and never written to logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFRESH_SECS = 0.1
 
 
 class _Bar(tqdm):
-    """A bar that starts no monitor thread."""
+    """A tqdm progress bar that does not start tqdm's monitor thread."""
 
     monitor_interval = 0
 
@@ -31,7 +31,7 @@ def is_watched() -> bool:
 
 @contextlib.contextmanager
 def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Shows a bar during the body of the ``with`` block if standard error is a terminal.
+    """Shows a progress bar during the ``with`` block if standard error is a terminal.
 
     Args:
       label: names the work.
@@ -63,7 +63,7 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
 
 
 def join(thread: threading.Thread, timeout_secs: float | None, stage: Callable[[], str]) -> None:
-    """Waits for a thread to end; shows its stage if standard error is a terminal.
+    """Waits for a thread to end; shows the thread's stage if standard error is a terminal.
 
     Args:
       thread: the thread.

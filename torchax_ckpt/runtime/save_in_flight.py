@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:
-    """The times of a save, in seconds since the training thread began it.
+    """The times of a save, in seconds since the training thread began the save.
 
     Attributes:
       step: the saved step.
@@ -24,7 +24,7 @@ class SaveCost:
 
 
 class SaveInFlight:
-    """A save that is being written.
+    """A save that its own thread is writing.
 
     Attributes:
       is_known_overdue: whether a SaveTimeoutError for this save was raised.
@@ -56,10 +56,10 @@ class SaveInFlight:
         return time.perf_counter() - self._began
 
     def enter(self, phase: str) -> None:
-        """Records that the save enters this stage."""
+        """Records that the save begins the stage ``phase``."""
         self._phase = phase, time.perf_counter()
 
     def where(self) -> str:
-        """Returns the current stage, and for how long the save has been in it."""
+        """Returns a text that names the current stage of the save and the stage's age."""
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"

@@ -9,7 +9,7 @@ from torchax_ckpt.errors import StepError, StepTypeError
 
 
 def as_step(step: Any) -> int:
-    """Returns the step as an int. Accepts numpy integers, but not bools.
+    """Returns the step as an int. ``step`` may be a numpy integer, but not a bool.
 
     Raises:
       StepTypeError: the step is not an integer.

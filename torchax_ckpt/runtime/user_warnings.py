@@ -13,7 +13,8 @@ def warn(message: str, stacklevel: int = 1) -> None:
     """Logs a message as a warning, and issues it as a UserWarning too.
 
     The log message reaches the log files of a job; the UserWarning reaches programs that collect
-    warnings. Never raises, because a run must resume under ``python -W error`` too.
+    warnings. ``warn`` never raises the warning as an error, because a run must resume under
+    ``python -W error`` too.
 
     Args:
       message: the message.

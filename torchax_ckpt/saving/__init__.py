@@ -1,1 +1,1 @@
-"""Saving: when a step is saved, what is written, and the threads and processes that write it."""
+"""Saving: when a step is saved, what is written, and which threads and processes write it."""

@@ -1,8 +1,8 @@
-"""The end of a checkpointer: by ``close``, after a late save, on garbage collection, or at exit.
+"""Ends a checkpointer's background work: on ``close``, on garbage collection, or at program exit.
 
-A checkpointer that is garbage-collected without ``close`` is closed on a separate thread. At its
-first save, a new checkpointer of the same process and directory waits until the old one is closed,
-and closes the old one itself if the thread has not done so.
+If a checkpointer is garbage-collected without ``close``, a separate thread closes it. If a new
+checkpointer of the same process and directory makes its first save before that thread has finished,
+the new checkpointer first closes the garbage-collected one itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Saver(Protocol):
-    """The parts of a tier's saver that closing uses."""
+    """The methods and attributes of a tier's ``Saver`` that ``Closing`` uses."""
 
     path: Any
     newest_failure: SaveError | None
@@ -39,7 +39,7 @@ class _Saver(Protocol):
 
 
 class _Decisions(Protocol):
-    """The parts of a tier's save decisions that closing uses."""
+    """The methods of a tier's ``Decisions`` that ``Closing`` uses."""
 
     @property
     def has_begun(self) -> bool: ...
@@ -49,8 +49,9 @@ class _Decisions(Protocol):
 class Closing:
     """Ends the background work of one checkpointer: saves, leases, threads, SIGTERM handling.
 
-    Refers to parts of the checkpointer, never to the checkpointer itself. Otherwise the threads and
-    exit hooks that use this object would keep the checkpointer alive.
+    A ``Closing`` refers to parts of the checkpointer, never to the checkpointer itself. With such a
+    reference, the threads and exit hooks that use the ``Closing`` would prevent the garbage
+    collection of the checkpointer.
 
     Attributes:
       is_asked: whether ``close`` was called or the checkpointer was garbage-collected.
@@ -100,9 +101,8 @@ class Closing:
     def drop(self, hook: Hook | None) -> None:
         """Starts a thread that finishes the save in flight and then closes the checkpointer.
 
-        Called when the checkpointer is garbage-collected.
-
-        The garbage collector may call this at any point and on any thread.
+        The garbage collector calls ``drop`` when it collects the checkpointer, at any point of the
+        program and on any thread.
 
         Args:
           hook: the user's event hook, which gets the remaining events; None without a hook.
@@ -117,7 +117,9 @@ class Closing:
             self._finish_later()
 
     def concerns(self, saver: _Saver) -> bool:
-        """Returns whether this object ends another checkpointer, which may write to the directory.
+        """Returns whether another checkpointer may still write to the directory of ``saver``.
+
+        The other checkpointer is the one that this ``Closing`` ends.
 
         Args:
           saver: a saver of the checkpointer that asks; its directory is the one in question.
@@ -190,12 +192,14 @@ _lock = threading.RLock()  # reentrant: the collector may call Closing.drop() at
 
 
 def _is_same(path: Any, other: Any) -> bool:
-    """Returns whether both name one directory; links are followed."""
+    """Returns whether two paths name the same directory; follows symbolic links."""
     return os.path.realpath(str(path)) == os.path.realpath(str(other))
 
 
 def take_over(saver: _Saver) -> None:
-    """Closes other checkpointers of this process and directory that are no longer reachable.
+    """Closes other checkpointers on the saver's directory that this process no longer uses.
+
+    These checkpointers were garbage-collected, or their ``close`` was called but has not finished.
 
     Args:
       saver: a saver of the checkpointer that is about to write.

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decisions:
-    """The save decisions of one run.
+    """Decides which steps to save to one tier, by asking the save decision policy.
 
     Args:
       policy: the policy to ask.
@@ -42,13 +42,17 @@ class Decisions:
         self._windows = DecisionWindows(processes, self._ask) if processes.count > 1 else None
 
     def should_save(self, step: int) -> bool:
-        """Returns whether to save the step; equal on all processes if all ask at the same steps."""
+        """Returns whether to save the step.
+
+        All processes get the same answer, provided that they all ask at the same steps.
+        """
         return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
-        """On process 0, calls the policy for a step that is saved because of a preemption.
+        """Tells the policy, on process 0, that a step is saved because of a preemption.
 
-        The step is saved whatever the policy returns or raises, because no later save may follow.
+        The step is saved even if the policy returns False or raises an error, because the process
+        may end before another save.
         """
         if not self._is_first:
             return
@@ -63,24 +67,27 @@ class Decisions:
             )
 
     def begun(self) -> None:
-        """Records that the last decided step is being saved; its decision is then False."""
+        """Records that the save of the step that was decided last has begun.
+
+        In a run of several processes, ``should_save`` then returns False for this step.
+        """
         if self._windows is not None:
             self._windows.keep()
 
     @property
     def has_begun(self) -> bool:
-        """Whether the background thread that receives decisions may run."""
+        """Whether the background thread that receives decisions may be running."""
         return self._windows is not None and self._windows.has_begun
 
     def close(self) -> None:
-        """Ends the background thread that receives decisions; may be called again."""
+        """Ends the background thread that receives decisions; later calls have no effect."""
         if self._windows is not None:
             self._windows.close()
 
     def _ask(
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
     ) -> bool:
-        """Returns the policy's answer for a step.
+        """Asks the policy whether to save a step, and returns the answer.
 
         Args:
           step: completed optimizer steps.

@@ -1,4 +1,4 @@
-"""The state of a training loop: its position, its recorded metrics, its ``steps()`` iterator."""
+"""The state of a training loop: its last step, its recorded metrics, its ``steps()`` iterator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class SaveStep(Protocol):
-    """The signature of ``TorchaxCheckpointer.save`` as far as the loop uses it."""
+    """The part of the signature of ``TorchaxCheckpointer.save`` that the training loop uses."""
 
     def __call__(self, step: int, *, force: bool) -> bool:
-        """Saves the step if the policy says so or if ``force``; returns whether a save began."""
+        """Saves the step if the policy wants it or if ``force``; returns whether a save began."""
 
 
 class Loop:
-    """The position and the recorded metrics of one training loop.
+    """The position (last step) and the recorded metrics of one training loop.
 
     Attributes:
       position: the last step that was saved, restored or completed in ``steps``; None if the run
@@ -33,7 +33,7 @@ class Loop:
         self._recorded: dict[str, Any] = {}
 
     def restored(self, step: int | None) -> None:
-        """Sets the position to a restored step, and discards the recorded metrics."""
+        """Sets the loop's position to a restored step, and discards the recorded metrics."""
         self.position = step
         self._num_restores += 1
         self._recorded = {}
@@ -47,7 +47,7 @@ class Loop:
         self._recorded.update(step_metrics.check_metrics(metrics))
 
     def take_metrics(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the recorded metrics and ``more`` in one dict, and discards the recorded ones.
+        """Returns the recorded metrics and ``more`` in one dict, and clears the recorded metrics.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -57,11 +57,11 @@ class Loop:
         return pending
 
     def require_not_passed(self, step: int, path: Any) -> None:
-        """Raises StepError, with ``path``, if the step is below the position."""
+        """Raises StepError if ``step`` is below the last step saved, restored or completed."""
         if self.position is not None and step < self.position:
             raise StepError(
                 f"step {step} is below step {self.position}, the last step saved or restored in "
-                "this run; to go back, restore the step to continue from",
+                "this run; to go back, call restore(step) for the step to continue from",
                 step=step,
                 path=path,
             )
@@ -69,7 +69,7 @@ class Loop:
     def steps(
         self, total: int, save: SaveStep, reached_preemption: Callable[[], bool]
     ) -> Iterator[int]:
-        """Yields the steps up to ``total``, and calls ``save`` after each loop body."""
+        """Yields the number of each step up to ``total``, and saves after each loop body."""
         step = self.position or 0
         while step < total:
             step = (self.position or 0) + 1

@@ -1,4 +1,4 @@
-"""The calls of ``save``: each selects the tiers, captures the state and starts the writes."""
+"""Implements ``TorchaxCheckpointer.save``: selects tiers, captures state, starts the writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchax_ckpt.state.training_state import TrainingState
 
 
 class SaveCalls:
-    """The calls of ``save`` on one checkpointer.
+    """Implements ``save`` and ``should_save`` of one checkpointer.
 
     Args:
       tiers: the tiers to save to.
@@ -59,7 +59,7 @@ class SaveCalls:
         self._unattached = TrainingState()
 
     def should_save(self, step: int) -> bool:
-        """Returns whether ``save`` would begin to save this step."""
+        """Returns whether a call of ``save`` for this step would begin a save."""
         return bool(self._due(step, is_preempted=self._preemption.reached(step)))
 
     def save(
@@ -71,7 +71,7 @@ class SaveCalls:
         *,
         force: bool,
     ) -> bool:
-        """Saves a step to the tiers that it is due for; see ``TorchaxCheckpointer.save``."""
+        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``."""
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
         must_save = force or is_preempted
@@ -112,9 +112,9 @@ class SaveCalls:
     def _due(
         self, step: int, *, is_forced: bool = False, is_preempted: bool = False
     ) -> list[RunTier]:
-        """Returns the tiers that lack the step and whose policies want it.
+        """Returns the tiers that lack the step and whose save decision policies want to save it.
 
-        A forced step, or a step at a preemption, goes to the durable tier only.
+        A forced save, or a save at a preemption, writes to the durable tier only.
         """
         self._tiers.open()
         if is_forced or is_preempted:
@@ -137,7 +137,7 @@ class SaveCalls:
         fetch_metrics: Callable[[], Any],
         began: float,
     ) -> Capture:
-        """Captures the present values of all leaves, and the document that describes the tree."""
+        """Captures the current values of all leaves, and a description of their pytrees."""
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
@@ -149,7 +149,7 @@ class SaveCalls:
         return Capture(step, snapshot, document, per_process, fetch_metrics, began)
 
     def _finish(self, capture: Capture) -> bool:
-        """Waits for the save, repeats it once if it failed; returns whether the step is durable."""
+        """Waits for the save, repeats a failed save once; returns whether the step is durable."""
         self._durable.saver.wait()
         if not self._durable.history.has(capture.step):
             self._durable.saver.begin(capture)  # now, because no later save will try again
@@ -168,7 +168,7 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
 
 
 def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
-    """Starts to write a capture to the given tiers, in parallel."""
+    """Starts one save of a captured state to each given tier; the saves run in parallel."""
     for tier in tiers:
         tier.saver.begin(capture)
         tier.decisions.begun()
@@ -178,7 +178,10 @@ def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
-    """Records in each tier a failed save: other processes begin it, but this process cannot."""
+    """Records in each tier that this process failed to begin the save of a step.
+
+    The other processes begin the save, which then fails on all processes.
+    """
     for tier in tiers:
         tier.decisions.begun()
         tier.saver.abstain(step, error)

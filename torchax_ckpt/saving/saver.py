@@ -1,13 +1,13 @@
-"""The saver of one tier: runs each save from its capture until it is durable or has failed.
+"""The saver of one tier: writes each captured state until its step is durable or has failed.
 
-The training thread passes a capture to the saver and continues; a separate thread writes it. At
-most one save is in flight. A save in flight is finished even if the program ends without ``close``.
+The training thread passes a captured state to the saver and continues; a separate thread writes the
+state. A tier has at most one save in flight. Program exit waits for a save in flight.
 
-A failed save loses only its own step. The next save tries again, so saving recovers when the medium
-does. The log reports a failure once, again if its kind changes, and once when saving works again.
+A failed save leaves earlier steps intact. The next save tries again, so saving recovers when the
+storage does. The log reports failures of the same kind once, and reports when saving works again.
 
-On several processes, each process writes the data of its devices, and process 0 does the work that
-is done once for all. A save succeeds or fails on all processes. This module does not use torchax.
+In a run of several processes, each process writes the data of its devices; process 0 commits. A
+save succeeds on all processes or fails on all processes. This module does not use torchax.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes captures one after another, and deletes steps that the preservation policy drops.
+    """Writes captured states one after another, and deletes the steps that no policy preserves.
 
     Args:
       directory: the directory to write steps to.
@@ -101,16 +101,16 @@ class Saver:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether this run acquired the directory, and has not noticed that it lost the lease."""
+        """Whether this run acquired the directory's lease, and has not found that lease lost."""
         return self._is_claimed
 
     @property
     def has_begun(self) -> bool:
-        """Whether there may be anything to close: a lease, or threads."""
+        """Whether ``close`` may have work to do: a lease to release, or threads to end."""
         return self._has_tried or self._telemetry.has_thread
 
     def claim(self, step: int | None = None) -> None:
-        """Acquires the directory before the first save, and checks that it can be written.
+        """Acquires the directory's lease before the first save, and checks that writing works.
 
         Args:
           step: the step to be saved; None if the call does not save.
@@ -131,7 +131,7 @@ class Saver:
             self._telemetry.open([s.step for s in self._history.branches.in_place])
 
     def _take(self, step: int | None) -> None:
-        """Acquires the lease; releases it if another program's steps would mix with this run's."""
+        """Acquires the lease; raises LeaseError if another program has added steps meanwhile."""
         self._directory.claim()
         if unknown := self._history.unknown(step):
             self._directory.release()
@@ -145,7 +145,7 @@ class Saver:
             )
 
     def delete(self, step: int) -> None:
-        """Deletes a step. Requires that no save is in flight."""
+        """Deletes a step. Call ``delete`` only while no save is in flight."""
 
         def delete() -> list[Any]:
             self._recover()
@@ -160,7 +160,7 @@ class Saver:
         self._history.refresh(committed_step.named(remaining, self._directory.path))
 
     def _recover(self) -> None:
-        """Finishes or removes the leftovers of killed and failed saves; call it on process 0."""
+        """Finishes or removes the files that killed and failed saves left; for process 0 only."""
         if not self._is_recovered:
             if self._num_failures:
                 self._directory.claim()
@@ -169,7 +169,7 @@ class Saver:
             self._is_recovered = True
 
     def begin(self, capture: Capture) -> None:
-        """Waits for the save in flight, if any, then starts the thread that writes a capture."""
+        """Waits for the save in flight, if any, then starts a thread that writes ``capture``."""
         self.wait()
         save = SaveInFlight(capture.step, capture.began, functools.partial(self._run, capture))
         self._in_flight = save
@@ -195,13 +195,13 @@ class Saver:
             save.handed_over.set()
 
     def abstain(self, step: int, error: BaseException) -> None:
-        """Records a failed save of a step: other processes begin the save, this process cannot."""
+        """Fails the save of a step on all processes, because this process could not begin it."""
         self._saves.refuse(_round_of(step), error)
         self._history.begin(step)
         self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight. Only ``check_for_errors`` raises a save's failure.
+        """Waits until no save is in flight; leaves failures of saves to ``check_for_errors``.
 
         Raises:
           SaveTimeoutError: the wait took ``timeout_secs``, or the save took ``save_timeout_secs``
@@ -218,9 +218,9 @@ class Saver:
             raise self._timeout_error(save)
 
     def close(self) -> None:
-        """Finishes the save in flight, and releases the directory.
+        """Waits for the save in flight, then releases the lease of the directory.
 
-        May be called again, and on several threads at the same time.
+        ``close`` may be called more than once, and on several threads at the same time.
 
         Raises:
           SaveTimeoutError: the save takes too long. The save continues and keeps the lease.
@@ -236,7 +236,7 @@ class Saver:
             self._in_flight.thread.join()
 
     def _wait_showing_progress(self) -> None:
-        """Waits like ``wait``, and shows on a terminal what it waits for."""
+        """Waits like ``wait``, and shows the stage of the save if standard error is a terminal."""
         if (save := self._in_flight) is not None:
             what = f"finishing the save of step {save.step}"
             progress.join(
@@ -245,7 +245,7 @@ class Saver:
         self.wait()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure not yet raised, else one SaveTimeoutError for a late save."""
+        """Raises the oldest unraised save failure, else one SaveTimeoutError for a late save."""
         self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
@@ -255,7 +255,7 @@ class Saver:
             raise self._timeout_error(save)
 
     def _remaining_secs(self, save: SaveInFlight) -> float | None:
-        """Returns the seconds until the save reaches ``save_timeout_secs``; None if unlimited."""
+        """Returns the seconds until a save reaches ``save_timeout_secs``; None without a limit."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
@@ -269,7 +269,7 @@ class Saver:
         )
 
     def _watch(self, save: SaveInFlight) -> None:
-        """Logs the stage and the stack of a late save until it ends, at doubling intervals."""
+        """Logs a late save's stage and stack at its time limit, and whenever its age doubles."""
         limit = self._options.save_timeout_secs
         assert limit is not None
         while True:
@@ -315,7 +315,7 @@ class Saver:
             del capture  # the traceback of a stored error refers to this frame
 
     def _tidy(self, durable: CommittedStep) -> None:
-        """After a commit, sets abandoned steps aside and deletes steps that no policy keeps."""
+        """After a commit, moves abandoned steps aside and deletes steps that no policy keeps."""
 
         def tidy() -> list[Any]:
             history = self._history
@@ -391,7 +391,7 @@ def _round_of(step: int) -> str:
 
 
 def _with_leaf_name(capture: Capture, error: BaseException) -> BaseException:
-    """Returns the error; if a donated buffer caused it, an error that names the leaf instead."""
+    """Returns the error, or a DonatedBufferError naming the leaf if a donation caused the error."""
     if "has been deleted" in str(error):
         try:
             capture.snapshot.require_alive()

@@ -1,4 +1,4 @@
-"""Metrics of a step: checked when the caller gives them, fetched from devices in the background."""
+"""Metrics of a step: checked in the caller's thread, fetched from devices in the save's thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pending = Mapping[str, Any]
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metrics as JSON values and device scalars; does not wait for devices.
+    """Returns the checked metrics as JSON values or device scalars; does not wait for devices.
 
     Raises:
       MetricsError: a metric is neither a number nor JSON; the error names the first such metric.
@@ -43,7 +43,7 @@ def _check(name: str, value: Any) -> Any:
         value = _array_of(name, value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if isinstance(value, jax.core.Tracer):
-            raise MetricsError(f"metric {name!r} is a JAX tracer; record it outside of jit")
+            raise MetricsError(f"metric {name!r} is a JAX tracer; record the metric outside of jit")
         if value.size != 1 or not _is_real(value.dtype):
             raise MetricsError(
                 f"metric {name!r}: expected a scalar, found {value.dtype}{list(value.shape)}"
@@ -53,14 +53,14 @@ def _check(name: str, value: Any) -> Any:
         if value.is_deleted():
             raise MetricsError(
                 f"metric {name!r}: its buffer was donated to a jitted step and is gone; record "
-                "what the step returned"
+                "the value that the step returned"
             )
         return value
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise MetricsError(
-            f"metric {name!r}: {value!r:.80} is neither a number nor JSON ({error})"
+            f"metric {name!r}: expected a number or a JSON value, found {value!r:.80} ({error})"
         ) from error
 
 
@@ -81,7 +81,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def hold(pending: Pending) -> dict[str, Any]:
-    """Returns the metrics with copies of device scalars, which a jitted step could donate."""
+    """Returns the metrics with copied device scalars, as a jitted step may donate the originals."""
     return {
         name: jnp.copy(_check(name, value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
@@ -98,7 +98,7 @@ def _python_scalar(value: Any) -> Any:
 
 
 def fetch(pending: Pending) -> dict[str, Any]:
-    """Returns the metrics as JSON; waits for the devices of device scalars."""
+    """Returns the metrics as JSON values; waits until device scalars are computed and fetched."""
     return {
         name: _python_scalar(np.asarray(value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
@@ -108,9 +108,10 @@ def fetch(pending: Pending) -> dict[str, Any]:
 def fetching(
     pending: Pending, ranked: Sequence[str], step: int
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
-    """Returns a function that fetches a step's metrics from the devices and checks the ranked ones.
+    """Returns a function that fetches a step's metrics and checks those that a best-N rule ranks.
 
-    Copies device scalars now, because a jitted step could donate them before the fetch.
+    ``fetching`` itself copies device scalars, because a jitted step could donate their buffers
+    before the returned function fetches them.
 
     Args:
       pending: the metrics.
@@ -127,7 +128,7 @@ def fetching(
 def fetch_ranked(
     pending: Pending, ranked: Iterable[str], step: int
 ) -> tuple[dict[str, Any], MetricsError | None]:
-    """Returns the fetched metrics, and the error of ``require_ranking`` for them or None."""
+    """Returns the fetched metrics, and the error if ``require_ranking`` refuses them, else None."""
     metrics = fetch(pending)
     try:
         require_ranking(metrics, ranked, step)
@@ -137,9 +138,10 @@ def fetch_ranked(
 
 
 def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
-    """Raises MetricsError if a ranked metric is present but is NaN or not a number.
+    """Raises MetricsError if a metric that a best-N rule ranks is NaN or not a number.
 
-    Does not check metrics that are still on a device; ``fetch_ranked`` checks them after the fetch.
+    Accepts absent metrics. Does not check metrics that are still on a device; ``fetch_ranked``
+    checks these metrics after the fetch.
     """
     for name in ranked:
         value = metrics.get(name)

@@ -1,8 +1,9 @@
 """The tiers of a run: its durable directory, and optionally a local one for more frequent saves.
 
-Each tier has its own steps, history, saver and policies, and both work in the same way. Together
-they form one run, which resumes from the newest step of either tier that was not abandoned. If both
-tiers have that step, the run resumes from the local tier, which is closer.
+The durable and the local tier work in the same way, each with its own steps, history, saver and
+policies. The tiers belong to one run, which resumes from the newest step of either tier that was
+not abandoned. If both tiers have the newest step, the run resumes from the local tier, because
+local storage is closer to the host.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class RunTier:
 
 
 class Tiers:
-    """The tiers of a run; iterating yields them, the durable one first.
+    """The tiers of a run; iteration yields the durable tier, then the local tier if there is one.
 
     Args:
       directory: the path of the durable tier.
@@ -156,7 +157,7 @@ class Tiers:
         return iter(self._tiers)
 
     def _connect(self, channel: str) -> Processes:
-        """Returns the processes of the run, with a channel for messages about one subject."""
+        """Returns a new channel for messages between the processes of the run."""
         service = orbax_context.coordination_service()
         return Processes(channel, self._options.process_timeout_secs, service)
 
@@ -165,9 +166,10 @@ class Tiers:
     def candidates(
         self, step: int | None = None, name: TierName | None = None
     ) -> list[CommittedStep]:
-        """Returns the steps to try to read, in ascending order. Try the last one first.
+        """Returns the steps that a restore or load may read, in ascending order of their numbers.
 
-        If both tiers have a step with the same number, the local step comes after the durable step.
+        The caller tries to read the last step first. If both tiers have a step with the same
+        number, the step of the local tier comes after the step of the durable tier.
 
         Args:
           step: returns only steps with this number; None returns all.
@@ -188,7 +190,10 @@ class Tiers:
         raise StepNotFoundError(text, step=step, path=self._selected_tiers(name)[0].directory.path)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
-        """Returns all steps of a tier (None: of all tiers), in the order of ``candidates``."""
+        """Returns all steps of the tier ``name``, or of all tiers if ``name`` is None.
+
+        The steps have the same order as the result of ``candidates``.
+        """
         tiers, local_steps = self._selected_tiers(name), self._compare_local_steps()
         found = []
         for tier in tiers:
@@ -199,17 +204,22 @@ class Tiers:
         return sorted(found, key=lambda s: s.step)  # stable: the local one stays last
 
     def find(self, step: int) -> CommittedStep:
-        """Returns the step that this process finds, local before durable. Asks no other process."""
+        """Returns the step with this number; prefers the local tier to the durable tier.
+
+        Searches only directories that this process can read, and sends no messages to other
+        processes.
+        """
         for tier in reversed(self._tiers[1:]):
             if step in (s.step for s in tier.directory.steps()):
                 return tier.directory.find(step)
         return self.durable.directory.find(step)
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
-        """Returns the local steps of all hosts, by key (number and commit time).
+        """Returns the steps in the local tiers of all hosts, by key (step number and commit time).
 
-        The paths are those on this host. Also shares between the hosts which steps are abandoned,
-        and sets ``_on_all``, the keys of the steps that all hosts have.
+        The path of each returned step is a path on this host, and does not exist if this host lacks
+        the step. The hosts also tell each other which steps are abandoned. Sets ``_on_all`` to the
+        keys of the steps that all hosts have.
         """
         if self.local is None or self.processes.count == 1:
             return {}
@@ -228,7 +238,7 @@ class Tiers:
         return {key: here[key] for key in on_any & here.keys()} | elsewhere
 
     def opened(self, committed: CommittedStep) -> Source:
-        """Opens a step for reading. Call it within a round of the processes.
+        """Opens a step for reading. Call ``opened`` only within a round of the processes.
 
         Raises:
           ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
@@ -246,16 +256,17 @@ class Tiers:
         return StoredLeaves(committed, self._options, self.processes.meet)
 
     def numbers(self, name: TierName | None = None) -> list[int]:
-        """Returns the numbers of the steps that this process finds, in ascending order.
+        """Returns the numbers of the steps in the directories of the tiers, in ascending order.
 
-        Asks no other process.
+        Searches only directories that this process can read, and sends no messages to other
+        processes.
         """
         return sorted(
             {s.step for tier in self._selected_tiers(name) for s in tier.directory.steps()}
         )
 
     def holding(self, committed: CommittedStep) -> RunTier:
-        """Returns the tier that contains a step."""
+        """Returns the tier whose directory contains the given step."""
         return next(t for t in self._tiers if t.directory.path == committed.path.parent)
 
     def _selected_tiers(self, name: TierName | None) -> list[RunTier]:
@@ -270,12 +281,18 @@ class Tiers:
     # --- saving ---
 
     def claim(self, step: int | None = None) -> None:
-        """Acquires all directories before the first save, and checks that they can be written."""
+        """Acquires the lease of each tier's directory before the first save.
+
+        Also checks that the directories can be written.
+        """
         for tier in self._tiers:
             tier.saver.claim(step)
 
     def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
-        """Acquires the directories, and waits for the saves in flight of the given tiers."""
+        """Acquires the leases of all tiers, names the run, and waits for saves in flight.
+
+        Waits only for saves to the given tiers.
+        """
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False
         self.claim(step)
@@ -285,7 +302,7 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """Gives the run a new name in both tiers; without a local tier, removes the name.
+        """Stores the run's new name in both tiers; without a local tier, removes the stored name.
 
         A local tier without the run's current name does not count as part of the run. See
         ``storage/directory/run_identity.py``.
@@ -308,12 +325,12 @@ class Tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure of a save that was not yet raised."""
+        """Raises the oldest unraised failure of a save, durable tier before local tier."""
         for tier in self._tiers:
             tier.saver.check_for_errors()
 
     def open(self) -> None:
-        """Lists the directories, unless they are listed already."""
+        """Lists the steps in the directory of each tier, unless the steps are listed already."""
         if not self._is_open:
             self.take_over()
             self._compare_local_steps()
@@ -323,7 +340,7 @@ class Tiers:
             self._is_open = True
 
     def go_on_from(self, step: int | None) -> None:
-        """Continues the run from this step (None: from the start); abandons newer steps."""
+        """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
         self._compare_local_steps()
         for tier in self._tiers:
             tier.history.go_on_from(step)
@@ -331,24 +348,31 @@ class Tiers:
         self._is_open = True
 
     def _forget_what_others_lack(self) -> None:
-        """Abandons local steps that some host lacks, so that all hosts make the same decisions."""
+        """Abandons the steps of the local tier that at least one host lacks.
+
+        All hosts then have the same steps in their local tiers, and so make the same decisions on
+        which steps to save and to keep.
+        """
         if self.local is not None and self.processes.count > 1:
             self.local.history.keep_only(self._on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
-        """Deletes a step from a tier (None: from all); raises the errors of ``candidates``."""
+        """Deletes a step from the tier ``name``, or from all tiers if ``name`` is None.
+
+        Raises the errors that ``candidates`` raises if the step or the tier does not exist.
+        """
         found = self.candidates(step, name)
         self.claim()  # after the search, so that a missing step does not create a directory
         for committed in found:
             self.holding(committed).saver.delete(step)
 
     def take_over(self) -> None:
-        """Closes the unreachable checkpointers of this process that use the same directories."""
+        """Closes other checkpointers on the same directories that this process no longer uses."""
         for tier in self._tiers:
             take_over(tier.saver)
 
     def closing(self, last: Callable[[], None]) -> Closing:
-        """Returns the object that ends saves, releases directories and then calls ``last``."""
+        """Returns a ``Closing`` that ends the saves, releases leases and then calls ``last``."""
         return Closing(
             [tier.saver for tier in self._tiers], [tier.decisions for tier in self._tiers], last
         )

@@ -1,8 +1,8 @@
-"""The writer of one save: turns a capture into a durable step, on all processes of the run.
+"""The writer of one save: writes a captured state as a durable step, on all processes of the run.
 
 Each process writes the shards of its devices. Process 0 also writes the data that is equal on all
-processes, and does the work that is done once: it names the step, commits it, and deletes it if
-its read-back finds damage.
+processes. Only process 0 names the step, commits the step, and deletes the step if the read-back
+finds damage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COMMITTED, _NOT_COMMITTED = b"committed", b"not committed"
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """The content of one save, fixed when ``save`` is called.
+    """The captured state that one save writes, as it was when ``save`` was called.
 
     Attributes:
       step: completed optimizer steps.
@@ -64,7 +64,7 @@ class Capture:
 
 
 class Progress(Protocol):
-    """Receives the stages of a save.
+    """The interface of an object that records which stage a save is in.
 
     Attributes:
       transferred: set once all arrays are on the host.
@@ -73,7 +73,7 @@ class Progress(Protocol):
     transferred: threading.Event
 
     def enter(self, phase: str) -> None:
-        """Records that the save enters this stage."""
+        """Records that the save begins the stage ``phase``."""
 
 
 class Writer:
@@ -106,7 +106,7 @@ class Writer:
     def write(
         self, capture: Capture, progress: Progress, recover: Callable[[], None]
     ) -> tuple[CommittedStep, dict[str, Any]]:
-        """Writes a capture; returns the step, which is then durable, and its summary.
+        """Writes a captured state as a durable step; returns the step and the step's summary.
 
         Args:
           capture: the content to write.
@@ -164,18 +164,18 @@ class Writer:
         return durable, summary
 
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
-        """Cleans up; returns the name to write a step under, and the steps of this run as JSON."""
+        """Cleans up; returns the new step's folder name, and the run's known steps as JSON."""
         recover()
         known = committed_step.described(self._history.branches.in_place)
         return self._directory.path_for(step).name, known
 
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
-        """Returns the document, the plan, and the arrays that this process writes.
+        """Returns the manifest's document, the storage plan, and the arrays this process writes.
 
         In a run of several processes, Orbax does not accept an array that lies on the devices of
-        one process only. Process 0 writes its arrays of this kind as host arrays, with its other
-        host arrays. If each host writes its own directory, each process writes its shards of the
-        arrays that lie on the devices of several processes.
+        one process only. Process 0 writes the arrays that lie on its own devices only as host
+        arrays. If each host writes its own directory, each process writes its shards of the arrays
+        that lie on the devices of several processes.
         """
         plan, arrays = capture.snapshot.stored(self._any_process)
         if capture.per_process is None:
@@ -200,7 +200,7 @@ class Writer:
         return {**document, **nodes}, plan, {**stored, **more}
 
     def _any_process(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any process."""
+        """Returns True on all processes if ``flag`` is set on at least one process."""
         if self._processes.count == 1:
             return flag
         flags = self._processes.gather(bytes([flag]))
@@ -217,11 +217,11 @@ class Writer:
         return durable
 
     def _commit_part(self, step: int, name: str) -> CommittedStep:
-        """Commits this host's part of a step, so that all hosts have their part or none has.
+        """Commits this host's part of a step; deletes the part if another host failed to commit.
 
-        Deletes this host's part again only if another host reports that it has no part. A host that
-        died cannot report, but may have committed its part. This host's part then completes the
-        step.
+        Either all hosts or no host should have a part of the step. If another host dies without a
+        report, this host keeps its part, because the other host may have committed its own part
+        before.
         """
         directory, processes = self._directory, self._processes
         at = processes.agreed_time()
@@ -238,10 +238,10 @@ class Writer:
         return durable
 
     def _read_back(self, durable: CommittedStep) -> None:
-        """Verifies the step, each process its share; deletes it if any process finds it damaged.
+        """Reads the new step back, compares digests, and deletes the step if it is damaged.
 
-        Keeps the step if it cannot be read now or if a process has died, because the step may then
-        be intact.
+        Each process reads a share of the step. The step stays if storage cannot read it at present
+        or if a process has died, because the step may be intact.
         """
         try:
             StoredStep(durable, allow_part=True).verify(self._options, self._processes)
