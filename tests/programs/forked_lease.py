@@ -21,7 +21,7 @@ lease.hold()
 child = os.fork()
 if child == 0:
     for attempt, expected in (
-        (lease, "this process was forked from the one that writes"),
+        (lease, "this process was forked from the process that writes"),
         (Lease(directory), "another program writes to this directory: "),
     ):
         try:

@@ -1,9 +1,10 @@
-"""Where checkpoints are stored: directories, steps and arrays. The only package that imports Orbax.
+"""Stores checkpoints: the directories of runs, the steps in them, and the arrays of the steps.
 
-Nothing here imports torch. A step is a directory named by its number. Orbax writes and commits the
-step, which has three items:
+Only this package and ``policies`` import Orbax. No module of this package imports torch. Each step
+is a directory whose name is the number of the step. Orbax writes and commits the three items of a
+step:
 
-    state     the arrays, ``{component: {rest of the name: array}}``
-    manifest  the JSON that describes them (``layout/manifest.py``)
-    summary   small JSON: the metrics, and which newer steps this step abandons
+    state     the arrays as a pytree, ``{component: {rest of the array's name: array}}``
+    manifest  the JSON object that describes the arrays (``layout/manifest.py``)
+    summary   a small JSON object that holds the metrics and lists the steps that this step abandons
 """

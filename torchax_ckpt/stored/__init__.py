@@ -1,1 +1,1 @@
-"""Reading, comparing and copying stored steps, without torch and without JAX or Orbax arrays."""
+"""Reads, compares and copies stored steps as host arrays, without torch and without devices."""

@@ -28,7 +28,7 @@ _PAIRS = ("dict", "OrderedDict", "Counter", "namedtuple", "pytree")
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How one leaf, or one value that is not an array, differs.
+    """How one leaf, or one value that is not an array, differs between two steps.
 
     Attributes:
       name: the name of the leaf or value.
@@ -132,7 +132,10 @@ def _form(leaf: StoredLeaf | None) -> str | None:
 
 
 def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
-    """Yields leaves to read together. Members of a stack are adjacent: it is read as a whole."""
+    """Yields lists of leaves to read together, with the members of each stack side by side.
+
+    A read of one member of a stack reads the whole stack.
+    """
     batch: list[StoredLeaf] = []
     size = 0
     for leaf in sorted(leaves, key=lambda leaf: (leaf.stack or leaf.name, leaf.name)):
@@ -177,7 +180,7 @@ def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
 
 
 def _widened(array: np.ndarray) -> np.ndarray:
-    """Returns the same values in a dtype that numpy computes with; integers stay exact."""
+    """Returns an array's values in a dtype that numpy computes with; integers stay exact."""
     dtype = array.dtype
     if dtype.kind in "iufc" and dtype.itemsize >= 8:
         return array
@@ -189,7 +192,7 @@ def _widened(array: np.ndarray) -> np.ndarray:
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> float | int:
-    """Returns the largest absolute difference, exact for integers even if no dtype holds it."""
+    """Returns the largest absolute difference of two arrays; for integers, the exact number."""
     with np.errstate(over="ignore", invalid="ignore"):
         if a.dtype.kind not in "iu":
             return float(np.abs(a - b).max())
@@ -206,7 +209,9 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     try:
         left, right = dict(_plain(a, ())), dict(_plain(b, ()))
     except RecursionError:
-        raise CorruptCheckpointError("a manifest nests deeper than any valid one") from None
+        raise CorruptCheckpointError(
+            "one of the two manifests nests deeper than any valid manifest: its step is damaged"
+        ) from None
     for path in sorted({*left, *right}):
         in_a, in_b = left.get(path, _ABSENT), right.get(path, _ABSENT)
         # Python treats True and 1 as equal; the types distinguish them.

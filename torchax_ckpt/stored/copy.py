@@ -37,7 +37,7 @@ def copy_steps(
     on_bytes: Callable[[int], None] = lambda nbytes: None,
     on_left_out: Callable[[CheckpointError], None] = lambda error: None,
 ) -> list[CommittedStep]:
-    """Copies steps, oldest first, and marks the copies as verified. Holds the lease of ``target``.
+    """Copies steps under the lease of ``target``, oldest first; marks the copies as verified.
 
     A copy becomes visible only after every byte of it was read and compared with the digests taken
     when the step was saved. The comparison also reveals damage of the original. Steps that are
@@ -111,8 +111,9 @@ def _copy(
                 StoredStep(written).verify(options)
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
-                    f"the copy of step {committed.step} in {committed.path} is not what was saved, "
-                    f"and was removed. The original may be damaged: verify it. {error}",
+                    f"the copy of step {committed.step} in {committed.path} differs from what was "
+                    "saved, and was removed. The original may be damaged: check it with "
+                    f"torchax-ckpt verify. {error}",
                     step=committed.step,
                     path=committed.path,
                     key_path=error.key_path,
@@ -141,12 +142,14 @@ def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> Non
     present = {committed.step for committed in target.steps()}
     if both := sorted(present & {committed.step for committed in steps}):
         raise DirectoryError(
-            f"{target.path}: has step {both[0]} already; nothing was copied", path=target.path
+            f"{target.path}: has step {both[0]} already; nothing was copied. Copy to a directory "
+            "without this step.",
+            path=target.path,
         )
 
 
 def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Yields the path inside the step of every file except the step's marks."""
+    """Yields the path, relative to the step, of each file of a step except its marks."""
     for child in (step / below if below else step).iterdir():
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():

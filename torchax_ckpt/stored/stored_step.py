@@ -1,4 +1,4 @@
-"""A stored step, open for reading: its leaves as arrays on the host.
+"""Opens a stored step for reading, and returns its leaves as arrays on the host.
 
 This module uses neither torch nor devices. A program that inspects a checkpoint therefore starts
 within a second, and can run beside a training program that uses the accelerators. A restore, which
@@ -138,7 +138,7 @@ class StoredLeaf:
 
 
 class StoredStep:
-    """One step, open for reading. Reading changes nothing in the directory.
+    """One step, open for reading. Reading a step changes no files in the step's directory.
 
     Attributes:
       committed: the step.
@@ -181,7 +181,7 @@ class StoredStep:
 
     @functools.cached_property
     def shardings(self) -> Mapping[str, str]:
-        """Leaf -> the sharding of the saved leaf, in words; {} if Orbax recorded no shardings.
+        """The sharding that each leaf had when saved, in words; {} if Orbax recorded no shardings.
 
         Raises:
           CorruptCheckpointError: the record of the shardings is damaged.
@@ -265,9 +265,9 @@ class StoredStep:
         processes: Processes = SINGLE_PROCESS,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Reads all leaves, compares them with their digests, and keeps nothing.
+        """Reads all leaves, compares them with their digests, and keeps no data.
 
-        If there are several processes, each of them does this for its share of the stored arrays.
+        If there are several processes, each process reads only its share of the stored arrays.
 
         Raises:
           CorruptCheckpointError, DirectoryError: as in ``stream``.
@@ -294,7 +294,7 @@ class StoredStep:
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
-    """Returns stored key -> the sharding that Orbax recorded; {} if there is no record."""
+    """Returns the shardings that Orbax recorded, by stored key; {} if there is no record."""
     with step_files.as_corrupt(committed, "shardings"):
         try:
             content = commit_record.read_sealed(committed.path, commit_record.SHARDINGS)

@@ -1,1 +1,1 @@
-"""The arrays of a step: written through Orbax, read through TensorStore, checked by digests."""
+"""Writes the arrays of a step through Orbax; reads and checks arrays through TensorStore."""

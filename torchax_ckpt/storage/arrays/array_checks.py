@@ -1,9 +1,9 @@
-"""Checks of stored arrays before they are opened: their metadata must match the manifest.
+"""Checks, before stored arrays are opened, that their metadata matches the manifest.
 
-A directory from elsewhere is untrusted. Orbax and TensorStore build file paths from names in
-the metadata. They also allocate memory for any shape and any chunks that an array's metadata
-states, and too large an allocation ends the process. The checks therefore read the metadata of
-arrays before anything opens the arrays.
+A directory from an unknown source is untrusted data. Orbax and TensorStore build file paths from
+names in a step's metadata. Orbax and TensorStore also allocate memory for whatever shape and chunks
+an array's metadata states, and too large an allocation kills the process. This module therefore
+reads the metadata of arrays before any code opens the arrays.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def stored_key(name: str) -> str:
 
 
 def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] | None:
-    """Returns the expected and the found metadata of an array; None if the metadata fits."""
+    """Returns the expected and the found metadata as text if they differ; None if they match."""
     if len(raw) > _MAX_ARRAY_METADATA_BYTES:
         return f"at most {_MAX_ARRAY_METADATA_BYTES} bytes of metadata", f"{len(raw)}"
     try:
@@ -144,7 +144,7 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
 
 
 def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
-    """Raises if arrays are larger than this host's memory, or if their chunks are impossibly large.
+    """Raises if the arrays, or a chunk that is larger than its array, exceed this host's memory.
 
     Args:
       step_path, step: the step.

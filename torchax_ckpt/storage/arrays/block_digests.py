@@ -1,10 +1,10 @@
-"""Block digests: one 64-bit number for each block of stored bytes, which reveals damage.
+"""Computes block digests: one 64-bit number for each block of stored bytes, to detect damage.
 
-An array is cut into equal blocks (``chunking.py``). A stack is cut into one or more blocks for each
-member, so that a mismatch names the leaf. The host computes the digests from the same bytes that go
-to storage. A read compares the digests with the bytes that come back from storage, whatever mesh
-the array is read onto. Digests do not cover devices: they cannot detect changes in a device's
-memory, or on the way between the device and the host.
+An array is cut into equal blocks (``chunking.py``). Each member of a stack has blocks of its own,
+so that a wrong digest tells which leaf is damaged. The host computes the digests from the same
+bytes that go to storage. A read compares the bytes that come back from storage with the digests,
+whatever mesh the array is read onto. Digests do not cover devices: they cannot detect changes in a
+device's memory, or on the way between the device and the host.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
 """
@@ -53,9 +53,9 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
 def gathered(
     taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """Returns the digests of all blocks on process 0, and ``taken`` on the other processes.
+    """Returns on process 0 the digests of all processes, and on any other process ``taken``.
 
-    Only process 0 needs the digests of all blocks.
+    Only process 0 writes the manifest, and therefore needs the digests of all blocks.
 
     Args:
       taken: stored name -> what ``take`` returned on this process.
@@ -80,7 +80,8 @@ def gathered(
         if sent[:8] != layouts_digest:
             raise ProcessError(
                 f"process {index} saves other device arrays than process 0: expected the same "
-                "names, shapes, dtypes and shardings. Attach the same objects on every process."
+                "names, shapes, dtypes and shardings on all processes. Pass the same objects to "
+                "Checkpointer.attach on every process."
             )
         where, values = np.split(np.frombuffer(sent, "<u8")[1:], 2)
         all_values[where] = values
@@ -101,8 +102,8 @@ def _values(known: Digests) -> np.ndarray:
 def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     """Yields the start and the content of each part of the array that this process stores.
 
-    This function fetches the parts of a device array to the host, unless Orbax has already fetched
-    them: JAX keeps a fetched copy beside the array. There is one exception: if replicas of a shard
+    If Orbax has already fetched a part of a device array to the host, this function uses the copy
+    that JAX keeps beside the array. If not, this function fetches the part. If replicas of a shard
     on several processes each store a part of the shard, Orbax and this function each fetch a copy
     of that part.
     """
@@ -118,7 +119,7 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
 
 
 def num_host_bytes(array: jax.Array) -> int:
-    """Returns the bytes of host memory that a device array takes while this process stores it."""
+    """Returns how many bytes of host memory this process needs to store a device array."""
     parts = _stored_parts(array)
     # ``shards`` explains why a part of a shard is fetched twice.
     is_cut = any(part.slice_args is not None for part in parts.replica_slices)
@@ -131,12 +132,12 @@ def _stored_parts(array: jax.Array) -> Any:
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of blocks along each dim."""
+    """Returns the number of blocks along each dim of an array."""
     return tuple(math.ceil(s / b) for s, b in zip(shape, block, strict=True))
 
 
 def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
-    """Returns uint64[grid]: the digests of an array that consists of whole blocks."""
+    """Returns the digests of an array of whole blocks, as one uint64 element for each block."""
     grid = grid_shape(host.shape, block)
     if _are_contiguous(host.shape, block):
         octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
@@ -152,7 +153,7 @@ def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
 
 
 def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
-    """True if each block is contiguous in memory and the blocks follow one another."""
+    """Returns whether each block is contiguous in memory, directly after the block before."""
     cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
     return shape[cut + 1 :] == block[cut + 1 :]
 
@@ -164,7 +165,7 @@ def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
 def mismatches(
     host: np.ndarray, start: Sequence[int], known: Digests, shape: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the blocks whose digests differ from ``known``, as cells of the array's grid.
+    """Returns the blocks whose digests differ from ``known``, as indices in the grid of blocks.
 
     Args:
       host: a part of the array that consists of whole blocks.
@@ -183,7 +184,7 @@ def mismatches(
 
 
 def fit(known: Digests, shape: Sequence[int]) -> bool:
-    """Returns whether the blocks and the number of digests fit an array of this shape."""
+    """Returns whether the block shape and the number of digests fit an array of ``shape``."""
     return (
         len(known.block) == len(shape)
         and all(b >= 1 and s % b == 0 for s, b in zip(shape, known.block, strict=True))

@@ -1,8 +1,8 @@
-"""How stored arrays are cut: into chunks, the units of storage, and blocks, the units of digests.
+"""Computes how stored arrays are cut into chunks (units of storage) and blocks (units of digests).
 
-Reads take whole chunks and whole blocks, so both are cut alike. Orbax cuts the chunks, within a
-limit that this package sets. This module computes which chunks Orbax will choose, and cuts the
-blocks to match.
+A read takes whole chunks and whole blocks, so chunks and blocks are cut alike. Orbax cuts the
+chunks, and torchax_ckpt sets the limit on the size of a chunk. This module computes which chunks
+Orbax will choose, and cuts the blocks to match.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _MIN_FRACTION = 16
 
 
 def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """Returns the shape of a chunk, which divides the written shape (``_written_shape``).
+    """Returns the shape of the chunks into which Orbax cuts a written shape (``_written_shape``).
 
-    This function repeats what Orbax does. Among the dims in which the written shape is
-    smaller than the array, Orbax takes the longest and cuts its length to the next smaller divisor,
-    again and again. Orbax cuts the other dims only when these dims cannot be divided further. Its
-    caller can set the size at which Orbax stops, but cannot exclude a dim.
+    This function repeats Orbax's own computation. As long as a chunk is too large, Orbax shortens
+    one dim to its next smaller divisor: the longest dim among those in which the written shape is
+    smaller than the array. Orbax shortens a dim in which the written shape equals the array only
+    after all other dims have length 1. A caller of Orbax can set the size at which Orbax stops,
+    but cannot exclude a dim from the cutting.
     """
     written = _written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:
@@ -49,15 +50,15 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
 
 
 def chunk_limit(array: jax.Array | np.ndarray) -> int:
-    """Returns the limit on a chunk's bytes that makes Orbax choose ``chunk_shape``."""
+    """Returns the limit on a chunk's bytes with which Orbax cuts chunks of ``chunk_shape``."""
     return max(MAX_BYTES, _nbytes(chunk_shape(array), array))
 
 
 def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
-    """Returns the shape of an array's blocks. A block of a stack belongs to one member.
+    """Returns the shape of an array's blocks. A block of a stack has data of only one member.
 
-    The block has the written shape (``_written_shape``), or the shape of a chunk if the written
-    shape is too large.
+    A block has the written shape (``_written_shape``), or the shape of a chunk if the written shape
+    has more than ``MAX_BYTES`` bytes.
     """
     written, first = _written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
@@ -67,11 +68,12 @@ def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, 
 
 
 def is_shared(array: jax.Array | np.ndarray) -> bool:
-    """Returns whether each replica of a shard writes a part of the shard, if it can be divided.
+    """Returns whether each replica of a shard writes one part of the shard, if it is divisible.
 
-    Replicas on several processes then share the work. Within one process the first replica writes
-    the whole shard: the bytes that are fetched for its digest are then also the bytes that are
-    written, so they leave the device only once.
+    If an array spans several processes, the replicas of a shard share the work of writing. If an
+    array is on one process, the first replica writes the whole shard: the bytes that are fetched
+    for the shard's digest are then also the bytes that are written, so they leave the device only
+    once.
     """
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
@@ -82,7 +84,7 @@ def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
 
 
 def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """Returns the shape of what one device or host writes: a shard, or one replica's part of it."""
+    """Returns the shape that one device or host writes: a shard, or a replica's part of a shard."""
     shard = _shard_shape(array)
     if not (isinstance(array, jax.Array) and is_shared(array)):
         return shard

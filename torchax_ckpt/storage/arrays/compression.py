@@ -1,10 +1,11 @@
-"""The decision whether array data is compressed: as the user chose, or once storage proves slow.
+"""Decides whether saves compress array data: as the user chose, or once storage proves slow.
 
-Compression by Zstandard makes float32 weights and moments about 8 % smaller, and bfloat16 weights
-22 %. It shortens a save only if storage takes bytes more slowly than the processor compresses them.
-It also costs processor time that the training may need. Unless the user chose it, compression
-therefore begins only when storage is several times slower than compression.
-``benchmarks/compressing.py`` measures both speeds.
+Compression by Zstandard makes float32 weights and optimizer moments about 8 % smaller, and bfloat16
+weights 22 % smaller. Compression shortens a save only if storage takes bytes more slowly than the
+processor compresses them. Compression also costs processor time that the training may need. If the
+user did not set ``CheckpointOptions.compression``, saves therefore begin to compress only when
+storage is several times slower than compression. ``benchmarks/compressing.py`` measures the speed
+of saves with and without compression.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NUM_OBSERVED = 3
 
 
 class Compression:
-    """Decides for each save whether it is compressed.
+    """Decides for each save whether the array data of the save is compressed.
 
     Args:
       asked: the user's option; None to decide by the time that saves take.
@@ -43,14 +44,14 @@ class Compression:
         self._writing: tuple[int, float] | None = None
 
     def begin(self, nbytes: int) -> None:
-        """Records that ``nbytes`` bytes are on the host: from now on only storage takes time."""
+        """Starts the clock of a save, whose ``nbytes`` bytes are now on the host."""
         self._writing = nbytes, time.perf_counter()
 
     def end(self, count: int) -> None:
-        """Records how long storage took for the bytes given to ``begin``, in ``count`` arrays.
+        """Records how long storage took to write the ``count`` arrays of a save since ``begin``.
 
-        Does nothing if ``begin`` was not called. A save in several batches does not call it,
-        because its time includes transfers from devices.
+        Does nothing if ``begin`` was not called. A save in several batches does not call ``begin``,
+        because the time of such a save includes transfers from devices.
         """
         if self._writing is not None:
             nbytes, began = self._writing
@@ -58,7 +59,7 @@ class Compression:
             self.observe(nbytes, count, time.perf_counter() - began)
 
     def observe(self, nbytes: int, count: int, secs: float) -> None:
-        """Records how long storage took for ``nbytes`` bytes in ``count`` arrays."""
+        """Records that storage took ``secs`` to write ``nbytes`` bytes of ``count`` arrays."""
         if not self._decides or self.is_on:
             return
         if nbytes < max(_MIN_BYTES, count * _MIN_MEAN_BYTES):

@@ -73,7 +73,7 @@ def abstract_array(
 ) -> Any:
     """Returns the abstract leaf that makes Orbax read one array.
 
-    With a sharding Orbax reads a sharded JAX array, and with None a numpy array.
+    If ``sharding`` is given, Orbax reads a sharded JAX array; if it is None, a numpy array.
     """
     dtype = np.dtype(dtype)
     if sharding is not None:

@@ -1,9 +1,9 @@
 """Moves the device arrays of a step through the host: fetches, digests, writes and releases them.
 
-The arrays move in batches. Only one batch is on the host at a time. JAX keeps the fetched bytes
+The arrays move in batches, and only one batch is on the host at a time. JAX keeps the fetched bytes
 beside an array as long as that array exists, and Orbax holds all arrays of a step until the step is
 written. Each batch is therefore fetched through temporary arrays, which share the buffers of the
-originals.
+original arrays.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
 
 
 class Batches(orbax_internals.StatusCallback):
-    """The arrays of one save, and their digests.
+    """Fetches, digests and writes the device arrays of one save in batches.
 
     Orbax passes this object, as the callback of a save, to the handler of device arrays
-    (``orbax_internals.PyTreeInBatches``). Orbax writes host arrays by itself.
+    (``orbax_internals.PyTreeInBatches``). Orbax writes host arrays without this object, which only
+    computes the digests of host arrays.
 
     Args:
       arrays: stored name -> array.
@@ -86,7 +87,7 @@ class Batches(orbax_internals.StatusCallback):
         return on_host | self.on_devices.result()
 
     def writing(self, params: Sequence[Any], write: _Write) -> _Writing:
-        """Returns an awaitable that calls ``write`` with these arguments."""
+        """Returns an awaitable that calls ``self.write(params, write)`` when Orbax awaits it."""
         return _Writing(self, params, write)
 
     async def write(self, params: Sequence[Any], write: _Write) -> None:
@@ -134,7 +135,7 @@ class Batches(orbax_internals.StatusCallback):
             raise
 
     def cancel(self) -> None:
-        """Stops the writing before the next batch: the save failed, or Orbax gives it up."""
+        """Stops a save before its next batch, because the save failed or Orbax gives it up."""
         self._is_over = True
         self.on_devices.cancel()
 
@@ -153,7 +154,7 @@ class Batches(orbax_internals.StatusCallback):
         hosts: Mapping[str, Sequence[block_digests.Part]],
         taken: dict[str, Digests],
     ) -> None:
-        """Computes the digests of a batch; sets ``on_devices`` after the last batch."""
+        """Computes a batch's digests; after the last batch, completes the future ``on_devices``."""
         for name, parts in hosts.items():
             taken[name] = self._digests(name, fetched[name], parts)
         if len(taken) == len(self._device):
@@ -166,7 +167,7 @@ class Batches(orbax_internals.StatusCallback):
 
 
 def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[list[str]]:
-    """Yields the names of the arrays of each batch."""
+    """Divides the arrays into batches, and yields the names of the arrays in each batch."""
     if max_bytes is None:
         if arrays:
             yield [*arrays]
@@ -185,7 +186,11 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
 
 
 class _Writing:
-    """The awaitable that Orbax gets. Orbax awaits it, or cancels it if Orbax gives up the save."""
+    """The awaitable that Orbax receives from ``Batches.writing``.
+
+    Orbax awaits this object to write the arrays, and cancels the batches if Orbax gives up the
+    save.
+    """
 
     def __init__(self, batches: Batches, params: Sequence[Any], write: _Write) -> None:
         self._batches, self._params, self._write = batches, params, write

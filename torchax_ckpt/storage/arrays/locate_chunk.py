@@ -1,7 +1,7 @@
 """Locates a stored chunk in a step's files, so that an error can name the damaged file.
 
-TensorStore's errors do not name the file. This module reads the nodes of the OCDBT database one
-after the other, which is slow, so it is done only after an error.
+TensorStore's errors do not name the file that holds an unreadable chunk. This module reads the
+nodes of the OCDBT database one after the other. The search is slow, so it runs only after an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
 
 
 def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | None:
-    """Returns the file and the bytes that hold a chunk; None if they cannot be found.
+    """Returns the file and the byte range that hold a chunk; None if the chunk is not found.
 
     Args:
       folder: the folder of the database.
@@ -49,7 +49,7 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
 
 
 def _described(folder: epath.Path, found: str) -> str | None:
-    """Returns the file and the bytes of a place in words; None if the place is not understood."""
+    """Returns TensorStore's location text as file and byte range; None if it cannot be parsed."""
     place = _PLACE.fullmatch(found)
     if place is None:
         return None

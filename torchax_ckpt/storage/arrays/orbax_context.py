@@ -1,4 +1,4 @@
-"""The setup of Orbax for one save or load. Orbax's barriers become meetings in a round."""
+"""Sets up Orbax for one save or load, and makes its processes meet through ``Processes``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _storage_options(_: Any, leaf: Any) -> Any:
 
 @orbax_internals.recorded_as(ocp.handlers.JsonHandler)
 class _LaterJson(ocp.handlers.JsonHandler):
-    """Writes JSON that becomes known while Orbax writes the other items of a step."""
+    """Writes a JSON item whose content becomes known while Orbax writes the step's other items."""
 
     async def save(
         self, directory: Any, checkpointable: concurrent.futures.Future[dict[str, Any]]
@@ -59,14 +59,14 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     """A path for Orbax that checks a step's fence before Orbax writes the step's commit mark.
 
     A fence is a function that raises if the step must not be committed. The path also adds digests
-    to the text of the mark (``commit_record.sealing``).
+    to the text of the commit mark (``commit_record.sealing``).
 
     On a bucket the path ignores Orbax's request to delete a file before Orbax writes it; the write
-    replaces the file in any case. If the answer to a delete is slow, the client sends the request
-    again. The first request may then be carried out after the write, and even after the step was
-    reported durable.
+    replaces the file in any case. If the server answers a delete slowly, the client sends the
+    delete again. The server may then carry out the first delete after the write, and even after the
+    step was reported durable.
 
-    The fences are in the class, because Orbax keeps path objects in caches.
+    The dict ``fences`` is an attribute of the class, because Orbax caches path objects.
     """
 
     fences: ClassVar[dict[str, Callable[[], None]]] = {}
@@ -84,7 +84,7 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def for_loading(options: CheckpointOptions) -> Iterator[None]:
-    """Makes Orbax load with the memory bounds of the options, within this context."""
+    """Applies the memory bounds of ``options`` to Orbax's loads within this context."""
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     context.memory.read_concurrent_bytes = options.max_host_bytes
@@ -103,7 +103,7 @@ def for_saving(
     is_compressed: bool,
     is_alone: bool,
 ) -> Iterator[None]:
-    """Makes Orbax save one step, within this context.
+    """Configures Orbax, within this context, for the save of one step.
 
     Args:
       path: the directory of the step.
@@ -177,7 +177,10 @@ def coordination_service() -> Any:
 
 @contextlib.contextmanager
 def one_order(processes: Processes) -> Iterator[None]:
-    """Holds ``one_at_a_time`` on all processes for the same save or load. Call it in a round."""
+    """Holds the lock ``one_at_a_time`` on all processes for the same save or load.
+
+    Call this function in a round of ``processes``.
+    """
     if not processes.is_first:
         processes.share()  # returns once process 0 holds the lock
     with one_at_a_time:
@@ -188,10 +191,11 @@ def one_order(processes: Processes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
-    """Makes this thread's calls of Orbax one save or load, within this context.
+    """Makes Orbax treat all calls of this thread within this context as one save or load.
 
-    Orbax's barriers become meetings in the round of ``processes``. Leave this context only after
-    Orbax has ended all work of the save or load, in the background too.
+    Where Orbax has a barrier, the processes meet in their present round of ``processes`` instead.
+    Leave the context only after Orbax has ended all work of the save or load, in the background
+    too.
     """
     # Orbax's processes find each other's messages by the number of the operation, which each
     # process counts for itself. An operation that one process carries out alone must not be

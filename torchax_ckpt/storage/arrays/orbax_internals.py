@@ -1,11 +1,11 @@
 """The only module that uses Orbax's internals: private modules, private attributes and patches.
 
-Orbax's public API does not let its caller choose how the processes meet, which number an operation
-(a save or load) gets, or when an array comes to the host. This module chooses these for operations
-of this package only. ``operation`` replaces attributes of Orbax while such an operation runs. Each
-replacement looks up the operation in which it is called (``_operation``). Outside this package's
-operations it does what the original does, because a program may also call Orbax directly.
-``check_internals`` checks all assumptions once, at first use.
+Orbax's public API does not let its caller choose how the processes wait for each other, which
+number an operation (a save or load) gets, or when an array is copied to the host. The context
+``operation`` therefore replaces attributes of Orbax while torchax_ckpt saves or loads. Each
+replacement reads the current operation from ``_operation``. If no operation of torchax_ckpt is
+current, the replacement calls Orbax's original, because a program may also call Orbax directly.
+Before the first operation, ``check_internals`` checks that Orbax has the attributes to replace.
 
 Source: orbax-checkpoint 0.12.8.
 """
@@ -70,7 +70,7 @@ except ImportError as error:
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """An operation of this package, as the patches of Orbax see it.
+    """The data about one save or load that the replacements of Orbax's attributes need.
 
     Attributes:
       id: replaces Orbax's number of the operation, and differs from all of Orbax's numbers.
@@ -92,9 +92,9 @@ _operation: contextvars.ContextVar[_Operation | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def operation(id: str, meet: Callable[[str], None], *, is_alone: bool) -> Iterator[None]:
-    """Makes this thread's calls of Orbax one operation, within this context; see ``_Operation``.
+    """Makes Orbax treat all calls of this thread within this context as one operation.
 
-    Leave this context only after all background work of Orbax for the operation has ended.
+    Leave the context only after all background work of Orbax for the operation has ended.
     """
     check_internals()
     with _as_operation(_Operation(id, meet, is_alone)):
@@ -112,7 +112,7 @@ def _as_operation(current: _Operation) -> Iterator[None]:
 
 
 class _Patch(NamedTuple):
-    """An attribute of Orbax, and a function that makes its replacement from the original."""
+    """One attribute of Orbax to replace, and the function that builds the replacement."""
 
     module: Any
     path: str
@@ -257,7 +257,7 @@ def _raw_bytes(original: Any) -> Any:
 @_replaces(array_metadata_store, "multihost")
 @_replaces(jax_array_handlers, "jax")
 class _SingleProcessView:
-    """A module that reports a single process during an operation of one process."""
+    """Stands in for a module, and reports one process during an operation of one process."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -284,7 +284,7 @@ def future_of(response: Any) -> concurrent.futures.Future[Any]:
 
 
 def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
-    """Returns what this process stores of an array: ``.nbytes`` and ``.replica_slices``."""
+    """Returns the ``replica_slices`` of an array that this process stores, and their ``nbytes``."""
     return replica_slices.get_replica_slices(
         array, replica_id=0, use_replica_parallel=use_replica_parallel
     )
@@ -295,7 +295,7 @@ StatusCallback = DefaultSerializationStatusCallback
 
 
 def recorded_as(public: type) -> Callable[[type], type]:
-    """Makes Orbax record in each step that the handler ``public`` reads the item."""
+    """Makes Orbax record ``public``, not the decorated class, as the handler of a step's item."""
 
     def rename(handler: type) -> type:
         handler.__module__, handler.__qualname__ = public.__module__, public.__qualname__
@@ -305,7 +305,7 @@ def recorded_as(public: type) -> Callable[[type], type]:
 
 
 class _Arrays(ArrayLeafHandler):
-    """Orbax's handler of arrays, which writes the batches of a save one after the other."""
+    """Extends Orbax's handler of arrays: writes the batches of a save one after the other."""
 
     async def serialize(self, params: Sequence[Any], context: Any) -> Any:
         async def write(batch: Sequence[Any]) -> Awaitable[None]:
@@ -316,7 +316,7 @@ class _Arrays(ArrayLeafHandler):
 
 @recorded_as(ocp.handlers.PyTreeHandler)
 class PyTreeInBatches(ocp.handlers.PyTreeHandler):
-    """Orbax's handler of pytrees, which writes arrays in batches (``host_batches.py``)."""
+    """Extends Orbax's handler of pytrees: writes arrays in batches (``host_batches.py``)."""
 
     def __init__(self, *, context: ocp.Context | None = None) -> None:
         leaves = registry.BaseLeafHandlerRegistry()
@@ -332,7 +332,9 @@ class PyTreeInBatches(ocp.handlers.PyTreeHandler):
 
 @functools.cache
 def check_internals() -> None:
-    """Raises unless Orbax has the internals this module uses. Starts the JAX backend; takes 10 ms.
+    """Raises unless Orbax has the internals that this module uses.
+
+    The check starts the JAX backend, and takes 10 ms.
 
     Raises:
       BackendError: names the Orbax release, what was not as expected, and what to install.
@@ -381,7 +383,7 @@ def _check_handlers() -> None:
 
 
 def _check_users() -> None:
-    """Checks that Orbax looks up the attributes that the patches replace."""
+    """Checks that Orbax's functions read the attributes that ``_PATCHES`` replaces."""
     for function, *names in (
         (execution.save_checkpointables_impl, "_check_directory_consistency"),
         (execution._SaveResponse.__init__, "_thread_runner"),

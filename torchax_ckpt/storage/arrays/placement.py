@@ -1,8 +1,8 @@
 """Puts pieces of stored arrays together into leaves, and moves the leaves to their devices.
 
-A piece is the unit of reads: whole chunks and whole blocks, so that it can be compared with its
-digests. The part of an array that a device holds goes to the device as soon as the part's pieces
-have arrived. All members of a stack go to their devices together.
+A piece is the unit of reads. A piece consists of whole chunks and whole blocks, so that its bytes
+can be compared with digests. The part of an array that a device will hold goes to the device as
+soon as all pieces of the part have been read. All members of a stack go to their devices together.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Piece:
 
     @property
     def index(self) -> Index:
-        """The position of the piece in the array."""
+        """The slices of the stored array that the piece covers."""
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape, strict=True))
 
 
 class _Region:
-    """The part of an array that some devices hold, put together from pieces."""
+    """Puts together, from pieces, the part of an array that one or more devices will hold."""
 
     def __init__(self, bounds: Bounds, dtype: np.dtype[Any]) -> None:
         self.start = tuple(start for start, _ in bounds)
@@ -79,16 +79,16 @@ class _Region:
         self._host: np.ndarray | None = None
 
     def is_piece(self, piece: Piece) -> bool:
-        """True if the piece is exactly this region, so that no copy is needed."""
+        """Returns whether the piece is exactly this region, so that no copy is needed."""
         return (piece.start, piece.shape) == (self.start, self.shape)
 
     def overlaps(self, piece: Piece) -> bool:
-        """True if the region contains elements of the piece."""
+        """Returns whether the region and the piece have elements in common."""
         low, high = self._common(piece)
         return all(a < b for a, b in zip(low, high, strict=True))
 
     def _common(self, piece: Piece) -> tuple[list[int], list[int]]:
-        """Returns the start and the stop of the overlap with a piece."""
+        """Returns where the overlap of this region with a piece starts and stops."""
         low = [max(a, b) for a, b in zip(self.start, piece.start, strict=True)]
         high = [
             min(a + n, b + m)
@@ -97,7 +97,7 @@ class _Region:
         return low, high
 
     def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
-        """Copies the overlap with a piece; returns the region's content once complete, or None."""
+        """Adds a piece to this region; returns the region's array if it is complete, else None."""
         if self.is_piece(piece):
             return host
         if not self.overlaps(piece):
@@ -118,7 +118,7 @@ class _Region:
 
 
 class Target:
-    """An array that is being read. It takes pieces, and stores each leaf once the leaf is complete.
+    """Receives the pieces of one array as they are read, and stores each leaf once it is complete.
 
     Args:
       name: the stored name.
@@ -138,21 +138,21 @@ class Target:
         self._dtype = np.dtype(wanted.dtype)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces to read, in the order in which to read them."""
+        """Yields the pieces of the array that must be read, in the order of reading."""
         raise NotImplementedError
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Returns the host memory that a piece takes.
+        """Announces a piece that will be read; returns the host memory that the piece will take.
 
         Returns:
-          Two numbers of bytes: of the piece itself, which counts until it has arrived; and of the
-          parts of the array whose first piece this is, which count until they are complete and on
-          their devices.
+          The bytes of the piece, which count until the piece has been read, and the bytes of the
+          parts of the array whose first piece this is, which count until the parts are on their
+          devices.
         """
         return piece.nbytes, 0
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Takes a piece that was read.
+        """Receives the content of a piece that was read.
 
         Returns:
           The bytes of the parts that this piece completes, and the arrays in which these parts
@@ -161,7 +161,7 @@ class Target:
         raise NotImplementedError
 
     def _unit(self, chunk: Sequence[int]) -> list[int]:
-        """Returns the shape of a piece: whole chunks and whole blocks."""
+        """Returns the shape of a piece, which consists of whole chunks and whole blocks."""
         known = self.wanted.digests
         return [
             min(n, math.lcm(c, b))
@@ -188,7 +188,7 @@ class Target:
 
 
 class SingleLeaf(Target):
-    """An array that is one leaf. A device's part goes to the device once the part is complete."""
+    """Receives an array that is one leaf; sends each device its part once the part is complete."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
@@ -206,7 +206,10 @@ class SingleLeaf(Target):
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts a device's part at its first piece. A piece that is a whole part counts once."""
+        """Counts the bytes of a device's part along with the part's first piece.
+
+        If the piece is the whole part, its bytes count only once.
+        """
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
             if not region.is_awaited and region.overlaps(piece):
@@ -217,7 +220,7 @@ class SingleLeaf(Target):
         return nbytes, parts
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Sends the parts that are complete with this piece to their devices."""
+        """Receives a piece; sends the parts that the piece completes to their devices."""
         moving: list[jax.Array] = []
         nbytes = 0
         for region, devices in self._regions:
@@ -237,7 +240,7 @@ class SingleLeaf(Target):
 
 
 class Stack(Target):
-    """An array of many leaves, which all go to devices after the array's last piece has arrived."""
+    """Receives a stack; sends all its leaves to their devices after the last piece was read."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
         super().__init__(name, wanted, leaves)
@@ -251,7 +254,7 @@ class Stack(Target):
         self._missing = math.prod(wanted.shape)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces; each piece has the same part of every member."""
+        """Yields the pieces of the stack; each piece has the same part of every member."""
         unit = [self.wanted.shape[0], *self._unit(chunk)[1:]]
         pieces = list(self._pieces(unit, [self._region]))
         found = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
@@ -264,14 +267,14 @@ class Stack(Target):
         yield from pieces
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts each piece that is kept; if none is kept, the whole array at its first piece."""
+        """Counts each piece if pieces are kept; otherwise, the whole array with its first piece."""
         if self._are_parts or self._region.is_piece(piece):
             return 0, piece.nbytes
         is_first, self._region.is_awaited = not self._region.is_awaited, True
         return piece.nbytes, self.nbytes if is_first else 0
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Takes a piece; with the last piece, sends all members to their devices."""
+        """Receives a piece; after the last piece, sends all members to their devices."""
         if self._are_parts:
             self._parts[piece.start[1:]] = host
         else:
@@ -298,7 +301,7 @@ class Stack(Target):
         return self.nbytes, [array for array in moving if isinstance(array, jax.Array)]
 
     def _part(self, member: int, bounds: Bounds) -> np.ndarray:
-        """Returns a view of a part of a member."""
+        """Returns a view of the part of one member of the stack that lies within ``bounds``."""
         if self._whole is None:
             return self._parts[tuple(start for start, _ in bounds)][member, ...]
         index: Any = (member, *(slice(*b) for b in bounds), ...)
@@ -306,7 +309,7 @@ class Stack(Target):
 
 
 class Checked(Target):
-    """An array that is compared with its digests and not kept."""
+    """Receives an array that is read only to compare it with its digests; keeps no data."""
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
         """Yields the pieces of the whole array."""
@@ -314,12 +317,12 @@ class Checked(Target):
         return self._pieces(self._unit(chunk), [everything])
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Drops the piece, which was compared before."""
+        """Drops the piece, which the reader has already compared with its digests."""
         return 0, []
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
-    """Returns this process's devices for a leaf, or the host, each with the bounds of its part."""
+    """Returns this process's devices for a leaf (or the host), each with its part's bounds."""
     if isinstance(placement, Sharding):
         memory = placement.memory_kind
         return [
@@ -354,7 +357,7 @@ def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -
 
 
 def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
-    """Returns the start and the stop along each dim."""
+    """Returns the start and the stop of an index along each dim; None is the whole array."""
     if index is None:
         return tuple((0, length) for length in shape)
     return tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
@@ -363,8 +366,8 @@ def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Returns a new host array, aligned so that a CPU device takes it over without a copy.
 
-    A device may take the array over because no other code writes to it, and because JAX does not
-    reuse donated memory that JAX does not own.
+    A device may use the array's own memory, because no other code writes to the array, and because
+    JAX does not reuse donated memory that JAX does not own.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:

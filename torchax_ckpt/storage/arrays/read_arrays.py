@@ -1,8 +1,9 @@
-"""Reads arrays: compares them with their digests, and moves them to devices as they arrive.
+"""Reads stored arrays, compares them with their digests, and moves them to devices.
 
 This module reads through TensorStore directly, because Orbax gives no access to the bytes between
-storage and devices. In this module the host compares these bytes with their digests. Each process
-reads only what its devices hold, in regions of whole blocks. A limit bounds the bytes in flight.
+storage and devices. The host compares the bytes of each piece with their digests before the piece
+goes to a device. Each process reads only the parts of arrays that its devices will hold, extended
+to whole blocks. A limit bounds the bytes in flight between storage and devices.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def read_arrays(
     options: CheckpointOptions,
     agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads some arrays of a step, and puts each leaf onto its placement.
+    """Reads arrays of a step, and puts each leaf where its placement says (devices or host).
 
     Args:
       committed: the step.
@@ -128,7 +129,7 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
 
 
 def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
-    """Checks that the digests fit the arrays' shapes, and returns stored name -> opened array."""
+    """Checks that digests fit the arrays' shapes; returns the opened arrays by stored name."""
     for name, want in wanted.items():
         if want.digests is not None and not block_digests.fit(want.digests, want.shape):
             raise _corrupt(
@@ -209,10 +210,10 @@ def _corrupt(
 
 
 class _Arrival:
-    """A piece on its way from storage to the host, and then to devices.
+    """Reads one piece from storage to the host, checks it, and hands it to its target.
 
-    The thread of TensorStore that has read the piece also compares it with its digests. Pieces are
-    therefore compared in parallel, and while they are still in the processor's caches.
+    The thread of TensorStore that has read the piece also compares the piece with its digests.
+    Pieces are therefore compared in parallel, while they are still in the processor's caches.
     """
 
     def __init__(
@@ -244,11 +245,11 @@ class _Arrival:
             self._is_compared.set()
 
     def finish(self) -> tuple[int, list[jax.Array]]:
-        """Waits for the piece and passes it on; returns what ``Target.arrived`` returns."""
+        """Waits for the piece, passes it to ``Target.arrived``, and returns that call's result."""
         return self._target.arrived(self._piece, self.fetch())
 
     def fetch(self) -> np.ndarray:
-        """Waits for the piece and returns it; raises if it differs from what was stored."""
+        """Waits until the piece is read and returns it; raises if it is unreadable or damaged."""
         try:
             with as_corrupt(self._committed, self._target.name):
                 self._future.result()
@@ -275,7 +276,7 @@ class _Arrival:
         )
 
     def _undecodable(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        """Returns the error, extended by the leaves and the file of the first unreadable chunk."""
+        """Returns ``error`` extended by the leaves and the file of the first unreadable chunk."""
         start, shape = self._piece.start, self._piece.shape
         rows, place = range(start[0], start[0] + shape[0]) if shape else range(0), None
         if (chunk := self._first_unreadable()) is not None:
@@ -290,7 +291,7 @@ class _Arrival:
         )
 
     def _first_unreadable(self) -> tuple[int, ...] | None:
-        """Returns the first unreadable chunk of the piece; None if all are readable now."""
+        """Returns the piece's first unreadable chunk; None if all its chunks are readable now."""
         grid = [
             range(start // size, -(-(start + length) // size))
             for start, length, size in zip(
@@ -306,12 +307,12 @@ class _Arrival:
         return None
 
     def _place(self, chunk: Sequence[int]) -> str | None:
-        """Returns where in the step's files a chunk lies; None if that is not known."""
+        """Returns the file and the byte range that hold a chunk; None if they are not found."""
         folder = self._committed.path / STATE
         return locate_chunk.place_of_chunk(folder, stored_key(self._target.name), chunk)
 
     def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
-        """Returns an error about the members of a stack in these rows, or about the whole array."""
+        """Returns an error about the stack members in ``rows``, or about an unstacked array."""
         members, name = self._target.wanted.members, self._target.name
         leaves = sorted({members[row] for row in rows}) if members else [name]
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
@@ -319,12 +320,12 @@ class _Arrival:
 
 
 class _Window:
-    """The pieces and parts in flight, oldest first, within a limit.
+    """Limits the bytes of the pieces and parts in flight between storage and devices.
 
-    The limit is exceeded only if a single array needs more.
+    The bytes in flight exceed the limit only if a single array needs more memory than the limit.
 
-    A piece counts until it has arrived. A part that is put together from pieces counts from its
-    first piece until it is on its devices.
+    A piece counts as in flight until it has been read. A part that is put together from pieces
+    counts as in flight from its first piece until the part is on its devices.
     """
 
     def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
@@ -335,12 +336,12 @@ class _Window:
         self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
 
     def add(self, piece_bytes: int, joined_bytes: int, arrival: _Arrival) -> None:
-        """Adds a piece, with its bytes as ``Target.awaits`` returned them."""
+        """Adds a piece in flight, with the two numbers of bytes that ``Target.awaits`` returned."""
         self._bytes += piece_bytes + joined_bytes
         self._reading.append((piece_bytes, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Waits for the oldest pieces and parts until ``nbytes`` fit, or until none is left."""
+        """Waits for the oldest pieces and parts until ``nbytes`` fit or nothing is in flight."""
         while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
             self._finish_oldest()
 

@@ -1,8 +1,9 @@
-"""The choice of leaves that one replica reads from storage for all other replicas.
+"""Chooses the leaves that one replica reads from storage and sends to all other replicas.
 
-With data-parallel replicas over slices, each slice would read the same bytes from storage. With
-``single_replica_restore`` only the processes of the first replica read these bytes. ``move_shards``
-then sends them to the devices of all other replicas.
+If each slice of a cluster holds one data-parallel replica, all slices would read the same bytes
+from storage. With the option ``single_replica_restore``, only the processes of the first replica
+read a replicated leaf from storage. ``move_shards`` then sends the leaf to the devices of all other
+replicas.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 def split(
     wanted: Mapping[str, Wanted],
 ) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the arrays that this process reads, and the leaves that the first replica sends.
+    """Chooses the arrays that this process reads, and the leaves that the first replica sends.
 
-    The leaves that the first replica sends are the same on all processes.
+    Returns:
+      The arrays that this process reads from storage, and the leaves that the first replica sends
+      to all other replicas. The second result is the same on all processes.
     """
     read_here: dict[str, Wanted] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
@@ -49,7 +52,7 @@ def split(
 
 
 def _source(placement: Placement, dtype: str) -> NamedSharding | None:
-    """Returns the first replica's sharding of a leaf; None if each process reads its own part."""
+    """Returns the first replica's sharding of a leaf; None if no replica sends the leaf."""
     if not isinstance(placement, NamedSharding) or placement.is_fully_addressable:
         return None
     if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
@@ -62,7 +65,7 @@ def _source(placement: Placement, dtype: str) -> NamedSharding | None:
 
 @functools.lru_cache(maxsize=1024)
 def _first_replica(final: NamedSharding) -> tuple[NamedSharding, bool]:
-    """Returns the sharding of the first replica, and whether each process has a part of it."""
+    """Returns the first replica's sharding, and whether that replica spans all processes."""
     source = replicas(final)[0]
     return source, _processes(source) == _processes(final)
 

@@ -52,9 +52,10 @@ def write_step(
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = SINGLE_PROCESS,
 ) -> None:
-    """Writes and commits a step; returns when it is durable. Call it off the training thread.
+    """Writes and commits a step; returns when the step is durable.
 
-    Each process writes what its devices hold. Process 0 also writes the host arrays and the JSON.
+    Do not call this function on the training thread. Each process writes the shards that its
+    devices hold. Process 0 also writes the host arrays and the JSON.
 
     Args:
       path: the directory of the step, which must not exist.
@@ -125,8 +126,8 @@ def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
     count = chunking.num_pieces(array.shape, chunking.chunk_shape(array))
     if count > array_checks.MAX_CHUNKS:
         raise SaveError(
-            f"{name}: readers accept at most {array_checks.MAX_CHUNKS} chunks, found {count} in "
-            f"{array.dtype}{list(array.shape)}",
+            f"{name}: expected an array of at most {array_checks.MAX_CHUNKS} chunks, found {count} "
+            f"chunks in {array.dtype}{list(array.shape)}; divide the array into several",
             key_path=name,
         )
     if array.dtype != np.bool_:

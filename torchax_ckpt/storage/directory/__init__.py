@@ -1,1 +1,1 @@
-"""The directory of a run: which steps count, and which process may write."""
+"""Manages the directory of a run: which of its steps count, and which process may write."""

@@ -1,36 +1,39 @@
-"""Which steps of a run are abandoned. No other module decides this.
+"""Decides which steps of a run are abandoned; no other module makes this decision.
 
 A run that goes back to an earlier step, or starts anew, leaves its branch: it abandons the newer
-steps. The abandoned steps stay in place until a new step is durable. Then they are set aside
-(renamed, or deleted in a local tier), and no run resumes from them. A run that goes back and ends
-before it saves has abandoned nothing.
+steps. The abandoned steps keep their names until a new step is durable. Then the run sets the
+abandoned steps aside: it renames them, or deletes them from a local tier, so that no run resumes
+from them. A run that goes back to a step and ends before its next save has abandoned no step.
 
-A step becomes abandoned in memory first, in the ``Branches`` that ``run_history.py`` keeps for each
-tier (the run's durable directory, and its local directory if it has one). The abandoned steps are:
+A step is first marked as abandoned in memory, in the ``Branches`` that ``run_history.py`` keeps for
+each tier (the run's durable directory, and its local directory if it has one). The abandoned steps
+are:
 
     - in both tiers, steps newer than the step that the run continues from;
     - in both tiers, steps newer than the step that a save begins to write;
     - steps in a local tier that some host lacks;
     - a step whose save failed after its commit.
 
-The next step records the abandoned steps durably: its summary lists, under ``abandons``, the keys
-(number and commit time) of the abandoned steps that are still in place, in both tiers. These steps
-therefore stay abandoned if the process is killed before it sets them aside. A process that lists a
-directory later treats as abandoned:
+The next step that is saved records the abandoned steps durably: its summary lists, under
+``abandons``, the keys (number and commit time) of the abandoned steps that are still in place, in
+both tiers. Abandoned steps therefore stay abandoned if the process is killed before it sets them
+aside. A process that lists a directory later treats as abandoned:
 
     - the steps listed in the summaries of the latest commits in the directory;
     - the steps listed in the summaries of the run's other tier;
     - the steps that other hosts report (each host reads the summaries in its own local tier only);
     - if the summary of an incoming step is damaged, the steps that were committed before it and
-      have its number or a higher one. An incoming step waits to replace an abandoned step of its
-      number, so its summary must have listed at least one step.
+      have its number or a higher one. An incoming step waits to replace an abandoned step of the
+      same number, so the summary of an incoming step must have listed at least one step.
 
-If several remaining steps have the same number, only one counts: an incoming step before others,
-then the latest commit. The rest are treated as abandoned. A local tier of another run contributes
-no steps; ``run_identity.py`` tells which run a tier belongs to.
+If several steps that are not abandoned have the same number, only one of them counts: the latest
+incoming step, or without an incoming step the step with the latest commit. All other steps of that
+number are treated as abandoned. A local tier of another run contributes no steps;
+``run_identity.py`` tells which run a tier belongs to.
 
-A key holds a number and a commit time because a later branch may use the number again. Listing
-changes nothing. ``run_directory.py`` sets steps aside.
+The key of a step holds the commit time as well as the number, because a later branch may use the
+number again. Listing a directory changes nothing in it. ``run_directory.py`` sets abandoned steps
+aside.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ class Branches:
 
     @classmethod
     def among(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
-        """Returns the steps found in a directory, divided by the keys of the abandoned steps."""
+        """Returns the steps ``found``, divided according to the keys of the abandoned steps."""
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in abandoned}
         return cls(
@@ -81,20 +84,20 @@ class Branches:
 
     @property
     def in_place(self) -> tuple[CommittedStep, ...]:
-        """All steps, committed and abandoned.
+        """All steps in the directory that were not set aside, whether they count or are abandoned.
 
-        The summary of a new step must list the abandoned ones while they are in place.
+        The summary of a new step must list each abandoned step that was not set aside yet.
         """
         return (*self.committed, *self.abandoned)
 
     def newer_than(self, step: int | None) -> list[CommittedStep]:
-        """Returns the steps that a run abandons if it continues from ``step``; all for None."""
+        """Returns the steps that a run abandons if it continues from ``step`` (None: the start)."""
         newest_first = reversed(self.committed)
         newer = itertools.takewhile(lambda s: step is None or s.step > step, newest_first)
         return list(newer)[::-1]
 
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches with ``steps`` abandoned, whether or not ``committed`` had them."""
+        """Returns new branches in which ``steps`` are abandoned, also steps new to the branches."""
         left = tuple(steps)
         keys = {s.key for s in left}
         kept = tuple(s for s in self.committed if s.key not in keys)
@@ -123,18 +126,18 @@ class Branches:
 
     @classmethod
     def named(cls, described: Iterable[Any], directory: epath.Path) -> Branches:
-        """Returns the branches that ``described`` turned into JSON, perhaps in another process."""
+        """Rebuilds branches from the JSON of ``Branches.described``, perhaps of another process."""
         committed, abandoned = (tuple(committed_step.named(d, directory)) for d in described)
         return cls(committed, abandoned)
 
 
 def to_summary(*tiers: Branches) -> list[list[int]]:
-    """Returns the value of ``SUMMARY_FIELD`` for the summary of a step that is saved now."""
+    """Returns the keys of abandoned steps, to put under ``SUMMARY_FIELD`` in a new summary."""
     return [list(s.key) for branches in tiers for s in branches.abandoned]
 
 
 def from_summary(summary: Mapping[str, Any]) -> set[Key]:
-    """Returns the abandoned keys in a summary; skips entries that ``to_summary`` never writes."""
+    """Returns the keys of abandoned steps that a summary lists; skips malformed entries."""
     entries = summary.get(SUMMARY_FIELD)
     return {
         (entry[0], entry[1])
@@ -172,26 +175,26 @@ class Abandonment:
             durable._other_tier = self
 
     def branches(self) -> Branches:
-        """Lists the directory and divides the steps into committed and abandoned ones."""
+        """Lists the directory; divides its steps into steps that count and abandoned steps."""
         found = self._found()
         return Branches.among(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
-        """Returns those of ``steps`` that a program may set aside before it has saved anything.
+        """Returns the abandoned ``steps`` that a program may set aside before it saves a step.
 
-        Does not return a step of the durable tier that only the summary of a local step lists as
-        abandoned. The local step may be lost with its host, and the run then continues from the
+        The result never has a step of the durable tier that only the summary of a local step lists
+        as abandoned. The local step may be lost with its host, and the run then continues from the
         durable step.
         """
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
-        """Returns this host's report, as JSON: the keys of ``steps`` and of abandoned steps."""
+        """Returns a JSON report for other hosts: the keys of ``steps`` and of abandoned steps."""
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
-        """Records the reports of all hosts, for both tiers.
+        """Records which steps of both tiers the reports of all hosts (``told``) list as abandoned.
 
         Returns:
           For each host, the keys of the steps that it has and that no host reports as abandoned.

@@ -1,8 +1,8 @@
-"""The files that make a directory a committed step: Orbax's commit record and its commit mark.
+"""Handles Orbax's commit record and commit mark, the files that make a folder a committed step.
 
-The mark is written last. It therefore holds digests of those files of Orbax's metadata that have no
-digest elsewhere and that this package relies on or shows to users.
-On a bucket, only the mark makes a folder a step.
+The commit mark, which is written last, holds digests of those files of Orbax's metadata that have
+no digest elsewhere and that torchax_ckpt relies on or shows to users. On a bucket, a folder
+is a committed step only if it has a commit mark.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _MAX_TIME = 2**63 - 1
 
 
 def is_marked(path: epath.Path) -> bool:
-    """Returns whether a step is complete: on a bucket if its mark exists, locally always.
+    """Returns whether a step is complete: on a bucket if it has a commit mark, locally always.
 
-    A local step gets its name only when it is complete.
+    On a local path, a folder gets the name of a step only when the step is complete.
     """
     return not location.is_bucket(path) or (path / MARK).exists()
 
@@ -61,15 +61,16 @@ def is_marked(path: epath.Path) -> bool:
 def is_there(committed: CommittedStep) -> bool:
     """Returns whether a step still exists.
 
-    A delete first removes the name of a local step, or the mark of a step on a bucket.
+    The deletion of a step begins with a rename on a local path, and with the removal of the commit
+    mark on a bucket.
     """
     return committed.path.exists() and is_marked(committed.path)
 
 
 def is_begun(path: epath.Path) -> bool:
-    """Returns whether a folder in a bucket is an unfinished step, or a partly removed one.
+    """Returns whether a folder in a bucket is an unfinished step, or a partly removed step.
 
-    Any other unmarked folder in the bucket with a number for a name belongs to the user.
+    Any other folder in the bucket that has a number as name and no commit mark is the user's.
     """
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
@@ -77,13 +78,13 @@ def is_begun(path: epath.Path) -> bool:
 
 
 class CommitTimes:
-    """Reads commit times; warns once about each entry that looks like a step and is not one."""
+    """Reads the commit times of steps; warns once about each folder that only looks like a step."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def steps_among(self, children: Iterable[epath.Path], first: int = 0) -> list[CommittedStep]:
-        """Returns the committed steps among a run's folders, from the number ``first`` on."""
+        """Returns the committed steps among a run's folders, from step number ``first`` on."""
         named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
         found = [(child, match) for child, match in named if int(match[2]) >= first]
         # In parallel, because each read is a round trip to a bucket.
@@ -132,8 +133,8 @@ def read_time(path: epath.Path) -> int:
     for name in (_RECORD, MARK):
         if not containment.is_plain(path, name):
             raise ValueError(
-                f"{path / name}: expected a regular file of at most {seals.MAX_JSON_BYTES} bytes "
-                "in a folder, found something else"
+                f"{path / name}: expected a regular file of at most {seals.MAX_JSON_BYTES} bytes, "
+                "not below a link, found a link, another kind of file or a larger file"
             )
     try:
         known = _stored_digests(path)
@@ -154,7 +155,7 @@ def read_time(path: epath.Path) -> int:
 
 
 def _was_committed(path: epath.Path) -> bool:
-    """Returns whether the files show that a commit happened, even without a readable record."""
+    """Returns whether a folder's files show that it was committed, even if its record is lost."""
     if location.is_bucket(path):
         # A mark without other files comes from a late request of a save that was given up and
         # removed.
@@ -171,7 +172,7 @@ def _was_committed(path: epath.Path) -> bool:
 def item_names(path: epath.Path) -> set[str]:
     """Returns the names of the items that a step had at its commit, from the commit record.
 
-    Some of these items may have been lost since then.
+    Some of the returned items may have been lost since the commit.
     """
     items = json.loads((path / _RECORD).read_text()).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
@@ -189,7 +190,7 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
 
 
 def sealing(path: epath.Path, said: str) -> str:
-    """Returns the text of a step's mark: Orbax's text, and the digests of Orbax's metadata files.
+    """Returns the text of a commit mark, which joins Orbax's text and digests of metadata files.
 
     Args:
       path: the step.
@@ -203,7 +204,7 @@ def sealing(path: epath.Path, said: str) -> str:
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:
-    """Returns the content of a file of Orbax's metadata, compared with its digest in the mark.
+    """Returns the content of an Orbax metadata file; compares it with the digest in the mark.
 
     Raises:
       OSError: the file cannot be read.
@@ -213,7 +214,7 @@ def read_sealed(path: epath.Path, name: str) -> bytes:
 
 
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
-    """Returns file -> digest; {} if Orbax alone wrote the mark; None if there is no mark."""
+    """Returns a commit mark's digests by file; {} if Orbax alone wrote the mark; None if absent."""
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -227,15 +228,16 @@ def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
 def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:
     content = (path / name).read_bytes()
     if known and name in known and known[name] != seals.of_octets(content):
-        raise ValueError(f"{name} does not match its digest in {MARK}: one of the two was damaged")
+        raise ValueError(f"{name} does not match its digest in {MARK}: one of these is damaged")
     return content
 
 
 def remove_leftover(path: epath.Path) -> None:
-    """Removes the files of a failed save as far as possible; Orbax may still be writing others.
+    """Removes the files of a failed save as far as possible; Orbax may still be writing files.
 
-    On a bucket the writer may only be stalled and may write more of the step at any time. An empty
-    object (``BEGUN``) remains there, so that no program uses the step's name again.
+    On a bucket, the program whose save failed may only be stalled, and may write more files of the
+    step at any time. An empty object (``BEGUN``) therefore remains under the step's name in the
+    bucket, so that no program uses the name again.
     """
     if location.is_bucket(path):
         bucket.remove(path)

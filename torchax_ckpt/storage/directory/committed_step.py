@@ -1,4 +1,4 @@
-"""A committed step, and the names of its items."""
+"""Defines a committed step, and the names of the items of a step."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
 
 
 def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
-    """Returns the steps of a directory that ``described`` turned into JSON in any process."""
+    """Rebuilds the steps of a directory from the JSON that ``described`` made in any process."""
     return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]

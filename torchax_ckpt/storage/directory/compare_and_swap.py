@@ -1,13 +1,13 @@
-"""One small record that several programs compete to write, replaced by compare-and-swap.
+"""Replaces a small record, which several programs compete to write, by compare-and-swap.
 
-A program can replace the record only if it knows the present content. If two programs saw the same
-content, one wins and the other gets ``Conflict``. The exchange is atomic because of:
+A program can replace the record only if it knows the present content. If two programs try to
+replace the same content, one succeeds and the other gets ``Conflict``. The exchange is atomic:
 
-- On a local path: a lock on the directory for the moment of the exchange, and a rename. A hard link
-  creates the first record. On network file systems without locks on directories a gap of
-  microseconds remains between the comparison and the rename; within this gap, the later of two
-  programs wins.
-- On a bucket: the server's own condition, "if the generation is still this one".
+- On a local path, a program locks the directory for the moment of the exchange, compares, and
+  renames a new file over the record. A program creates the first record as a hard link, which fails
+  if a record exists. On network file systems without locks on directories, a gap of microseconds
+  remains between the comparison and the rename; within this gap, the later of two programs wins.
+- On a bucket, the server compares: a request names the generation that the record must still have.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MAX_BYTES = 1 << 16
 
 
 class Conflict(Exception):  # noqa: N818 - not an error: one of two possible results of an exchange
-    """The record is not the one that the caller saw."""
+    """Says that another program has replaced the record since the caller read it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A record as it was read.
+    """The content and the version of a record when a program read it.
 
     Attributes:
       content: the bytes of the record.
@@ -50,20 +50,23 @@ class Seen:
 
 
 class AtomicRecord(Protocol):
-    """A record at one path or URL."""
+    """A small record at one path or URL, which programs replace by compare-and-swap."""
 
     def read(self) -> Seen | None:
-        """Returns the present record, whatever its content; None if there is none."""
+        """Returns the present record, whatever its content; None if there is no record."""
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        """Replaces the record that was seen (None: there was none); returns the new record.
+        """Replaces the record ``seen``, or creates the first record if ``seen`` is None.
+
+        Returns:
+          The new record.
 
         Raises:
-          Conflict: the present record is another one.
+          Conflict: the present record is not ``seen``.
         """
 
     def remove(self, seen: Seen) -> None:
-        """Removes the record that was seen; leaves any other record in place."""
+        """Removes the record if it is still ``seen``; leaves any other record in place."""
 
     def is_orphaned(self) -> bool:
         """Returns whether the directory of the record was removed or moved elsewhere."""

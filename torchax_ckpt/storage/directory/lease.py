@@ -1,24 +1,24 @@
-"""The lease of a directory: at most one program writes to a directory at a time.
+"""Implements the lease of a directory, which only one program at a time can hold to write there.
 
 The lease is a small file in the directory that names its holder: host, process, start of the lease,
-and last sign of life. A thread of the holder renews the sign of life every 20 s. A program that
-wants to write and finds a lease
+and last sign of life. A thread of the holder renews the sign of life every 20 s. If a program wants
+to write and finds a lease, the holder of that lease decides what happens:
 
-- of a process on the same host that has ended (according to the kernel): takes the lease over
-  immediately;
-- of a running process on the same host: is refused immediately;
-- of a process on another host, which cannot be examined: takes the lease over once the last sign of
-  life is 60 s old. Until then the program waits, and is refused as soon as it sees another sign of
-  life.
+- If the holder was a process on the same host that has ended (according to the kernel), the program
+  takes the lease over immediately.
+- If the holder is a running process on the same host, the program is refused immediately.
+- If the holder is a process on another host, which cannot be examined, the program waits until the
+  last sign of life is 60 s old, and then takes the lease over. If the program sees another sign of
+  life while it waits, it is refused.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
-The clocks of hosts that share a directory should agree to within half a minute. If they do not, a
-holder may lose its lease early, and then stops writing.
+The clocks of hosts that share a directory should agree to within half a minute. If the clocks
+differ more, a holder may lose its lease early, and then stops writing.
 
-The lease is also a fence: a holder that stalled for longer than 60 s may have lost it. The holder
-therefore reads the lease again right before any of its changes becomes visible, and stops if
-another program has taken over. A gap remains between that read and the rename or upload that
-follows.
+The lease is also a fence: a holder that stalled for longer than 60 s may have lost the lease. The
+holder therefore reads the lease again right before any of its changes becomes visible, and stops if
+another program has taken the lease over. A gap remains between this read and the rename or upload
+that makes the change visible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _POLL_SECS = 0.5
 
 
 class Lease:
-    """The lease of one directory, as one checkpointer uses it.
+    """Takes, renews, checks and releases the lease of one directory for one checkpointer.
 
     Args:
       directory: the directory, which must exist when the lease is taken.
@@ -67,7 +67,7 @@ class Lease:
 
     @property
     def token(self) -> str:
-        """The unique name of this hold of the lease; "" while the lease is not held."""
+        """The unique name of the present hold of the lease; "" while the lease is not held."""
         return self._hold.holder.token if self._hold is not None else ""
 
     def hold(self) -> None:
@@ -85,7 +85,7 @@ class Lease:
         self._hold = self._take()
 
     def renew(self) -> None:
-        """Writes a new sign of life, as the thread of the lease does every 20 s."""
+        """Writes a new sign of life into the lease; a thread of the lease does so every 20 s."""
         if self._hold is not None:
             self._hold.renew()
 
@@ -169,7 +169,7 @@ class Lease:
 
 
 class _Hold:
-    """A lease that was taken. A thread renews it until it is ended or lost."""
+    """A lease that this process took, and that a thread renews until it is released or lost."""
 
     def __init__(
         self,
@@ -241,15 +241,15 @@ class _Hold:
             self.renew()
 
     def _is_this_process(self) -> bool:
-        """Returns whether this process took the lease, not a process that it was forked from."""
+        """Returns whether this very process took the lease, not the process it was forked from."""
         return self.holder.pid == os.getpid()
 
     def _require_this_process(self) -> None:
         if not self._is_this_process():
             raise LeaseError(
-                f"{self._directory}: this process was forked from the one that writes to this "
-                f"directory ({self.holder.describe(self._clock())}). Save in that process, or give "
-                "this process a checkpointer and a directory of its own.",
+                f"{self._directory}: this process was forked from the process that writes to this "
+                f"directory ({self.holder.describe(self._clock())}). Save in the parent process, "
+                "or give this process a Checkpointer and a directory of its own.",
                 path=self._directory,
             )
 
@@ -269,7 +269,7 @@ class _Hold:
                 f"its lease: {self._loss}. It writes nothing more; the steps that it reported "
                 "durable are intact. A program loses its lease if it stalls for more than "
                 f"{LEASE_SECS:.0f} s, or if the clocks of two hosts differ. End this program. To "
-                "run it instead of the other one, end that one too, then start this one again: it "
-                "resumes from the newest step.",
+                "run it instead of the program that holds the lease now, end that program too, "
+                "then start this program again: it resumes from the newest step.",
                 path=self._directory,
             )

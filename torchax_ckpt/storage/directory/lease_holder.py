@@ -1,4 +1,4 @@
-"""The process that holds a lease, in a form that other processes can read and examine."""
+"""Describes the process that holds a lease, so that other processes can identify it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LeaseHolder:
 
     @classmethod
     def here(cls, now: float) -> LeaseHolder:
-        """Returns this process as a holder that takes the lease now."""
+        """Returns a holder that describes this process and takes the lease at the time ``now``."""
         process = process_of(os.getpid())
         started = process.started if process else None
         return cls(
@@ -56,7 +56,7 @@ class LeaseHolder:
         return found if found._is_plausible() else None
 
     def _is_plausible(self) -> bool:
-        """Returns whether each attribute has its type and a possible value."""
+        """Returns whether each attribute has the right type and a possible value."""
         texts = (self.token, self.host, self.kernel or "")
         numbers = (self.pid, self.started or 0)
         times = (self.since_secs, self.renewed_secs)
@@ -68,11 +68,11 @@ class LeaseHolder:
         )
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the lease file."""
+        """Returns this holder as the content of a lease file."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_alive(self) -> bool | None:
-        """Returns whether the holder runs; None if this process cannot know that, or not yet."""
+        """Returns whether the holder's process runs; None if this process cannot tell (yet)."""
         if self.kernel is None or self.kernel != this_kernel():
             return None
         process = process_of(self.pid)
@@ -86,7 +86,7 @@ class LeaseHolder:
         return True
 
     def describe(self, now: float) -> str:
-        """Returns the holder in words, for messages."""
+        """Returns a description of the holder, for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_secs))
         return (
             f"host {self.host}, pid {self.pid}, since {since}, last sign of life "
@@ -102,7 +102,7 @@ class _Process:
 
 
 def process_of(pid: int) -> _Process | None:
-    """Returns the process of this number, from the kernel; None if the kernel shows none."""
+    """Returns the process ``pid`` as ``/proc`` shows it; None if ``/proc`` does not show it."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
         # The second field is the program's name, in parentheses, which may hold any character.
@@ -113,7 +113,7 @@ def process_of(pid: int) -> _Process | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Returns whether a process runs that /proc does not show, for example another user's."""
+    """Returns whether a process runs although ``/proc`` hides it, as for another user's process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -124,7 +124,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def this_kernel() -> str | None:
-    """Returns a unique name of this kernel and set of process numbers; None if unknown."""
+    """Returns a unique name of the running kernel and its pid namespace; None if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

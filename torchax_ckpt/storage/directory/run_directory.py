@@ -1,4 +1,4 @@
-"""The directory of a run: it lists, commits, renames and deletes steps.
+"""Lists, commits, renames and deletes the steps in the directory of a run.
 
     DIRECTORY/120/             a committed step
     DIRECTORY/incoming-120/    a committed step whose number is still taken by an abandoned step or,
@@ -12,22 +12,21 @@
     DIRECTORY/events/          the journal, for people; no restore depends on it
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
-``abandonment.py`` decides which steps are abandoned. A run may have two directories, a durable one
-and a local one in front of it. A step in either may abandon steps in both. While storage cannot be
-read, listing fails and reports no step as absent: a temporary failure must not send a run back.
+``abandonment.py`` decides which steps are abandoned. A run may have two tiers: a durable directory,
+and local directories. A step in one tier may abandon steps in both tiers. While storage cannot be
+read, listing raises an error: a temporary failure must not make a run resume from an older step.
 
 A bucket has no renames, so a save writes a step under the name that the step keeps, and Orbax's
-commit mark, written last, completes it. An incoming step stays where it is: if it were moved object
-by object, it would be incomplete meanwhile. The server may carry out a request long after the
-client gave up on its answer, and a stalled writer that lost its lease may go on writing its step.
-Therefore a delete removes only the exact object that was examined, and a name under which any save
-began is never used again. One gap remains: a stalled writer that had written nothing yet may later
-write into the step that its successor wrote. On local storage each save has a unique name until its
-commit.
+commit mark, written last, completes the step. An incoming step keeps its name on a bucket: while it
+was moved object by object, it would be incomplete. A bucket's server may carry out a request long
+after the client gave up on the answer, and a stalled writer that lost its lease may go on writing
+its step. On a bucket, a delete therefore removes only the exact object that was examined, and a
+name under which any save began is never used again. One gap remains: a stalled writer that had
+written nothing yet may later write into the step that its successor wrote. On local storage each
+save has a unique name until its commit.
 
-Listing and reading change nothing. Only the holder of the lease writes. In a run of several
-processes process 0 holds the lease; it claims the directory, cleans up, commits and deletes for all
-processes.
+Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
+of several processes, process 0 holds the lease, and commits and deletes steps for all processes.
 """
 
 from __future__ import annotations
@@ -108,11 +107,11 @@ class RunDirectory:
     # --- reading ---
 
     def steps(self) -> list[CommittedStep]:
-        """Lists the directory and returns the committed steps that count, oldest first."""
+        """Lists the directory; returns the committed steps that are not abandoned, oldest first."""
         return list(self.branches().committed)
 
     def branches(self) -> Branches:
-        """Lists the directory and returns the committed steps that count and the abandoned ones."""
+        """Lists the directory; divides its steps into the run's branch and abandoned steps."""
         return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
@@ -125,7 +124,7 @@ class RunDirectory:
             return self._visible(first) if is_ours else []
 
     def find(self, step: int) -> CommittedStep:
-        """Returns the step of this number.
+        """Returns the committed step with the number ``step``.
 
         Raises:
           StepNotFoundError: no such step exists; the message lists the steps that exist.
@@ -143,7 +142,7 @@ class RunDirectory:
             return self._summaries.metrics(committed)
 
     def info(self, committed: CommittedStep) -> CheckpointInfo:
-        """Returns the step as policies see it."""
+        """Returns a step as a ``CheckpointInfo``, the form in which policies see it."""
         return CheckpointInfo(
             committed.step,
             committed.path,
@@ -179,16 +178,16 @@ class RunDirectory:
             permissions.prove_writable(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
-        """Returns a list with the name of the run, or []; only for the lease's holder.
+        """Returns a list with the name of the run, or []; checks the lease first.
 
-        Call it on a durable directory.
+        Call this method on a durable directory only.
         """
         with self._translated("read"):
             self.fence()
             return run_identity.names(self.path)
 
     def join(self, present: Sequence[str], name: str) -> None:
-        """Makes this a directory of a run; first deletes another run's steps from a local tier.
+        """Writes a run's name into the directory; first deletes other runs' steps in a local tier.
 
         Args:
           present: the name that the run has now, if it has one.
@@ -229,7 +228,7 @@ class RunDirectory:
         self._lease.release()
 
     def recover(self) -> None:
-        """Finishes or removes what a killed process left behind; only for the lease's holder."""
+        """Finishes or removes the saves and deletions that a killed process left unfinished."""
         with self._translated("clean up"):
             self.fence()
             visible = self._visible()
@@ -245,7 +244,7 @@ class RunDirectory:
                     commit_record.remove_leftover(child)
 
     def path_for(self, step: int) -> epath.Path:
-        """Returns the path at which to write a step until it is committed."""
+        """Returns the path at which a save writes the files of ``step`` before the commit."""
         # Write the run's name again if the file of the name was removed meanwhile.
         if self._runs and not (self.path / run_identity.NAME).exists():
             self.fence()
@@ -266,7 +265,7 @@ class RunDirectory:
         raise AssertionError("unreachable: the count never ends")
 
     def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
-        """Makes a written step visible, under its number or beside an abandoned step that has it.
+        """Makes a written step visible, under its number or, if that is taken, as an incoming step.
 
         Args:
           step: the step's number.
@@ -289,15 +288,15 @@ class RunDirectory:
         commit_time = self._commit_times.read(path)
         if not commit_time:
             raise DirectoryError(
-                f"{path}: was written, but its commit record cannot be read: another program "
-                "removes or changes files in this directory",
+                f"{path}: this step was written, but its commit record cannot be read: another "
+                "program removes or changes files in this directory. End that program.",
                 path=path,
                 step=step,
             )
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
-        """Renames an incoming step to its number, after setting aside the step with that name.
+        """Renames an incoming step to its number, after setting aside the step of that number.
 
         Returns the step with its present path. On a bucket the step keeps its path.
         """
@@ -311,7 +310,7 @@ class RunDirectory:
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
     def know_summary(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
-        """Stores a summary that was just written, so that it need not be read."""
+        """Keeps a just-written summary in memory, so that it need not be read from storage."""
         self._summaries.know(committed, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
@@ -370,7 +369,7 @@ class RunDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps not to keep, but never a durable directory's newest verified step.
+        """Deletes the steps that ``keep`` rejects, except a durable tier's newest verified step.
 
         Args:
           keep: for each step, whether to keep it.

@@ -1,4 +1,4 @@
-"""The steps that a run continues from and those it abandons, kept in memory while it runs.
+"""Keeps in memory which steps a run continues from and which steps it abandons.
 
 Process 0 lists the directory once for all processes. From then on only this run writes to the
 directory, so the run tracks its steps without listing again. ``abandonment.py`` decides which
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunHistory:
-    """The steps of one run in one tier.
+    """Tracks the steps of one run in one tier: its durable directory, or its local directory.
 
     Args:
       directory: the directory of the tier.
@@ -68,7 +68,9 @@ class RunHistory:
         return committed_step.named(found, self.path)
 
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
-        """Returns steps that other programs saved since the directory was listed; for process 0.
+        """Returns steps that other programs saved since this object listed the directory.
+
+        Only process 0 may call this method.
 
         Args:
           step: return only steps with this number or a higher one; default: only steps newer than
@@ -88,18 +90,18 @@ class RunHistory:
         return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
-        """Continues the run from this step (None: from the start) and abandons newer ones."""
+        """Continues the run from ``step`` (None: from the start) and abandons all newer steps."""
         self._is_open = False
         self.open()
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Abandons the steps with other keys, which some host lacks. The next save removes them."""
+        """Abandons the steps whose keys are not in ``keys``, because some host lacks them."""
         missing = (s for s in self.branches.committed if s.key not in keys)
         self._replace(self.branches.leaving(missing))
 
     def begin(self, step: int) -> None:
-        """Begins a save of this step; newer steps, in either tier, become abandoned."""
+        """Begins a save of ``step``; newer steps in both tiers of the run become abandoned."""
         for history in (self, self._other_tier):
             if history is not None:
                 history.open()
@@ -116,7 +118,7 @@ class RunHistory:
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
-        """Records that the step in flight is readable from now on, even if its save fails."""
+        """Records that the step in flight is committed, and readable even if its save fails."""
         self._landed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
@@ -138,7 +140,7 @@ class RunHistory:
             self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
 
     def settle(self, settled: CommittedStep) -> None:
-        """Records the path of the newest step after ``RunDirectory.settle`` has renamed it."""
+        """Records the path of the newest step after ``RunDirectory.settle`` renamed the step."""
         self._replace(self.branches.moved((*self.branches.in_place, settled)))
 
     def clear_abandoned(self) -> None:
@@ -146,7 +148,7 @@ class RunHistory:
         self.branches = Branches(self.branches.committed)
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
-        """Records the present paths of the steps after some were moved or deleted."""
+        """Records the present paths of all steps after some steps were moved or deleted."""
         self._replace(self.branches.moved(steps))
 
     def forget(self, steps: Iterable[int]) -> None:
@@ -155,18 +157,18 @@ class RunHistory:
             self.refresh(s for s in self.branches.in_place if s.step not in gone)
 
     def has(self, step: int) -> bool:
-        """Returns whether this run has the step or is saving it."""
+        """Returns whether this run has saved the step, or is saving it now."""
         for checkpoint in reversed(self._checkpoints):
             if checkpoint.step <= step:
                 return checkpoint.step == step
         return False
 
     def checkpoints(self) -> Sequence[CheckpointInfo]:
-        """Returns the steps as policies see them, oldest first, the one in flight last."""
+        """Returns the steps as policies see them, oldest first; a step in flight comes last."""
         return self._checkpoints
 
     def _replace(self, branches: Branches) -> None:
-        """Replaces the branches, and rebuilds all checkpoints that policies see from them."""
+        """Replaces ``branches``, and derives from them the checkpoints that policies see."""
         self.branches = branches
         in_flight = () if self._in_flight is None else (self._in_flight,)
         self._checkpoints = (*map(_checkpoint_info, self.branches.committed), *in_flight)

@@ -1,16 +1,17 @@
-"""The name of a directory's run, which prevents use of a local tier of another run.
+"""Stores a run's name in its directories, so that no run uses the local tier of another run.
 
 A ramdisk outlives the processes of a run and may outlive the run: the run's directory may have been
-removed, or the next run may get the same path. No run may resume from such leftovers. A run with a
-local tier therefore has a name, in the file ``run`` of both of its directories. In the local
-directory the word ``local`` precedes the name. A run deletes steps of other runs only from
-directories so marked, never from a directory that a user gave as a local tier by mistake.
+removed, or the next run may get the same path. No run may resume from steps that another run left
+in a local tier. A run with a local tier therefore has a name, which is in the file ``run`` of its
+durable directory and of its local directories. In the file of a local directory, the word ``local``
+precedes the name. A run deletes steps of other runs only from directories whose file ``run`` has
+this word, never from a directory that a user gave as a local tier by mistake.
 
 A host may also be absent while the run continues without it, and return with steps that the run has
 abandoned. Every program that saves therefore gives the run a new name, which an absent host does
-not learn. The local directories get the new name first, beside the present one. If the program is
-killed at any moment, the durable directory has one of the two names, and every host that took part
-knows both. A program that saves without a local tier removes the name.
+not learn. The local directories get the new name first, beside the present name. If the program is
+killed at any moment, each local directory therefore still has the name that is in the durable
+directory. A program that saves without a local tier removes the run's name.
 
 As with the lease, a program replaces the name by compare-and-swap, because a bucket may carry out a
 request long after its answer was lost.
@@ -42,7 +43,7 @@ def new() -> str:
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
     """Returns the names of the run to which a durable directory or local tier belongs, or [].
 
-    A local tier may have two names: the present one and the next.
+    A local tier may have two names: the run's present name and its next name.
     """
     try:
         if not containment.is_plain_file(directory / NAME):
@@ -59,7 +60,7 @@ def is_before(local: epath.Path, durable: epath.Path) -> bool:
 
 
 def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None:
-    """Writes the name of a directory's run; only for the holder of the lease.
+    """Writes a run's name into a directory; only the holder of the lease may call this function.
 
     Args:
       directory: a durable directory or a local tier.
@@ -76,7 +77,7 @@ def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None
 
 
 def forget(durable: epath.Path) -> None:
-    """Removes the name of a durable directory's run: no local tier belongs to it any more."""
+    """Removes a run's name from its durable directory; the run then has no local tiers."""
     if names(durable):
         with _exchanged(durable) as (record, seen):
             if seen is not None:
@@ -84,24 +85,24 @@ def forget(durable: epath.Path) -> None:
 
 
 def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
-    """Checks that a directory with steps was a local tier before.
+    """Raises if a directory has steps but was never a local tier.
 
     Raises:
-      DirectoryError: it has steps and was never a local tier.
+      DirectoryError: the directory has steps and was never a local tier.
     """
     if steps and not names(directory, is_local=True):
         there = ", ".join(map(str, sorted(steps)))
         raise DirectoryError(
-            f"{directory}: expected an empty directory or a local tier of some run, found steps "
-            f"{there} that no local tier has written. LocalTier(path) deletes the steps of other "
-            "runs: give it a directory of its own.",
+            f"{directory}: expected an empty directory or the local tier of a run, found steps "
+            f"{there} that were not saved to a local tier. LocalTier(path) would delete these "
+            "steps: give LocalTier a directory of its own.",
             path=directory,
         )
 
 
 @contextlib.contextmanager
 def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-    """Yields the record of the name, and the record's present content, which may be replaced.
+    """Yields the record that holds a run's name, and the present content, for a replacement.
 
     Raises:
       DirectoryError: this package did not write the present file, or another program replaces it.
@@ -109,7 +110,7 @@ def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | Non
     path = directory / NAME
     foreign = DirectoryError(
         f"{path}: expected the name of a run, found something else. A run with a local tier "
-        "keeps its name in this file: rename the present one, or give the run another directory.",
+        "keeps its name in this file: rename the file, or give the run another directory.",
         path=directory,
     )
     if not containment.is_plain_file(path):
@@ -123,7 +124,9 @@ def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | Non
         yield record, seen
     except Conflict:
         raise DirectoryError(
-            f"{path}: another program is replacing the name of the run", path=directory
+            f"{path}: another program has just replaced the run's name in this file. Let only one "
+            "program save to the directory.",
+            path=directory,
         ) from None
     finally:
         record.close()

@@ -38,7 +38,7 @@ def read_manifest(committed: CommittedStep) -> Any:
         raise ForeignCheckpointError(
             f"step {committed.step} in {committed.path} has no manifest: it was not written by "
             "torchax_ckpt, so its arrays cannot be matched with torch's names. Read it with "
-            "load(step, abstract_state) and assign the result yourself.",
+            "Checkpointer.load(step, abstract_state) and assign the result yourself.",
             step=committed.step,
             path=committed.path,
         )
@@ -50,7 +50,10 @@ def read_manifest(committed: CommittedStep) -> Any:
 
 @contextlib.contextmanager
 def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
-    """Raises CorruptCheckpointError for damage, DirectoryError if storage cannot be read now.
+    """Turns errors of the ``with`` block into CorruptCheckpointError or DirectoryError.
+
+    DirectoryError says that storage cannot be read now; CorruptCheckpointError, that the step is
+    damaged.
 
     Args:
       committed: the step that the block reads.
@@ -66,13 +69,14 @@ def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
             advice = storage_errors.advice(error, is_bucket=location.is_bucket(committed.path))
             raise DirectoryError(
                 f"step {committed.step} in {committed.path}: its {what} cannot be read now, which "
-                f"does not mean that the step is damaged: {cause}. {advice} Then try again; or "
-                "name an older step.",
+                f"does not mean that the step is damaged: {cause}. {advice} Then try again, or "
+                "read an older step.",
                 step=committed.step,
                 path=committed.path,
             ) from error
         raise CorruptCheckpointError(
-            f"step {committed.step} in {committed.path}: cannot read its {what}: {cause}",
+            f"step {committed.step} in {committed.path}: cannot read its {what}: {cause}. If the "
+            "step is damaged, read another step, or a copy of this one.",
             step=committed.step,
             path=committed.path,
         ) from error

@@ -1,4 +1,4 @@
-"""The summaries of a directory's steps: small JSON with metrics and abandoned steps."""
+"""Reads and caches the summaries of steps: small JSON with metrics and abandoned steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LOST: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Summaries:
-    """The summaries of a directory's steps. Reads each one once."""
+    """Reads the summaries of a directory's steps, and keeps each of them in memory."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
 
     def know(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
-        """Stores a summary that was just written, so that it need not be read."""
+        """Keeps a just-written summary in memory, so that it need not be read from storage."""
         self._known[committed.key] = summary
 
     def forget(self, committed: CommittedStep) -> None:
-        """Drops the summary of a deleted step, because a run may have millions of steps."""
+        """Drops a deleted step's summary from memory, because a run may save millions of steps."""
         self._known.pop(committed.key, None)
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Summaries:
         return dict(metrics) if isinstance(metrics, dict) else {}
 
     def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
-        """Returns the summary of each step; None for a missing or damaged one."""
+        """Returns the summary of each step; None for a step whose summary is missing or damaged."""
         with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
             return [None if said is _LOST else said for said in pool.map(self._of, steps)]
 

@@ -1,4 +1,4 @@
-"""The steps that a full read found intact and that no later read found damaged."""
+"""Tracks which steps a full read found intact and no later read found damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARK = "verified"
 
 
 class Verified:
-    """The verified steps of a directory: noted in this process, or marked by an earlier process."""
+    """Knows the verified steps of a directory, from reads in this process and from mark files."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, int], bool] = {}  # step's key -> whether it was intact
@@ -32,13 +32,13 @@ class Verified:
         self._written.discard(committed.key)
 
     def forget(self, committed: CommittedStep) -> None:
-        """Drops the note about a deleted step."""
+        """Forgets whether a deleted step was intact."""
         self._noted.pop(committed.key, None)
         self._written.discard(committed.key)
 
     @contextlib.contextmanager
     def noting_damage(self, committed: CommittedStep) -> Iterator[None]:
-        """Notes the step as damaged if the block raises CorruptCheckpointError."""
+        """Records the step as damaged if the ``with`` block raises CorruptCheckpointError."""
         try:
             yield
         except CorruptCheckpointError:
@@ -46,10 +46,10 @@ class Verified:
             raise
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
-        """Writes the notes about these steps to storage, for later programs.
+        """Records in mark files on storage which of ``steps`` are verified, for later programs.
 
-        Creates the mark of an intact step and deletes that of a damaged one. Failures are only
-        logged.
+        Creates the mark file of an intact step, and deletes the mark file of a damaged step.
+        Failures are only logged.
         """
         for committed in steps:
             key = committed.key
@@ -71,7 +71,7 @@ class Verified:
         return (committed.path / MARK).exists() if found is None else found
 
     def named(self, steps: Iterable[CommittedStep]) -> str:
-        """Returns in words, oldest first, the five newest steps not known to be damaged."""
+        """Returns a text with the five newest steps not known to be damaged, oldest first."""
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 

@@ -1,1 +1,1 @@
-"""Access to one path on one medium: a local file system or a bucket."""
+"""Accesses files and folders on one medium: a local file system or a bucket."""

@@ -1,10 +1,10 @@
-"""Access to ``gs://``: client settings, a check of the bucket, and conditional removal of objects.
+"""Configures the clients of buckets, checks that a bucket is usable, and removes its objects.
 
-Three clients access a bucket: TensorStore for array data, gcsfs (through epath) for everything
-else, and google-cloud-storage, through which Orbax reads the bucket's kind. Each repeats failed
-requests: gcsfs for about 35 seconds per request, google-cloud-storage for two minutes, TensorStore
-for 15 minutes. On a silent connection they would wait for many minutes at each request, or forever,
-so this module limits their waiting.
+Three clients access a bucket. TensorStore reads and writes array data, gcsfs (through epath) does
+everything else, and Orbax asks through google-cloud-storage what kind of bucket it is. Each client
+repeats failed requests: gcsfs for about 35 seconds per request, google-cloud-storage for two
+minutes, TensorStore for 15 minutes. On a silent connection, the clients would wait for many minutes
+at each request, or forever, so this module limits how long they wait for an answer.
 """
 
 from __future__ import annotations
@@ -98,12 +98,14 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
 def remove(path: epath.Path) -> None:
     """Removes an object, or everything under a prefix; does nothing if nothing is there.
 
-    Removes each object only in the generation that was listed. A client sends a request again if
-    its answer was lost, and the server may carry out the first request long after the second. An
-    unconditional delete would then remove an object that was written under the same name meanwhile.
+    Removes an object only if it still has the generation that was listed. A client sends a request
+    again if the answer was lost, and the server may carry out the first request long after the
+    second. A late delete without this condition would remove an object that was written under the
+    same name meanwhile.
 
-    If the bucket has a hierarchical namespace, the listed folders that are then empty are removed
-    too. An object that appeared or changed since the listing stays, with its folders.
+    If the bucket has a hierarchical namespace, this function also removes the listed folders that
+    are empty after the removal of the objects. An object that appeared or changed since the listing
+    stays, with its folders.
     """
     filesystem = _filesystem(path)
     found = filesystem.find(str(path), withdirs=True, detail=True)
@@ -172,7 +174,7 @@ class _Settings:
         )
 
     def use(self, filesystem: Any, user: object) -> None:
-        """Applies this package's values until ``user`` and all other users no longer exist."""
+        """Applies the settings of this package until ``user`` and all other users are deleted."""
         with self._lock:
             if self._num_users == 0:
                 self._had_cache = filesystem.dircache.use_listings_cache
@@ -196,7 +198,7 @@ _settings = _Settings()
 
 
 def use(path: epath.Path, user: object) -> None:
-    """Applies the settings of a bucket's clients for as long as ``user`` exists."""
+    """Applies this package's settings to the clients of a bucket while ``user`` exists."""
     _start_tensorstore()
     _settings.use(_filesystem(path), user)
 
@@ -205,9 +207,9 @@ def use(path: epath.Path, user: object) -> None:
 def _start_tensorstore() -> None:
     """Makes TensorStore give up on silent connections.
 
-    Only environment variables set this limit. TensorStore reads them once, when it opens its first
-    bucket. This function opens a bucket, which sends no request, and sets the variables only
-    meanwhile.
+    TensorStore takes the limit on silence only from environment variables, which it reads once,
+    when it opens its first bucket. This function therefore sets the variables, opens a bucket,
+    which sends no request, and removes the variables again.
     """
     missing = [name for name in _TENSORSTORE if name not in os.environ]
     try:

@@ -1,4 +1,4 @@
-"""Checks of a step before its files are opened: only regular files, none of an unexpected size.
+"""Checks, before a step's files are opened, that it has only regular files of expected sizes.
 
 A directory from an unknown source is untrusted data. Orbax and TensorStore follow links, so this
 package examines the files before it reads them.
@@ -79,7 +79,7 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:
-    """Returns whether the folder is no link, and the file in it passes ``is_plain_file``."""
+    """Returns whether a folder is not a link, and its ``file`` passes ``is_plain_file``."""
     if location.is_bucket(folder):
         return True
     try:
@@ -93,7 +93,7 @@ def is_plain(folder: epath.Path, file: str) -> bool:
 def is_plain_file(path: epath.Path) -> bool:
     """Returns whether a file is regular and of an expected size, or missing.
 
-    Its folder may be a link that the user made.
+    The folder of the file may be a link, which a user may have made on purpose.
     """
     if location.is_bucket(path):
         return True
@@ -109,8 +109,8 @@ def beyond_memory(
 ) -> CheckpointError:
     """Returns the error for leaves that this host's memory cannot hold.
 
-    The error says that the step is damaged if storage holds fewer bytes than such leaves need, and
-    otherwise that the host is too small.
+    The error says that the step is damaged if storage holds fewer bytes than the leaves need there,
+    and otherwise that the host has too little memory.
 
     Args:
       step_path, step: the step.
@@ -154,7 +154,7 @@ def corrupt(
     found: str,
     name: str | None = None,
 ) -> CorruptCheckpointError:
-    """Returns the error for a file or an array of a step that is not as it must be."""
+    """Returns the error for a damaged file or array: the message says what was expected."""
     leaf = "" if name is None else f"{name}: "
     return CorruptCheckpointError(
         f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}",

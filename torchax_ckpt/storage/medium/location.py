@@ -1,4 +1,4 @@
-"""The directories that a user may give, local paths and buckets, and how to open each."""
+"""Interprets the directory that a user gives: a local path, or a prefix in a bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def resolve(directory: Any) -> epath.Path:
       DirectoryError: ``directory`` is not a path, or its scheme is not supported.
     """
     if directory == "":  # probably an unset shell variable, not the working directory
-        raise DirectoryError("directory: expected a path or a gs:// URL, found an empty string")
+        raise DirectoryError(
+            "directory: expected a path or a gs:// URL, found an empty string. Is a variable unset?"
+        )
     try:
         path = epath.Path(directory)
     except KeyError:
@@ -34,8 +36,8 @@ def resolve(directory: Any) -> epath.Path:
         ) from error
     if isinstance(directory, os.PathLike) and (match := _COLLAPSED.fullmatch(str(directory))):
         raise DirectoryError(
-            f"{directory}: pathlib treats a bucket as a local path; give a string instead: "
-            f"gs://{match[1]}",
+            f"{directory}: pathlib turns the URL of a bucket into a local path; give a string "
+            f"instead: gs://{match[1]}",
             path=directory,
         )
     scheme, separator, _ = str(path).partition("://")
@@ -52,7 +54,7 @@ def is_bucket(path: Any) -> bool:
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
-    """Returns TensorStore's spec of a folder as a key-value store."""
+    """Returns the spec with which TensorStore opens a folder as a key-value store."""
     if not is_bucket(folder):
         return {"driver": "file", "path": f"{folder}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
@@ -62,9 +64,10 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 def reading_context() -> ts.Context:
     """Returns TensorStore's settings for reading.
 
-    They set parallel file access and a cache for a database's index. By default TensorStore repeats
-    a request to a bucket for 15 minutes; these settings limit that to two minutes. Writes keep
-    Orbax's own settings, which are constants that no option changes.
+    The settings allow parallel file access, and a cache for the index of an OCDBT database. By
+    default TensorStore repeats a failed request to a bucket for 15 minutes; the settings limit this
+    time to two minutes. Writes use Orbax's own settings, which are constants that no option
+    changes.
     """
     return ts.Context(
         {

@@ -1,10 +1,11 @@
-"""Modes of new files and folders: never writable by everybody, whatever the umask of the process.
+"""Creates files and folders that are never writable by everybody, whatever the umask is.
 
 Orbax and TensorStore create files and folders with the modes that the umask allows. The umask
 belongs to the whole process, so a change of the umask during a save would affect files that other
-threads create at that time. Instead, a save writes its step in a folder that only the owner can
-enter. Before the folder gets its final name, the save removes everybody's write permission (the
-mode's ``o+w``) inside the folder, and opens the folder to other users.
+threads create at that time. A save therefore leaves the umask as it is, and writes its step in a
+folder that only the owner can enter. Before a step's folder gets its final name, the save removes
+everybody's write permission (the mode's ``o+w``) inside the folder, and opens the folder to other
+users.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROBE = "probe"
 
 
 def make_folder(path: epath.Path) -> None:
-    """Creates a folder and its parents, if missing. Those created are not writable by everybody."""
+    """Creates a folder and its missing parents; the new folders are not writable by everybody."""
     if location.is_bucket(path):
         path.mkdir(parents=True, exist_ok=True)
         return
@@ -56,7 +57,7 @@ def make_file(path: epath.Path) -> None:
 
 
 def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
-    """Creates a file in a folder and removes it again.
+    """Proves that a folder is writable: creates a file in the folder and removes the file again.
 
     Args:
       folder: the folder.
@@ -80,7 +81,7 @@ def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
 def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
     """Keeps a step's folder closed to other users during a block, and opens it at the end.
 
-    A process that is killed leaves the folder closed.
+    If the process is killed during the block, the step's folder stays closed.
 
     Args:
       step: the folder, which the block creates.

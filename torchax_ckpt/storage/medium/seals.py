@@ -1,4 +1,4 @@
-"""Seals: a sealed JSON object carries a digest of its own text, which reveals damage.
+"""Seals JSON objects: a sealed object carries a digest of its own text, which reveals damage.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0.
 """
@@ -39,7 +39,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     if nbytes > MAX_JSON_BYTES:
         raise ValueError(
             f"the JSON of a step may have at most {MAX_JSON_BYTES >> 20} MiB, found "
-            f"{nbytes / 2**20:.0f} MiB, of which the largest part is "
+            f"{nbytes / 2**20:.0f} MiB. Save less in its largest part, "
             f"{max(content, key=lambda key: len(_text(content[key])))!r}"
         )
     return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
@@ -52,11 +52,11 @@ def unseal(raw: Any) -> dict[str, Any]:
       ValueError: the content is not what was sealed.
     """
     if not isinstance(raw, dict) or _SEAL not in raw:
-        raise ValueError(f"expected a JSON object with its digest under {_SEAL!r}, found none")
+        raise ValueError(f"expected a JSON object with a digest under {_SEAL!r}, found no digest")
     content = {key: value for key, value in raw.items() if key != _SEAL}
     found = xxhash.xxh3_64_hexdigest(_text(content))
     if raw[_SEAL] != found:
-        raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: it was damaged")
+        raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: the JSON was damaged")
     return content
 
 

@@ -1,8 +1,8 @@
-"""The meaning of storage errors: what failed, whether the failure may be temporary, and what to do.
+"""Interprets storage errors: what failed, whether the failure may be temporary, what to do.
 
-The libraries report the same full disk in different ways: as ``OSError``, as ``ValueError`` with a
-status and an ``os_error_code`` in its text (TensorStore), or as the cause of an error about
-something else (Orbax). Buckets add HTTP codes.
+The storage libraries report the same full disk in different ways: as ``OSError``, as ``ValueError``
+with a status and an ``os_error_code`` in its text (TensorStore), or as the cause of an error about
+something else (Orbax). Clients of buckets also report HTTP codes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Returns the error in the chain of ``error`` that storage itself reported, or ``error``."""
+    """Returns the error in the chain of ``error`` that storage reported; ``error`` if none."""
     for link in _chain(error):
         if isinstance(link, CheckpointError):
             if link.__cause__ is None:
@@ -137,12 +137,12 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
 
 
 def explained(error: BaseException, path: Any) -> str:
-    """Returns sentences: the error that storage at a path reported, and what to do about it."""
+    """Returns text for a message: the error that storage reported, and what to do about it."""
     return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
 
 
 def without_locals(error: BaseException) -> BaseException:
-    """Returns the error with its frames cleared, so that it may be kept.
+    """Clears the stack frames of an error's traceback, and returns the error to be kept.
 
     Uncleared frames would keep their local variables alive, perhaps a copy of a whole state on
     the devices.
@@ -198,7 +198,7 @@ def _http_code(error: BaseException) -> int | None:
 
 @contextlib.contextmanager
 def translated(action: str, directory: epath.Path) -> Iterator[None]:
-    """Raises DirectoryError, with advice, for storage errors in the block.
+    """Turns storage errors that the ``with`` block raises into DirectoryError with advice.
 
     Args:
       action: what the block does to the directory, for the message ("read", "write").
