@@ -396,7 +396,7 @@ def cut(folder: Path, shape: tuple[int, ...], *chunks: tuple[Any, Any]) -> None:
 def test_chunks_that_overlap_are_damage(shape: Any, chunks: Any, saved: Path) -> None:
     """Their sizes may well add up: what they leave out would be whatever was in memory."""
     cut(saved, shape, *chunks)
-    with pytest.raises(CorruptCheckpointError, match=r"model\.w: chunks that"):
+    with pytest.raises(CorruptCheckpointError, match=r"model\.w: expected chunks that"):
         dcp.open_dcp(saved)
 
 

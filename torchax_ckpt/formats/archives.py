@@ -1,4 +1,4 @@
-"""A reader of the zip archives that ``torch.save`` writes; it unpickles nothing.
+"""Reads the zip archives that ``torch.save`` writes, without unpickling anything.
 
 An archive describes its tensors in a pickle. The reader parses the pickle into records, and maps
 the tensors' bytes into memory.
@@ -47,7 +47,7 @@ _STORAGE_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A tensor as an archive describes it.
+    """The description of one tensor in an archive, with the place of the tensor's elements.
 
     Attributes:
       dtype: name of its dtype in numpy or ml_dtypes; torch's name if neither has that dtype.
@@ -65,10 +65,10 @@ class Described:
 
 
 def tensor_in(record: Any) -> Record | None:
-    """Returns a tensor's record, given the record of the tensor or of a parameter that wraps it.
+    """Returns the record of a tensor, given its own record or that of a parameter that wraps it.
 
-    The tensor may be of any kind: plain, sparse, quantized, ... Returns None for a record of
-    anything else.
+    The tensor may be of any kind, such as plain, sparse or quantized. The function returns None if
+    the given record describes neither a tensor nor a parameter.
     """
     if isinstance(record, Record) and record.name in _PARAMETERS:
         record = record.args[0]
@@ -81,7 +81,7 @@ def tensor_in(record: Any) -> Record | None:
 
 
 def is_plain(tensor: Record) -> bool:
-    """True if a tensor is strided elements of a storage; False if sparse, quantized or meta."""
+    """Returns True for a plain, strided tensor; False for a sparse, quantized or meta tensor."""
     return tensor.name in _TENSORS
 
 
@@ -103,12 +103,17 @@ def described(tensor: Any) -> Described:
         dtype = _STORAGE_DTYPES.get(kind.name.rpartition(".")[2], kind.name)
     shape, steps = ints_of(size), ints_of(strides)
     if len(steps) != len(shape) or type(begin) is not int or begin < 0:
-        raise ValueError("expected an offset of at least 0, and one stride for each dim")
+        raise ValueError(
+            "expected a tensor with an offset of at least 0 and one stride for each dim, "
+            "found another offset or number of strides"
+        )
     return Described(dtype, shape, text_of(key), begin, steps)
 
 
 class Archive:
-    """An open archive, made by ``open_archive``: a whole file, or a section of a file.
+    """An open archive of ``torch.save``, which is a whole file or a section of a file.
+
+    ``open_archive`` makes an Archive.
 
     Attributes:
       root: the object that ``torch.save`` saved, as records.
@@ -125,7 +130,7 @@ class Archive:
         self.root = read_records(self._member(name), str(path))
 
     def part(self, tensor: Described, start: tuple[int, ...]) -> FilePart:
-        """Returns the place of a tensor's bytes in the file.
+        """Returns where the bytes of a tensor lie in the file.
 
         Args:
           tensor: a tensor that ``root`` describes.
@@ -145,8 +150,8 @@ class Archive:
             or (tensor.begin + reach) * itemsize > info.file_size
         ):
             raise ValueError(
-                f"expected an uncompressed storage that holds {list(tensor.shape)}, "
-                f"found {info.file_size} bytes"
+                "expected an uncompressed storage that holds a tensor of shape "
+                f"{list(tensor.shape)}, found a storage of {info.file_size} bytes"
             )
         header = _LOCAL_HEADER.unpack(self._section.read_at(info.header_offset, _LOCAL_HEADER.size))
         data = self._section.offset + info.header_offset + _LOCAL_HEADER.size + sum(header)
@@ -154,12 +159,12 @@ class Archive:
         return FilePart(self._path, begin, start, tensor.shape, tensor.strides)
 
     def _member(self, name: str) -> bytes:
-        """Returns the content of a small file in the archive."""
+        """Returns the content of a small file inside the archive."""
         info = self._zip.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self._section.max_bytes:
             raise ValueError(
-                f"{name}: expected at most {self._section.max_bytes} bytes, uncompressed, "
-                f"found {info.file_size}"
+                f"{name}: expected at most {self._section.max_bytes} bytes, uncompressed, for a "
+                f"file inside the archive, found {info.file_size} bytes"
             )
         return self._zip.read(info)
 
@@ -186,7 +191,7 @@ def open_archive(
 
 
 class _Section(io.RawIOBase):
-    """A section of a file, readable as a file."""
+    """A file object that reads one section of another file."""
 
     def __init__(self, file: Any, offset: int, length: int, max_bytes: int) -> None:
         self._file, self._length, self._position = file, length, 0
@@ -201,16 +206,16 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position within the section, and returns it."""
+        """Sets the read position within the section, and returns the new position."""
         self._position = max(0, offset + (0, self._position, self._length)[whence])
         return self._position
 
     def tell(self) -> int:
-        """Returns the position within the section."""
+        """Returns the read position within the section."""
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Reads bytes at the position into the buffer, and returns their number.
+        """Reads bytes from the read position into the buffer; returns the number of bytes read.
 
         Raises:
           ValueError: the buffer is larger than ``max_bytes``. ``zipfile`` reads an archive's list
@@ -219,7 +224,7 @@ class _Section(io.RawIOBase):
         if len(buffer) > self.max_bytes:
             raise ValueError(
                 f"expected an archive that lists its files in at most {self.max_bytes} bytes, "
-                f"found {len(buffer)}"
+                f"found a list of {len(buffer)} bytes"
             )
         count = max(0, min(len(buffer), self._length - self._position))
         data = self.read_at(self._position, count)

@@ -1,7 +1,8 @@
-"""A reader and a writer of checkpoints of ``torch.distributed.checkpoint`` (DCP).
+"""Reads and writes checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
 DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``. The
-reader unpickles neither: it parses the metadata into records, and maps a chunk's bytes into memory.
+reader unpickles neither the metadata nor the archives: it parses the metadata into records, and
+maps a chunk's bytes into memory.
 
 Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``; for the archives,
 the documentation of ``torch.save``.
@@ -44,12 +45,12 @@ _MAX_DESCRIPTION_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk(FilePart):
-    """A chunk of a tensor. Its archive begins at ``offset`` of a file and has ``length`` bytes."""
+    """A chunk of a tensor, stored as an archive of ``length`` bytes at ``offset`` of a file."""
 
     length: int = 0
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """Maps the chunk into memory, at the place and with the strides that its archive states."""
+        """Maps the chunk into memory, with the offset and the strides that its archive states."""
         with (
             reading_file(self.path, _EXPECTED),
             open_archive(self.path, self.offset, self.length, _MAX_DESCRIPTION_BYTES) as archive,
@@ -65,7 +66,7 @@ class _Chunk(FilePart):
 
 
 def is_dcp(path: Path) -> bool:
-    """True if the path is a directory with DCP's metadata, so that ``open_dcp`` can read it."""
+    """Returns whether the path is a directory with DCP's metadata, which ``open_dcp`` can read."""
     return (path / METADATA).is_file()
 
 
@@ -110,12 +111,16 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
             tensors[name] = tensor
     if not tensors:
         found = ", ".join(sorted({keys[0] for keys in every})[:10]) or "nowhere"
-        raise MismatchError(f"{path}: expected tensors at {at!r}, found them at {found}", path=path)
+        raise MismatchError(
+            f"{path}: expected tensors under the keys at={at!r}, found them at {found}. Pass at= "
+            "with keys that lead to tensors",
+            path=path,
+        )
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
-    """Returns the fields of a record of the DCP dataclass ``kind``, by name."""
+    """Returns the fields of an object of the DCP dataclass ``kind`` by name, from its record."""
     if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
         raise ValueError(f"expected {kind}, found {type(record).__name__}")
     if not isinstance(record.state, Pairs):
@@ -124,7 +129,7 @@ def _state(record: Any, kind: str) -> dict[str, Any]:
 
 
 def _place(keys: Any) -> tuple[str, ...]:
-    """Returns the keys that lead to a tensor in the nested state dict, as strings."""
+    """Returns, as strings, the keys that lead to a tensor in the nested state dict."""
     if not isinstance(keys, tuple) or not keys:
         raise ValueError("expected the keys of a tensor")
     return tuple(str(key) if type(key) is int else text_of(key) for key in keys)
@@ -133,7 +138,7 @@ def _place(keys: Any) -> tuple[str, ...]:
 def _chunks(
     storage: Any, folder: Path
 ) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[Path, int, int]]]:
-    """Yields the key, the start and the archive's place of each chunk of each tensor.
+    """Yields, for each chunk of each tensor, its start in the tensor and its archive in a file.
 
     Yields:
       ``((key of the tensor, start of the chunk), (file, offset in bytes, length in bytes))``.
@@ -147,7 +152,10 @@ def _chunks(
         if where.get("transform_descriptors"):
             raise UnsupportedLeafError(f"{folder}: {fqn}: is compressed or transformed")
         if not (type(offset) is type(length) is int and offset >= 0 < length):
-            raise ValueError(f"{fqn}: expected an offset and a length of bytes in {file}")
+            raise ValueError(
+                f"{fqn}: expected the offset and the length of a chunk, in bytes, in {file}, found "
+                "other values"
+            )
         yield (fqn, ints_of(key["offset"])), (file, offset, length)
 
 
@@ -162,22 +170,31 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
         start, lengths = ints_of(fields["offsets"]), ints_of(fields["sizes"])
         ends = (s + n for s, n in zip(start, lengths, strict=True))
         if any(end > n for end, n in zip(ends, shape, strict=True)):
-            raise ValueError(f"{key}: a chunk that reaches beyond the shape {list(shape)}")
+            raise ValueError(
+                f"{key}: expected chunks within the shape {list(shape)}, found one that reaches "
+                "beyond it"
+            )
         if math.prod(lengths):
             file, offset, length = chunks[key, start]
             parts.append(_Chunk(file, offset, start, lengths, length=length))
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
-        raise ValueError(f"{key}: chunks that do not fill the shape {list(shape)}")
+        raise ValueError(
+            f"{key}: expected chunks that fill the shape {list(shape)}, found chunks with more or "
+            "fewer elements"
+        )
     if not _are_separable(parts):
-        raise ValueError(f"{key}: chunks that overlap, or that no cuts along the dims separate")
+        raise ValueError(
+            f"{key}: expected chunks that straight cuts along the dims separate, found chunks that "
+            "overlap or that no cuts separate"
+        )
     return FileTensor(dtype, shape, tuple(parts))
 
 
 def _are_separable(parts: Sequence[FilePart]) -> bool:
-    """True if straight cuts, each along one dim, separate all parts from each other.
+    """Returns whether straight cuts, each along one dim, can separate all parts from each other.
 
-    Parts that a mesh produced are always separable. Searching for cuts is fast; comparing each part
-    with every other part takes long if there are many parts.
+    Separable parts do not overlap, and the parts into which a mesh divides a tensor are always
+    separable. A search for cuts is faster than comparing each of many parts with every other part.
     """
     if len(parts) < 2:
         return True

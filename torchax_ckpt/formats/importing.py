@@ -1,6 +1,7 @@
-"""The import of weights from files of other programs, as the first step of a new run.
+"""Imports weights from files of other programs as the first step of a new run.
 
-The tensors are mapped into memory, not read, so the host needs no memory for the whole model.
+The import maps the tensors into memory and does not read them at once, so the host needs no memory
+for the whole model.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def import_weights(
     ties: Mapping[str, str] | None = None,
     options: CheckpointOptions | None = None,
 ) -> CommittedStep:
-    """Writes weights as the only step of a directory, from which ``attach`` can then continue.
+    """Writes weights as the only step of a directory; ``attach`` can then continue from the step.
 
-    64-bit integers are stored as 32-bit integers, the form that JAX gives them on devices; every
-    value must fit.
+    Integers of 64 bits are stored as integers of 32 bits, the form that JAX gives them on devices,
+    so every value must fit into 32 bits.
 
     Args:
       source: the weights.
@@ -63,7 +64,7 @@ def import_weights(
         if name not in source.tensors or alias in source.tensors:
             raise UnsupportedLeafError(
                 f"{alias}: cannot be tied to {name}: expected files that contain {name} and do not "
-                f"contain {alias}"
+                f"contain {alias}. Correct or leave out this tie"
             )
     arrays = {
         names.join((MODEL, name)): _as_on_devices(name, tensor.mapped())
@@ -121,7 +122,7 @@ def _require_empty(run: RunDirectory) -> None:
 
 
 def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the manifest's node for the array called ``name``, as for a torchax tensor."""
+    """Returns the manifest node of the array ``name``, as a save writes it for a torchax tensor."""
     array = arrays[name]
     return {
         "array": name,
@@ -132,28 +133,29 @@ def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
-    """Returns the array in the dtype that ``.to("jax")`` gives it.
+    """Converts an array to the dtype that ``.to("jax")`` would give it.
 
     Raises:
       UnsupportedLeafError: the array is float64, or the conversion would change a value.
     """
     if array.dtype.name == "float64":
         raise UnsupportedLeafError(
-            f"{name}: is float64, which JAX converts to float32: convert it to float32 first"
+            f"{name}: the tensor is float64, which JAX would convert to float32. Convert it to "
+            "float32 in the files before the import"
         )
     if array.dtype.name not in _NARROW:
         return array
     narrow = array.astype(_NARROW[array.dtype.name])
     if not np.array_equal(narrow, array):
         raise UnsupportedLeafError(
-            f"{name}: is {array.dtype.name} with values outside the range of {narrow.dtype.name}, "
-            "to which JAX converts it"
+            f"{name}: the tensor is {array.dtype.name}, which JAX converts to {narrow.dtype.name}, "
+            f"and has values outside the range of {narrow.dtype.name}. Leave it out of the files"
         )
     return narrow
 
 
 def parsed_ties(texts: Iterable[str]) -> dict[str, str]:
-    """Parses texts of the form ``ALIAS=NAME`` into a mapping from alias to name.
+    """Parses texts of the form ``ALIAS=NAME`` into a dict from alias to name.
 
     Raises:
       ValueError: a text has another form.

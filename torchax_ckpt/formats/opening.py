@@ -1,4 +1,4 @@
-"""Opening of weights that other programs wrote, in any of the supported formats."""
+"""Opens weight files that other programs wrote, in any of the supported formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchax_ckpt.formats.torch_reading import is_torch_file, open_torch_file
 
 
 def is_known(path: Path) -> bool:
-    """True if the path has one of the formats that ``open_files`` opens."""
+    """Returns whether the path has one of the formats that ``open_files`` opens."""
     return is_dcp(path) or is_torch_file(path) or is_safetensors(path)
 
 
@@ -35,7 +35,7 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
         return open_torch_file(path, at)
     if at is not None:
         raise SelectionError(
-            f"{path}: was written neither by torch.save nor by torch's DCP. Only their files have "
-            f"nested places; safetensors have no places such as {at!r}"
+            f"{path}: was written neither by torch.save nor by torch's DCP. Only these two formats "
+            f"have nested keys, to which at={at!r} could refer. Leave out at"
         )
     return open_safetensors(path)

@@ -1,4 +1,4 @@
-"""The optimizers of a step as torch's state dicts, built without a model."""
+"""Reads the optimizers of a step as state dicts in torch's form, without a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZER = "optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class Optimizers:
-    """The attached optimizers of a step.
+    """The optimizers that were attached when a step was saved.
 
     Attributes:
       nodes: name of an optimizer -> its node in the manifest. A single attached optimizer has the
@@ -32,8 +32,9 @@ class Optimizers:
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
         """Returns the optimizers' state in torch's form.
 
-        The result is the state dict of the single optimizer. If several optimizers are attached, it
-        is a dict from an optimizer's name to its state dict.
+        For a single optimizer, attached without a name, the result is the optimizer's state dict.
+        For several optimizers, the result is a dict from an optimizer's name to the optimizer's
+        state dict.
 
         Args:
           tensor: returns the tensor of a leaf, given the leaf's name.
@@ -52,7 +53,7 @@ class Optimizers:
 
 
 def optimizers_of(stored: StoredStep) -> Optimizers:
-    """Returns the attached optimizers of a step.
+    """Returns the optimizers that were attached when the step was saved.
 
     Raises:
       MismatchError: no optimizer was attached when the step was saved.
@@ -61,8 +62,9 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
     node = stored.manifest.document.get(OPTIMIZER)
     if not isinstance(node, dict):
         raise MismatchError(
-            f"step {stored.committed.step} in {stored.committed.path}: expected an attached "
-            "optimizer, found none",
+            f"step {stored.committed.step} in {stored.committed.path}: expected a step that was "
+            "saved with an attached optimizer, found none. Leave out the optimizer, or use another "
+            "step",
             missing=(OPTIMIZER,),
             step=stored.committed.step,
             path=stored.committed.path,
@@ -75,7 +77,7 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
 def _state_dict(
     node: Node, where: str, tensor: Callable[[str], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """Returns torch's state dict of the optimizer at the node; ``where`` is its key path."""
+    """Converts an optimizer's node to torch's state dict; ``where`` is the node's key path."""
     optimizer = StoredOptimizer.of_node(node, where)
     key_of = {name: name if by_name else i for i, name in enumerate(optimizer.group_of)}
 

@@ -1,9 +1,10 @@
-"""A parser of the pickles that contain torch's metadata; it runs none of their code.
+"""Parses the pickles in which torch stores metadata, without running any code from them.
 
-A pickle is a program that can do anything when Python unpickles it. This parser only builds plain
-records from its instructions. A class or a function becomes its name; an object becomes the name of
-its constructor with the arguments. The parser refuses instructions that torch's metadata does not
-need.
+A pickle is a program that Python runs when it unpickles, and that can do anything. This parser does
+not run the program, but builds plain records from the pickle's instructions. Instead of a class or
+a function, the result contains its name; instead of an object, the result contains the name of the
+object's constructor and the arguments. The parser refuses instructions that torch's metadata does
+not need.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torchax_ckpt.errors import CorruptCheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """The name of a global, such as ``torch.bfloat16``. The parser does not import it."""
+    """The name of a global to which a pickle refers, such as ``torch.bfloat16``.
+
+    The parser does not import the global.
+    """
 
     name: str
 
@@ -38,7 +42,7 @@ class Record:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """The items of a dict, of whatever class, as (key, value) pairs. Keys may be unhashable."""
+    """The items of a dict of any class, as a list of (key, value) pairs. Keys may be unhashable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +90,13 @@ def read_records(pickled: bytes, path: str) -> Any:
         raise CorruptCheckpointError(
             f"{path}: expected metadata as torch writes it: {error!s:.200}", path=path
         ) from error
-    raise CorruptCheckpointError(f"{path}: ends in the middle of its metadata", path=path)
+    raise CorruptCheckpointError(
+        f"{path}: expected complete metadata, found a file that is cut off", path=path
+    )
 
 
 def text_of(value: Any) -> str:
-    """Returns the value if it is a string.
+    """Returns ``value``, which must be a string.
 
     Raises:
       ValueError: the value is not a string. The message contains only the type of the value,
@@ -120,7 +126,7 @@ def ints_of(size: Any) -> tuple[int, ...]:
 
 
 def dtype_of(name: Any) -> str:
-    """Returns the name of a dtype without its module: ``torch.bfloat16`` -> ``bfloat16``.
+    """Returns a dtype's name without its module, such as ``bfloat16`` for ``torch.bfloat16``.
 
     Raises:
       ValueError: the value is not the name of a global.
@@ -131,7 +137,7 @@ def dtype_of(name: Any) -> str:
 
 
 class _Machine:
-    """The stack and the memo on which a pickle's instructions work."""
+    """Executes a pickle's instructions, which work on a stack and a memo of values."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -180,7 +186,9 @@ class _Machine:
                 if isinstance(stack[-1], Pairs):
                     stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
                 elif not isinstance(stack[-1], Record):  # Records are objects of subclasses of dict
-                    raise ValueError("expected a dict to set items of, found another value")
+                    raise ValueError(
+                        "expected a dict for the pickle instruction SETITEMS, found no dict"
+                    )
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
@@ -194,14 +202,18 @@ class _Machine:
                 if isinstance(stack[-1], Record):
                     stack[-1].state = state
                 elif not isinstance(stack[-1], Pairs):  # no caller needs a state dict's _metadata
-                    raise ValueError("expected an object to set the state of, found another value")
+                    raise ValueError(
+                        "expected an object for the pickle instruction BUILD, found none"
+                    )
             case "BINPERSID":
                 stack.append(Persistent(stack.pop()))
             case _:
-                raise ValueError(f"the pickle instruction {name} is not allowed in metadata")
+                raise ValueError(
+                    f"expected the pickle instructions of torch's metadata, found {name}"
+                )
 
     def _pop_to_mark(self) -> list[Any]:
-        """Removes the newest mark and all values above it; returns the values in their order."""
+        """Pops the stack down to its newest mark; returns the values above the mark, in order."""
         members: list[Any] = []
         while (last := self.stack.pop()) is not _MARK:
             members.append(last)
@@ -213,6 +225,7 @@ def _name(module: Any, last: Any) -> Name:
     # be exponentially larger than the pickle.
     if not (type(module) is type(last) is str) or len(module) + len(last) > _MAX_NAME_CHARS:
         raise ValueError(
-            f"expected the name of a global, as strings of at most {_MAX_NAME_CHARS} characters"
+            "expected the name of a global, as two strings of together at most "
+            f"{_MAX_NAME_CHARS} characters, found another value or a longer name"
         )
     return Name(f"{module}.{last}")

@@ -1,10 +1,10 @@
-"""A reader and a writer of safetensors files.
+"""Reads and writes safetensors files.
 
-The writer writes the header first, then the tensors piece by piece, in any order. So it needs
-memory for one piece only; the safetensors library needs memory for all tensors.
+The writer writes the header first, then the tensors piece by piece, in any order. Therefore the
+writer needs memory for one piece only, where the safetensors library needs memory for all tensors.
 
-The reader accepts one file, or several with an index in Hugging Face's form. The safetensors
-library first checks each file's header, offsets and sizes.
+The reader accepts one safetensors file, or several files with an index in Hugging Face's form.
+Before the reader uses a file, the safetensors library checks the file's header, offsets and sizes.
 
 Source: the format in https://huggingface.co/docs/safetensors, and the library's ``save_model`` for
 the names of tied weights in the metadata.
@@ -66,11 +66,11 @@ class _File:
 
     @property
     def partial(self) -> Path:
-        """Path of the file until it is complete; the process id in it tells programs apart."""
+        """The file's temporary path until it is complete; the process id makes the path unique."""
         return self.path.with_name(f"{self.path.name}.{os.getpid()}{_PARTIAL}")
 
     def header(self, ties: Mapping[str, str]) -> bytes:
-        """Returns the bytes before the tensors, and sets ``offsets``."""
+        """Returns the header of the file, which precedes the tensors, and sets ``offsets``."""
         described: dict[str, object] = {
             # Hugging Face's loaders require "format". safetensors.torch.save_model writes the ties
             # in this form.
@@ -105,9 +105,10 @@ def export_safetensors(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
-    """Writes weights in Hugging Face's form; a tied weight is written once, under its first name.
+    """Writes weights to safetensors files in Hugging Face's form.
 
-    Each file of tensors has a temporary name until it is complete. The index is written last.
+    A tied weight is written once, under its first name. Each file of tensors has a temporary name
+    until it is complete. The index is written last.
 
     Args:
       stored: the step.
@@ -153,9 +154,11 @@ def _dtype(leaf: StoredLeaf) -> str:
 
 
 def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
-    """Returns the files to write, among which the weights are divided in their order."""
+    """Divides the weights, in their order, among files; returns the files to write."""
     if METADATA in weights.leaves:
-        raise UnsupportedLeafError(f"no tensor can have the name {METADATA} in safetensors")
+        raise UnsupportedLeafError(
+            f"no tensor can have the name {METADATA} in safetensors; export to another format"
+        )
     shards: list[dict[str, StoredLeaf]] = [{}]
     size = 0
     for name, leaf in weights.leaves.items():
@@ -183,10 +186,10 @@ def _index(files: Sequence[_File]) -> dict[str, object]:
 
 
 def _allocate(file: _File, header: bytes) -> None:
-    """Writes the header, and reserves disk space for the whole file.
+    """Writes the header of a file, and reserves disk space for the whole file.
 
-    A full disk therefore raises an error here. Without the reservation, a later write to the mapped
-    file would kill the process with SIGBUS.
+    If the disk is full, the reservation raises an error. Without the reservation, a later write to
+    the mapped file would kill the process with SIGBUS.
     """
     file.path.parent.mkdir(parents=True, exist_ok=True)
     with open(file.partial, "xb") as opened:
@@ -203,7 +206,7 @@ def _fill(
     options: CheckpointOptions,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Reads the leaves piece by piece, and writes each piece to its place in its file."""
+    """Reads the leaves piece by piece, and writes each piece into the file of its leaf."""
     places = {
         leaf.name: (file.partial, file.offsets[name])
         for file in files
@@ -225,7 +228,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(made: Iterable[Path], wanted: Iterable[Path]) -> Iterator[None]:
-    """Refuses to overwrite a path in ``wanted``; if the body raises, deletes the paths in ``made``.
+    """Raises if a path in ``wanted`` exists; deletes the paths in ``made`` if the block raises.
 
     Raises:
       DirectoryError: a wanted path exists already, or the body raised an OSError.
@@ -248,12 +251,12 @@ _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
 
 
 def is_safetensors(path: Path) -> bool:
-    """True if the path is a file, or a directory with safetensors under Hugging Face's names."""
+    """Returns whether the path is a file, or a directory of safetensors in Hugging Face's form."""
     return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
 
 
 def open_safetensors(path: Path) -> TensorFiles:
-    """Opens safetensors without reading a tensor.
+    """Opens one or more safetensors files, without reading a tensor.
 
     Args:
       path: a file, or a directory or index in Hugging Face's form.
@@ -273,7 +276,9 @@ def open_safetensors(path: Path) -> TensorFiles:
             raise CorruptCheckpointError(f"{file}: {min(twice)} is in two files", path=file)
         if expected is not None and (missing := expected[file.name] - found.keys()):
             raise CorruptCheckpointError(
-                f"{file}: {min(missing)} is in the index, but not in the file", path=file
+                f"{file}: expected the tensor {min(missing)}, which the index lists for this file, "
+                "found no such tensor. Copy or download the files again",
+                path=file,
             )
         tensors |= found
         ties |= metadata
@@ -284,9 +289,9 @@ def open_safetensors(path: Path) -> TensorFiles:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
-    """Returns a model's files, and the tensor names that the index states for each file.
+    """Returns a model's safetensors files, and the tensor names that the index lists for each.
 
-    The second value is None if there is no index.
+    If the model has no index, the function returns None instead of the tensor names.
     """
     index = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index.exists():
@@ -310,7 +315,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
 
 
 def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Returns the tensors of one file by name, and its metadata."""
+    """Returns the tensors of one safetensors file by name, and the file's metadata."""
     try:
         import safetensors
     except ImportError as error:
@@ -326,7 +331,8 @@ def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise CorruptCheckpointError(
-            f"{path}: the index names this file, but it does not exist", path=path
+            f"{path}: expected this file, which the index names, found none. Copy or download it",
+            path=path,
         ) from None
     except OSError as error:
         raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error

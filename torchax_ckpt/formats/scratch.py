@@ -1,4 +1,4 @@
-"""Arrays in a temporary file, for exports that need more memory than the bound permits."""
+"""Allocates arrays in a temporary file, for exports that exceed the bound of host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 def room_for(
     leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
 ) -> Iterator[Allocate | None]:
-    """Provides room for all leaves together: in memory if the bound permits, else in a file.
+    """Provides memory for all leaves together, or a temporary file if they exceed the bound.
 
     Args:
       leaves: the leaves that will be read.
@@ -55,7 +55,9 @@ def room_for(
             memory = np.memmap(file, np.uint8, "r+", shape=(total,)).view(np.ndarray)
     except OSError as error:
         raise DirectoryError(
-            f"{folder}: has no room for a temporary file of {total} bytes: {error}", path=folder
+            f"{folder}: has no room for a temporary file of {total} bytes: {error}. Free disk "
+            "space, or raise max_host_bytes to the size of the leaves",
+            path=folder,
         ) from error
     end = 0
 

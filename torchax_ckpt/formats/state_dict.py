@@ -1,8 +1,7 @@
-"""State dicts of plain CPU tensors, in memory and in torch's files, for programs without torchax.
+"""Reads steps as state dicts of plain CPU tensors, and writes them to files of ``torch.save``.
 
-``torch.save`` writes the files; the format of ``torch.save`` is a pickle. This module writes only
-dicts of plain tensors and numbers, which ``torch.load(weights_only=True)`` reads, and it never
-unpickles anything.
+``torch.save`` writes pickles. This module writes only dicts of plain tensors and numbers, which
+``torch.load(weights_only=True)`` reads, and the module never unpickles anything.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ def load_torch_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Reads the weights of a step as plain CPU tensors, for ``model.load_state_dict``.
 
-    The function needs and uses neither torchax nor an accelerator, so it does not disturb a program
-    that trains on this host. Tensors have their stored dtypes, and tied weights share one tensor. A
-    module's extra state is left out.
+    The function uses neither torchax nor an accelerator, so it does not disturb a program that
+    trains on this host. Tensors have their stored dtypes, and tied weights share one tensor. The
+    result does not contain the extra state of modules (``get_extra_state``).
 
     Args:
       directory: the run's directory, or ``gs://bucket/prefix``.
@@ -69,12 +68,15 @@ def load_torch_state_dict(
 def read_state_dict(
     stored: StoredStep, weights: Weights, options: CheckpointOptions
 ) -> dict[str, torch.Tensor]:
-    """Returns a dict from torch's name to plain CPU tensor; tied weights share one tensor."""
+    """Reads weights; returns a dict from each weight's name in torch to a plain CPU tensor.
+
+    Tied weights share one tensor.
+    """
     return named_weights(weights, read_tensors(stored, weights.leaves.values(), options))
 
 
 def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a dict from torch's name to tensor; tied weights share one tensor.
+    """Returns a dict from torch's name of each weight to its tensor; tied weights share one tensor.
 
     Args:
       weights: the names, leaves and ties.
@@ -90,7 +92,9 @@ def read_tensors(
     options: CheckpointOptions,
     allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns a dict from leaf name to plain CPU tensor; for arguments see ``StoredStep.read``.
+    """Reads leaves; returns a dict from leaf name to plain CPU tensor.
+
+    ``StoredStep.read`` explains the arguments.
 
     Raises:
       UnsupportedLeafError: torch lacks the dtype of a leaf.
@@ -102,7 +106,7 @@ def read_tensors(
 
 
 def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a state dict, or a dict of state dicts, for ``torch.load(weights_only=True)``.
+    """Writes a state dict, or a dict of them, to a file for ``torch.load(weights_only=True)``.
 
     Raises:
       DirectoryError: the file exists already, or cannot be written.
@@ -134,9 +138,10 @@ def _dtype(name: str, leaf: str) -> torch.dtype:
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor that shares the array's memory.
+    """Returns a torch tensor that shares the memory of a numpy array.
 
-    The conversion views the array as bytes, because torch does not know the dtypes of ml_dtypes.
+    The conversion views the array as bytes, because torch does not know the dtypes of ml_dtypes,
+    such as bfloat16.
     """
     octets = array.reshape(-1).view(np.uint8)
     return torch.from_numpy(octets).view(dtype).reshape(array.shape)
@@ -144,6 +149,6 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def native_torch() -> Iterator[None]:
-    """Makes torch create plain CPU tensors within the block, even if torchax is enabled."""
+    """Makes torch create plain CPU tensors in the ``with`` block, even if torchax is enabled."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield

@@ -1,7 +1,7 @@
-"""Tensors in files of other programs: the places of their bytes, and reads of their regions.
+"""Describes where files of other programs contain tensors, and reads regions of the tensors.
 
-A tensor's bytes are read only on request, and only the requested region. A restore to devices
-therefore needs host memory for the devices' parts, not for the whole model.
+A tensor's bytes are read only on request, and only those of the requested region. A restore
+therefore needs host memory for the parts of this host's devices, not for the whole model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchax_ckpt.storage.arrays.placement import Index, empty
 
 @dataclasses.dataclass(frozen=True)
 class FilePart:
-    """A rectangular part of a tensor, stored at one place of one file.
+    """A rectangular part of a tensor, stored at one offset in one file.
 
     Attributes:
       path: the file.
@@ -39,7 +39,7 @@ class FilePart:
     strides: tuple[int, ...] | None = None
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """Maps the part into memory, read-only."""
+        """Returns the part as an array that maps the file into memory, read-only."""
         if self.strides is None:
             return np.memmap(self.path, dtype, "r", self.offset, self.shape).view(np.ndarray)
         reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -52,7 +52,7 @@ class FilePart:
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """A tensor in files.
+    """A tensor that is stored in one or more parts of files.
 
     Attributes:
       dtype: name of its dtype in numpy or ml_dtypes.
@@ -66,7 +66,7 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def read(self, index: Index) -> np.ndarray:
@@ -105,7 +105,7 @@ class FileTensor:
         return result
 
     def mapped(self) -> np.ndarray:
-        """Returns the whole tensor, mapped if it has one part, else read into new memory."""
+        """Returns the whole tensor, mapped into memory if it has one part, else read."""
         if [part.shape for part in self.parts] == [self.shape] and self.nbytes:
             return self._mapped(self.parts[0])
         return self.read(tuple(slice(0, n) for n in self.shape))
@@ -123,7 +123,7 @@ class FileTensor:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFiles:
-    """Weights in files of another program.
+    """The weights that files of another program contain.
 
     Attributes:
       tensors: torch's name -> the tensor and its place in the files.

@@ -1,6 +1,7 @@
-"""A reader of files of ``torch.save`` that contain a state dict, or nested dicts of state dicts.
+"""Reads files of ``torch.save`` that contain a state dict, or nested dicts of state dicts.
 
-The reader unpickles nothing, because another program wrote the file and a pickle can do anything.
+The reader unpickles nothing, because another program wrote the file, and unpickling can run any
+code.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAX_DEPTH = 64
 
 
 def is_torch_file(path: Path) -> bool:
-    """True if the path is a file that its suffix or its first bytes identify as torch's."""
+    """Returns whether the path is a file of torch, judged by its suffix or its first bytes."""
     if not path.is_file() or path.suffix in _SUFFIXES:
         return path.is_file()
     try:
@@ -49,8 +50,8 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
     """Opens a file of ``torch.save`` without reading a tensor.
 
     Tensors with the same storage, offset, shape and strides become one tensor, and their names are
-    tied. Values that are neither tensors nor dicts of tensors are left out: numbers, an optimizer's
-    lists, objects.
+    tied. The result leaves out values that are neither tensors nor dicts of tensors, such as
+    numbers, an optimizer's lists and other objects.
 
     Args:
       path: the file.
@@ -69,7 +70,9 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
             with open(path, "rb") as file:
                 begins = file.read(len(_ZIP))
             if begins == _ZIP:
-                raise ValueError("the zip archive is cut off: its list of files is missing")
+                raise ValueError(
+                    "the zip archive is cut off: its list of files is missing. Copy the file again"
+                )
             raise UnsupportedLeafError(
                 f"{path}: expected a zip archive, as torch.save has written since torch 1.6. Load "
                 "the file with torch.load and save it again with torch.save"
@@ -80,7 +83,7 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
 
 
 def _opened(path: Path, archive: Archive, at: str | None) -> TensorFiles:
-    """Returns the tensors and ties of an open archive."""
+    """Returns the tensors and ties of the weights in an open archive."""
     tensors: dict[str, FileTensor] = {}
     ties: dict[str, str] = {}
     named: dict[Described, str] = {}
@@ -100,11 +103,12 @@ def _opened(path: Path, archive: Archive, at: str | None) -> TensorFiles:
 
 
 def _described(path: Path, name: str, record: Record) -> Described:
-    """Returns a tensor's description; raises UnsupportedLeafError if it cannot be stored."""
+    """Returns a tensor's description; raises UnsupportedLeafError if the tensor is not storable."""
     if not is_plain(record):
         kind = record.name.rpartition("_rebuild_")[2]
         raise UnsupportedLeafError(
-            f"{path}: {name}: expected a plain tensor, found a tensor of the kind {kind:.80}"
+            f"{path}: {name}: expected a plain tensor, found a tensor of the kind {kind:.80}. "
+            "Save it as a plain tensor"
         )
     tensor = described(record)
     if tensor.dtype not in STORABLE_DTYPES:
@@ -144,8 +148,8 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
             # Nested dicts can share so many parts that a walk through all paths would never end.
             if id(value) in seen or len(keys) > _MAX_DEPTH:
                 raise ValueError(
-                    f"{'.'.join(keys):.80}: a dict that is in two places, or more than "
-                    f"{_MAX_DEPTH} dicts deep"
+                    f"{'.'.join(keys):.80}: expected nested dicts that form a tree, found a dict "
+                    f"that is in two places, or more than {_MAX_DEPTH} dicts deep"
                 )
             seen.add(id(value))
             inner = ((_key(key), member) for key, member in value)

@@ -1,4 +1,4 @@
-"""Checks of a file before a reader opens it, because anybody may have written the file."""
+"""Checks files before a reader opens them, because anybody may have written these files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
-    """Raises unless a path is a regular file: a pipe can block forever, and a device has no end.
+    """Raises an error unless the path is a regular file.
+
+    A read from a pipe can block forever, and a read from a device may never end.
 
     Args:
       path: path of the file.
@@ -32,18 +34,19 @@ def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | N
         raise ValueError(f"{path.name!r:.80}: expected a regular file, found a {kind}")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ValueError(
-            f"{path.name!r:.80}: expected at most {max_bytes} bytes, found {status.st_size}"
+            f"{path.name!r:.80}: expected at most {max_bytes} bytes, found a file of "
+            f"{status.st_size} bytes"
         )
 
 
 def in_folder(folder: Path, name: Any) -> Path:
-    """Returns the path of a file directly in a folder, from its untrusted name.
+    """Returns the path of a file that lies directly in ``folder`` and has an untrusted name.
 
     Raises:
       ValueError: the name leads out of the folder, or is not a file name.
     """
     if type(name) is not str:
-        raise ValueError(f"expected the name of a file, found a {type(name).__name__}")
+        raise ValueError(f"expected the name of a file as a string, found a {type(name).__name__}")
     if Path(name).name != name or name in ("", ".."):
         raise ValueError(f"{name!r:.80} is not a file name")
     return folder / name
@@ -53,7 +56,9 @@ def in_folder(folder: Path, name: Any) -> Path:
 def reading_file(
     path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
 ) -> Iterator[None]:
-    """Checks a file with ``require_regular``; then converts errors of the block that reads it.
+    """Checks a file with ``require_regular``, and converts errors of the ``with`` block.
+
+    The ``with`` block reads the file.
 
     Args:
       path: path of the file.

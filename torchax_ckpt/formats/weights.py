@@ -1,4 +1,4 @@
-"""The weights of a step: which leaves they are, their names in torch, and their ties."""
+"""Finds the weights of a step: their leaves, their names in torch, and their ties."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Weights:
 
 
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
-    """Returns the weights at one key path of a step.
+    """Returns the weights that a step has at or below one key path.
 
     Args:
       stored: the step.
@@ -49,7 +49,8 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     if node is None or (at is None and not is_module):
         raise MismatchError(
             f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
-            f"at {place!r}, found leaves at {', '.join(_places(stored))}: name one of these",
+            f"at {place!r}, found leaves at {', '.join(_places(stored))}. Pass one of these "
+            "key paths as at",
             missing=(place,),
             step=stored.committed.step,
             path=stored.committed.path,
@@ -69,14 +70,16 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     for alias, name in ties.items():
         if name not in chosen or alias in chosen:
             raise CorruptCheckpointError(
-                f"{place}: {alias!r} is tied to {name!r}, which is not stored", key_path=place
+                f"{place}: {alias!r} is tied to {name!r}: expected that {name!r} is stored and "
+                f"{alias!r} is not. The manifest is damaged: use another step",
+                key_path=place,
             )
     kept = {leaf.name for leaf in chosen.values()}
     return Weights(chosen, ties, tuple(name for name in below if name not in kept))
 
 
 def _node(stored: StoredStep, place: str) -> Any:
-    """Returns the manifest's node at a key path; None if there are no leaves at or below it.
+    """Returns the manifest's node at a key path; None if no leaf is at or below the key path.
 
     Returns an empty dict if there are leaves, but the path passes through a node that is not a
     dict, so that the manifest has no node for the path itself.
@@ -95,7 +98,7 @@ def _node(stored: StoredStep, place: str) -> Any:
 
 
 def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Returns a module's ties from its node: alias -> name of the stored weight."""
+    """Returns the ties of a module's node, as a dict from alias to name of the stored weight."""
     pairs = node["ties"]
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in pairs
@@ -105,6 +108,6 @@ def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _places(stored: StoredStep) -> list[str]:
-    """Returns up to ten key paths that contain leaves; a path has at most two keys."""
+    """Returns up to ten key paths, of at most two keys each, below which there are leaves."""
     above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
     return sorted(above)[:10]

@@ -1,4 +1,4 @@
-"""The storage layout of named leaves: names, the storage plan and the manifest.
+"""Defines how named leaves are stored: their names, the storage plan and the manifest.
 
 The modules of this package import neither torch nor JAX.
 """

@@ -1,14 +1,16 @@
-"""The manifest of a step: JSON that explains every array of the step. Checks manifests too.
+"""Defines and checks the manifest of a step, JSON that explains every array of the step.
+
+A manifest has this form:
 
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
      "digests": {stored name: {"block": [dims], "xxh3_64": base64}}}
 
-For each stored array, ``digests`` has 8 octets, little-endian, for each block of the array, in C
-order of the blocks.
+For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
+are in C order of the blocks.
 
-``document`` describes the whole state; its array nodes name the leaves. ``state/pytree.py`` writes
-and reads the nodes, and defines their form.
+``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
+``state/pytree.py`` writes and reads the nodes, and defines their form.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ Node = Any
 
 @dataclasses.dataclass(frozen=True)
 class Digests:
-    """The digests of a stored array.
+    """The digests of one stored array, with one digest for each block of the array.
 
     Attributes:
       block: the shape of the blocks into which the array is divided.
@@ -68,7 +70,7 @@ class Digests:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a step, as its manifest describes it.
+    """The content of a step's manifest: the description of the state, the plan, the digests.
 
     Attributes:
       document: component (``model``, ``optimizer``, ...) -> its node.
@@ -103,7 +105,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, raw: Any, *, path: str) -> Manifest:
-        """Returns the manifest that this JSON represents, after checking it.
+        """Checks parsed JSON, and returns the manifest that the JSON represents.
 
         Args:
           raw: the parsed JSON.
@@ -130,8 +132,9 @@ class Manifest:
             or not all(isinstance(version, str) for version in raw["versions"].values())
         ):
             raise CorruptCheckpointError(
-                f"{path}: the manifest lacks 'document', 'stacks', 'empty' or 'versions', or they "
-                "have the wrong form",
+                f"{path}: expected a manifest with 'document', 'stacks', 'empty' and 'versions' in "
+                "the form that torchax_ckpt writes, found one without them or in another form. The "
+                "file is damaged: use another step",
                 path=path,
             )
         plan = Plan(
@@ -153,7 +156,7 @@ class Manifest:
         return cls(document=document, plan=plan, versions=raw["versions"], digests=digests)
 
     def leaves(self) -> dict[str, dict[str, Any]]:
-        """Returns name -> array node, for all leaves."""
+        """Returns a dict from leaf name to array node, for all leaves of the step."""
         return {
             node["array"]: node
             for component in self.document.values()
@@ -161,7 +164,7 @@ class Manifest:
         }
 
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns stored name -> (shape, dtype) of the stored arrays with the wanted leaves."""
+        """Returns a dict from stored name to (shape, dtype), for arrays that hold wanted leaves."""
         located = self.plan.locate()
         specs = {
             name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()
@@ -178,7 +181,7 @@ class Manifest:
 
 
 def array_nodes(node: Node) -> Iterator[dict[str, Any]]:
-    """Yields every array node at or below this node, in order, at any depth."""
+    """Yields ``node`` if it is an array node, or else all array nodes below it, at any depth."""
     stack = [node]
     while stack:
         current = stack.pop()
@@ -251,7 +254,7 @@ def _digests(raw: Any, path: str) -> dict[str, Digests]:
 
 
 def _check_plan(plan: Plan, leaves: Mapping[str, dict[str, Any]], path: str) -> None:
-    """Raises CorruptCheckpointError unless the plan fits the leaves.
+    """Raises CorruptCheckpointError unless the manifest's storage plan fits the leaves.
 
     Each stack must consist of existing leaves of one dtype and shape, no leaf may be stored twice,
     and exactly the leaves without elements must be listed as empty.
@@ -293,12 +296,12 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _brief(value: Any) -> str:
-    """Returns a short text for a message, for a value of any size and depth."""
+    """Returns a short text for a value in a message, even if the value is large or deep."""
     return _REPR.repr(value)
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns library -> installed version, or "unknown", for the manifest."""
+    """Returns a dict from library to its installed version, or "unknown", for the manifest."""
     found = {}
     for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
         try:

@@ -1,9 +1,9 @@
-"""The names of leaves: each key path has one name, which is used everywhere.
+"""Converts the key paths of leaves to names, and back; each key path has exactly one name.
 
-A key path is a tuple of keys, the component first: ``("model", "encoder.0.weight")``. Its name
-joins the escaped keys with ``/``: ``model/encoder.0.weight``. Escaping percent-encodes the few
-characters that would make a name ambiguous or invalid as a storage key; torch's usual parameter
-names stay unchanged.
+A key path is a tuple of keys that begins with the component, such as ``("model",
+"encoder.0.weight")``. The leaf's name joins the escaped keys with ``/``, which gives
+``model/encoder.0.weight``. Escaping percent-encodes the few characters that would make a name
+ambiguous or invalid as a storage key; torch's usual parameter names stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROCESSES = "processes"
 
 
 def escape(key: str) -> str:
-    """Returns the key with ambiguous characters percent-encoded; inverse of ``unescape``."""
+    """Percent-encodes a key's special characters, such as ``/``; ``unescape`` reverses this."""
     if not key:
         return _EMPTY
     return _UNSAFE.sub(
@@ -34,7 +34,7 @@ def escape(key: str) -> str:
 
 
 def unescape(part: str) -> str:
-    """Returns the key that has this escaped form; inverse of ``escape``."""
+    """Returns the key whose escaped form is ``part``; reverses ``escape``."""
     if part == _EMPTY:
         return ""
     return re.sub(
@@ -45,12 +45,12 @@ def unescape(part: str) -> str:
 
 
 def join(key_path: Iterable[object]) -> str:
-    """Returns the name of the leaf at this key path; escapes every key."""
+    """Returns the name of the leaf at the given key path; escapes every key."""
     return _SEPARATOR.join(escape(str(key)) for key in key_path)
 
 
 def split(name: str) -> tuple[str, ...]:
-    """Returns the key path of a name, as strings; inverse of ``join``."""
+    """Returns the key path of a leaf's name, as a tuple of unescaped strings; reverses ``join``."""
     return tuple(unescape(part) for part in name.split(_SEPARATOR))
 
 
@@ -60,17 +60,20 @@ def is_name(text: str) -> bool:
 
 
 def of_process(index: int, name: str) -> str:
-    """Returns the stored name of a per-process leaf of process ``index`` (1 or above)."""
+    """Returns the stored name of a leaf that only process ``index`` (1 or above) has."""
     return _SEPARATOR.join((PROCESSES, str(index), name))
 
 
 def without_process(name: str) -> str:
-    """Returns the name without the prefix that ``of_process`` adds, if the name has it."""
+    """Removes the prefix that ``of_process`` adds; a name without this prefix stays the same."""
     component, rest = component_and_rest(name)
     return rest.partition(_SEPARATOR)[2] if component == PROCESSES else name
 
 
 def component_and_rest(name: str) -> tuple[str, str]:
-    """Returns the first part of a name and the rest ("" if there is none), both still escaped."""
+    """Splits a name at its first ``/``; returns the component and the rest, both still escaped.
+
+    The rest is "" if the name has no ``/``.
+    """
     component, _, rest = name.partition(_SEPARATOR)
     return component, rest

@@ -1,10 +1,10 @@
-"""Selections: which weights a restore takes and under which names, by patterns of torch's names.
+"""A selection says, by patterns of names, which weights a restore takes and under which names.
 
-A pattern names a tensor, or a module and everything below it: ``encoder`` covers
-``encoder.0.weight``. ``*`` matches one or more characters of any kind, dots included, as few as
-possible: ``*.bias``, ``layers.*.attention``. No other character is special. Names are escaped as
-in leaf names (``names.escape``). If several models are attached, the names begin with the model's
-name and ``/``.
+A pattern names a tensor, or a module and everything below it, so the pattern ``encoder`` also
+matches ``encoder.0.weight``. In a pattern, ``*`` matches one or more characters of any kind, dots
+included, and as few as possible, as in ``*.bias`` and ``layers.*.attention``. No other character is
+special. Patterns contain torch's names, percent-encoded like leaf names (``names.escape``). If
+several models are attached, the names in patterns begin with the model's name and ``/``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _MAX_LISTED = 5
 
 
 class Selection:
-    """The tensors that one restore selects. Each restore needs a new one, which records names.
+    """The tensors that one restore selects.
 
-    The selection applies to the checkpoint and to the program. A tensor that is not selected is
-    neither taken from the checkpoint nor expected there. A selected tensor of the checkpoint must
-    fit the tensor of the program.
+    Each restore needs a new Selection, because the object records the names that its patterns
+    matched. A selection applies to the tensors of the checkpoint and to those of the program. A
+    restore neither reads an unselected tensor from the checkpoint nor reports it as missing there.
+    A selected tensor of the checkpoint must fit the program's tensor of the same name.
 
     Args:
       include: patterns; only tensors that match one of them are selected. None selects all.
@@ -55,14 +56,17 @@ class Selection:
         self._rename = _patterns("rename", rename or {})
         self._targets = dict(rename or {})
         if include is not None and not self._include:
-            raise SelectionError("include: expected at least one pattern, found none")
+            raise SelectionError(
+                "include: expected at least one pattern, found none; None selects all tensors"
+            )
         for pattern, target in self._targets.items():
             if not isinstance(target, str) or not target:
                 raise SelectionError(f"rename: {pattern!r}: expected a name, found {target!r:.80}")
             if pattern.count(_ANY) != target.count(_ANY):
                 raise SelectionError(
-                    f"rename: {pattern!r}: expected equally many * in {target!r}, because each * "
-                    "is replaced by the text that it matched"
+                    f"rename: {pattern!r}: expected as many * in the new name {target!r} as in the "
+                    "pattern, because each * of the new name stands for the text that a * of the "
+                    "pattern matched"
                 )
         self._unused = {
             f"{argument}: {pattern!r}"
@@ -76,7 +80,7 @@ class Selection:
         self.left_out: dict[str, None] = {}
 
     def takes(self, name: str) -> bool:
-        """Returns whether the tensor with this name in the program is selected."""
+        """Returns whether the tensor that has this name in the program is selected."""
         # Evaluate both arguments, because require_used needs every pattern that matched a name.
         included = self._include is None or self._matches("include", self._include, name)
         excluded = self._matches("exclude", self._exclude, name)
@@ -86,7 +90,7 @@ class Selection:
         return False
 
     def taken(self, stored: Iterable[str], ties: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Returns name in the checkpoint -> name in the program, for the selected tensors.
+        """Returns a dict from selected name in the checkpoint to name in the program.
 
         Args:
           stored: names in the checkpoint.
@@ -107,26 +111,26 @@ class Selection:
             if ties.get(other, other) != ties.get(name, name):
                 raise SelectionError(
                     f"{other} and {name} of the checkpoint would both be named {target}; "
-                    "exclude one of them, or give it another name",
+                    "exclude one of them (exclude=), or give it another name (rename=)",
                     key_path=name,
                 )
             found[name] = target
         return found
 
     def require_used(self) -> None:
-        """Raises SelectionError if a pattern matched no name, so is misspelled or superfluous."""
+        """Raises SelectionError if a pattern matched no name and so may be misspelled."""
         if not self._unused:
             return
         listed = ", ".join(sorted(self._unused)[:_MAX_LISTED])
         more = len(self._unused) - _MAX_LISTED
         raise SelectionError(
             f"nothing matches {listed}{f' and {more} more' if more > 0 else ''}, neither in the "
-            "checkpoint nor in the attached model. Names are torch's (encoder.0.weight). If "
-            "several models are attached, the model's name and / come first. Nothing was changed."
+            "checkpoint nor in the attached model. Use torch's names (encoder.0.weight). If "
+            "several models are attached, begin with the model's name and /. Nothing was changed."
         )
 
     def renamed(self, name: str) -> str:
-        """Returns the name in the program for a tensor with this name in the checkpoint."""
+        """Returns the name in the program of the tensor that has this name in the checkpoint."""
         for pattern, compiled in self._rename.items():
             if match := compiled.match(name):
                 self._unused.discard(f"rename: {pattern!r}")
@@ -152,6 +156,9 @@ def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Patt
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Returns an expression that matches the beginning of a name, up to the end of a part."""
+    """Converts a pattern to a regular expression.
+
+    The expression matches a whole name, or the beginning of a name up to a ``.`` or ``/``.
+    """
     text = "(.+?)".join(re.escape(part) for part in pattern.split(_ANY))
     return re.compile(rf"{text}(?=[./]|\Z)", re.DOTALL)

@@ -1,13 +1,13 @@
-"""The storage plan: which stored array holds each leaf.
+"""Makes the storage plan, which says in which stored array each leaf lies.
 
-Storage has a cost per array: a thousand small arrays take seconds, whatever their size. Therefore
-leaves are stored as one stack if their names differ only in indices (``layers.0.wq.weight``,
-``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal. A stack is an array
-whose leading axis counts its members; the stack's name is the pattern of their names,
-``layers.*.wq.weight``. All 0-d host arrays of one dtype (an optimizer's ``step`` counters) are
-stored as one vector. Large leaves are stored by themselves, because copying them into a stack would
-cost more than the stack saves. Leaves without elements are not stored; the manifest has their shape
-and dtype.
+Storage takes some time for each array, so a thousand small arrays take seconds, whatever their
+size. Therefore leaves are stored as one array, a stack, if their names differ only in indices
+(``layers.0.wq.weight``, ``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal.
+The leading axis of a stack counts its members. In the name of a stack, ``*`` replaces the indices
+of its members' names, as in ``layers.*.wq.weight``. All 0-d host arrays of one dtype (an
+optimizer's ``step`` counters) are stored as one vector. Each large leaf is stored as an array of
+its own, because copying it into a stack would take more time than the stack saves. Leaves without
+elements are not stored; the manifest records their shape and dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANY = "*"  # occurs in no leaf's name, because names.escape escapes it
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The properties of a leaf that the plan depends on.
+    """The properties of a leaf on which the storage plan depends.
 
     Attributes:
       shape: the leaf's dims.
@@ -55,7 +55,7 @@ class LeafSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where each leaf is stored.
+    """A storage plan, which says where each leaf is stored.
 
     Attributes:
       stacks: stored name of a stack -> names of its members, in the order of the leading axis.
@@ -66,7 +66,7 @@ class Plan:
     empty: frozenset[str]
 
     def locate(self) -> dict[str, tuple[str, int]]:
-        """Returns name of stacked leaf -> (name of its stack, its index on the leading axis)."""
+        """Returns a dict from stacked leaf to (name of the stack, index on its leading axis)."""
         return {
             member: (stored, index)
             for stored, members in self.stacks.items()
@@ -80,7 +80,7 @@ def plan_leaves(
     layout: Layout = "auto",
     taken: Iterable[str] = (),
 ) -> Plan:
-    """Returns the plan of where each leaf is stored; the same leaves always give the same plan.
+    """Returns the storage plan for leaves; the same leaves always give the same plan.
 
     Args:
       leaf_names: the names of the leaves.
@@ -106,7 +106,7 @@ def plan_leaves(
 
 
 def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | None:
-    """Returns a key that is equal for leaves of one stack; None for a leaf stored by itself."""
+    """Returns a key that all leaves of one stack share; None for a leaf that is not stacked."""
     if layout == "flat" or spec.placement is None or math.prod(spec.shape) == 0:
         return None
     if spec.on_host and spec.shape == ():
@@ -126,7 +126,8 @@ def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tupl
 def _unused(pattern: str, taken: Collection[str]) -> str:
     """Returns a stack name for a pattern, distinct from the names in ``taken``.
 
-    Stacks of other shapes or shardings can have the same pattern; a suffix distinguishes them.
+    Several stacks, whose leaves differ in shape or sharding, can have the same pattern; a suffix
+    makes their names distinct.
     """
     if pattern not in taken:
         return pattern

@@ -1,1 +1,1 @@
-"""Snapshots of device arrays for saves; the placements of arrays, and moves between them."""
+"""Takes snapshots of device arrays for saves, and moves arrays between hosts and devices."""

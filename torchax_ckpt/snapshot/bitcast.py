@@ -1,8 +1,9 @@
-"""Conversion of arrays to integers of their bits and back.
+"""Converts arrays to unsigned integers with the same bits, and back.
 
-Programs that move values on devices use this conversion, because arithmetic and conversions of
-dtype would change the values: sums of floats lose the sign of zeros and the bits of NaNs, XLA may
-convert small floats inside a program, and sums of narrow integers have a wider dtype.
+Programs that move values between devices move these integers, because arithmetic on the values and
+conversions of their dtype would change them. Sums of floats lose the sign of zeros and the bits of
+NaNs. XLA may convert floats of fewer than 32 bits to a wider dtype inside a program. Sums of narrow
+integers have a wider dtype.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 def to_bits(array: jax.Array) -> jax.Array:
     """Returns the bits of an array as unsigned integers of at least one byte each.
 
-    Bools and numbers below 8 bits become uint8. For a complex array, the result has a further last
-    dim of length 2: the bits of the real and of the imaginary part.
+    Bools, and numbers of fewer than 8 bits, become uint8. For a complex array, the result has one
+    more dim, the last, of length 2, which holds the bits of the real part and of the imaginary
+    part.
     """
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
@@ -29,7 +31,7 @@ def to_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the array of this dtype with these bits; inverse of ``to_bits``."""
+    """Converts ``bits``, as ``to_bits`` returns them, back to an array of ``dtype``."""
     target = jnp.dtype(dtype)
     if target == jnp.bool_:
         return bits != 0
@@ -42,9 +44,10 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Returns whether the dtype is a float below 32 bits.
+    """Returns whether the dtype is a floating-point type of fewer than 32 bits.
 
-    XLA may convert small floats to a wider dtype inside a program, which changes bits of NaNs.
+    XLA may convert floats of fewer than 32 bits to a wider dtype inside a program, which changes
+    the bits of NaNs.
     """
     return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
 

@@ -1,4 +1,4 @@
-"""Free device memory: whether copies of a state fit beside the training step that runs next."""
+"""Decides whether device memory suffices for copies of a state beside the next training step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _HEADROOM = 1.25
 
 
 def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
-    """Returns the device's memory statistics; None if it has none, such as a CPU device."""
+    """Returns JAX's memory statistics of a device; None if it has none, such as a CPU."""
     return device.memory_stats()
 
 
 def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | None:
     """Returns the free memory of a device in bytes; None if the device reports no statistics.
 
-    For a CPU device this is the host's available memory. For other devices it is the limit minus
-    the peak so far. The peak counts, not the present use, because the next training step needs the
-    memory of the peak again.
+    For a CPU device, the result is the host's available memory. For other devices, the result is
+    the memory limit minus the peak of memory use so far. The peak is subtracted instead of the
+    present use, because the next training step needs the memory of the peak again.
     """
     beyond_peak = _free_beyond_peak(stats(device))
     if beyond_peak is None and device.platform == "cpu":
@@ -47,25 +47,25 @@ def _free_beyond_peak(stats: Mapping[str, int] | None) -> int | None:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Returns whether this is JAX's error for a device that is out of memory."""
+    """Returns whether an error is the one that JAX raises when a device is out of memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 class DeviceMemory:
-    """Decides whether copies fit on the devices, from memory statistics and a record of the copies.
+    """Decides from memory statistics and a record of earlier copies whether new copies fit.
 
-    The peak of a device never falls, and it includes the copies of earlier saves. This class
-    therefore keeps an upper bound of the memory that the program itself has needed. If a peak was
-    reached while copies existed, the bound counts the peak without the copies. If no copies
-    existed, the bound counts the whole peak. To distinguish the two cases, the class reads the
-    statistics when copies are made, and again when they are freed. Once a device has run out of
-    memory, the whole peak always counts.
+    The peak memory use that a device reports never falls, and it includes the copies of earlier
+    saves. This class therefore keeps, for each device, an upper bound of the memory that the
+    program needs without copies. For a peak that was reached while copies existed, the bound is the
+    peak minus the size of the copies. For a peak that was reached without copies, the bound is the
+    whole peak. To know whether copies existed at a peak, the class reads the statistics when copies
+    are made, and again when they are freed. Once a device has run out of memory, the class always
+    counts the whole peak.
 
-    Limit: between two saves the program's need for memory may grow. As long as the program needs no
-    more memory than the program and the copies together needed before, no statistic shows the
-    growth.
+    The bound can be too low in one case. If the program begins to need more memory, but not more
+    than the program and the copies together needed before, no statistic shows the growth.
 
-    Several threads may use an object of this class.
+    Several threads may use one object of this class at the same time.
 
     Args:
       stats: device -> its memory statistics, or None if it reports none.
@@ -84,7 +84,7 @@ class DeviceMemory:
         self._has_failed = False
 
     def holds(self, arrays: Iterable[Any]) -> bool:
-        """Returns whether the devices have memory to copy the device arrays among ``arrays``."""
+        """Returns whether the devices have memory for copies of the device arrays in ``arrays``."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)
@@ -94,7 +94,7 @@ class DeviceMemory:
             )
 
     def described(self, arrays: Iterable[Any]) -> str:
-        """Returns a text: the bytes needed and free on the device with the least to spare."""
+        """Returns, as text, the needed and the free bytes of the device with the least to spare."""
         needed = _bytes_on_devices(arrays)
         with self._lock:
             free = self._free_of_each(needed)
@@ -106,7 +106,10 @@ class DeviceMemory:
         )
 
     def took(self, copies: Iterable[Any]) -> None:
-        """Records copies that were just made. The caller must free all of them at the same time."""
+        """Records that the given copies of arrays were just made.
+
+        The caller must free all these copies at the same time.
+        """
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return
@@ -117,7 +120,7 @@ class DeviceMemory:
             self._update(taken)
 
     def _forget_copies(self, taken: Mapping[jax.Device, int]) -> None:
-        """Removes freed copies from the record; ``weakref.finalize`` calls it."""
+        """Removes copies from the record; ``weakref.finalize`` calls this when they are freed."""
         with self._lock:
             try:
                 self._update(taken)
@@ -138,7 +141,7 @@ class DeviceMemory:
     def _free(
         self, device: jax.Device, count: int, host_bytes: Callable[[], int | None]
     ) -> int | None:
-        """Returns the free bytes of one of ``count`` devices; None if unknown."""
+        """Returns the free bytes of ``device``, one of ``count`` devices; None if unknown."""
         beyond_peak = _free_beyond_peak(self._stats(device))
         if beyond_peak is None:
             free = host_bytes() if device.platform == "cpu" else None
@@ -150,7 +153,7 @@ class DeviceMemory:
         return beyond_peak + spare
 
     def _update(self, devices: Iterable[jax.Device]) -> None:
-        """Updates the bounds from the devices' present statistics."""
+        """Updates each device's bound of the program's memory from the present statistics."""
         for device in devices:
             stats = self._stats(device)
             if stats is None or "bytes_in_use" not in stats:
@@ -166,7 +169,7 @@ class DeviceMemory:
 
 
 def _bytes_on_devices(arrays: Iterable[Any]) -> dict[jax.Device, int]:
-    """Returns the bytes that the arrays take on each device of this process."""
+    """Returns, for each device of this process, how many bytes the arrays take on the device."""
     by_sharding: dict[Sharding, int] = collections.defaultdict(int)
     for array in arrays:
         if isinstance(array, jax.Array):

@@ -1,28 +1,30 @@
-"""Movement of shards between the host, this process's devices and other processes' devices.
+"""Moves shards between the host, the devices of this process, and devices of other processes.
 
-This file builds all programs that move shards on devices during a restore; other files decide which
-leaves go where. The functions, cheapest first:
+This file builds all programs that move shards on devices during a restore. Other files decide to
+which placement each leaf goes. These are the functions, from the cheapest to the most expensive:
 
-    put, move                 Transfers from the host, or between devices of this process; no
-                              collectives.
-    permute_over_processes    Some processes send their shards to others, in collective permutes.
-    sum_over_replicas         One replica sends its shards to all others, in one all-reduce.
-    reshard                   Leaves change their sharding on one mesh; XLA picks the collectives.
+- ``put`` and ``move`` transfer arrays from the host, or between devices of this process, without
+  collectives.
+- ``permute_over_processes`` sends shards from some processes to others, in collective permutes.
+- ``sum_over_replicas`` sends the shards of one replica to all others, in one all-reduce.
+- ``reshard`` changes the sharding of leaves on one mesh; XLA picks the collectives.
 
-The last three functions have a program each, because none of these can replace another:
+``permute_over_processes``, ``sum_over_replicas`` and ``reshard`` each need a program of their own:
 
-- Permutes reach n replicas in log2(n) rounds, and each round sends every byte. An all-reduce sends
-  every byte less than twice, for any n.
-- An all-reduce leaves the same shards on all devices of a group. Hosts that swap their parts need
-  different shards, and a host that already has its part should neither send nor receive.
-- Permutes and all-reduces send whole shards. A resharding cuts shards into parts.
+- Collective permutes need log2(n) rounds to reach n replicas, and each round sends every byte. An
+  all-reduce sends every byte less than twice, whatever the number of replicas.
+- After an all-reduce, all devices of a group hold the same shards. Hosts that exchange parts of an
+  array need different shards, and a host that already has its part should neither send nor receive,
+  so these hosts use permutes.
+- Permutes and all-reduces send whole shards, but a change of sharding can require parts of shards.
 
-``permute_over_processes`` and ``sum_over_replicas`` share all other code: shards lie in slots, one
-for each device of a grid, and one function builds both programs. The last three functions are
-collectives: every process calls them with the same targets, on its training thread. They move one
-chunk of leaves after the other.
+``permute_over_processes`` and ``sum_over_replicas`` arrange the devices in a grid, in which each
+device has a slot for one shard. One function, ``_grid_program``, builds the programs of both. All
+functions but ``put`` and ``move`` are collectives: every process must call them with the same
+targets, on its training thread. The collective functions move the leaves in chunks, one chunk after
+the other.
 
-If a program would change values, it moves them as integers of their bits (``bitcast``).
+A program that could change values moves the bits of the values as integers (see ``bitcast``).
 """
 
 from __future__ import annotations
@@ -63,9 +65,11 @@ _ON_GRID = PartitionSpec((_ROW, _COLUMN))
 
 
 def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Returns name -> array on its placement; uses one batched transfer where it can.
+    """Moves arrays to their placements; returns a dict from name to moved array.
 
-    Host arrays are copied, so that the result does not alias memory that the caller may change.
+    One batched transfer moves all arrays for which ``_crosses_processes`` returns False. Host
+    arrays that go to devices are copied, so that the result does not alias memory that the caller
+    may change.
     """
     result = dict(arrays)
     batched: dict[str, Sharding | None] = {}
@@ -85,7 +89,7 @@ def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[
 
 
 def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
-    """Returns the array on this sharding; an array that is there already is returned unchanged."""
+    """Moves an array to a sharding; copies nothing if the array has this sharding already."""
     if not _crosses_processes(array, sharding):
         return jax.device_put(array, sharding)
     host = np.asarray(array)
@@ -93,10 +97,10 @@ def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
-    """Returns whether an array that each process has goes to devices of several processes.
+    """Returns whether this process has the whole array and the sharding spans several processes.
 
-    For such an array, ``jax.device_put`` would first compare the arrays of all processes, on the
-    devices.
+    For an array that every process has whole, ``jax.device_put`` would first compare the values of
+    all processes on the devices.
     """
     is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
     return is_here and not sharding.is_fully_addressable
@@ -106,7 +110,7 @@ def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> boo
 
 
 def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> None:
-    """Sends the shards of the first replica to all other replicas.
+    """Sends the shards of each leaf's first replica to all other replicas of the leaf.
 
     Args:
       leaves: leaf -> its array on the first of ``replicas``; only processes that have devices of
@@ -120,9 +124,10 @@ def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> Non
 def permute_over_processes(
     leaves: MutableMapping[str, Any], targets: Targets, rounds: Rounds
 ) -> None:
-    """Sends shards from processes to other processes, as ``rounds`` says.
+    """Sends shards between processes; ``rounds`` says which process sends to which process.
 
-    Each shard goes to the device at the same position in the receiving process's block of the mesh.
+    A shard goes to the device that has the same position among the receiving process's devices in
+    the mesh as the sending device has among those of its process.
 
     Args:
       leaves: leaf -> an array of the shards on the devices of this process; empty if the process
@@ -139,7 +144,7 @@ def permute_over_processes(
 
 @functools.lru_cache(maxsize=1024)
 def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
-    """Returns, for each replica in the mesh's order, the sharding over that replica's devices."""
+    """Returns one sharding for each replica, over that replica's devices, in the mesh's order."""
     mesh, spec = sharding.mesh, sharding.spec
     used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
@@ -155,16 +160,16 @@ def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def replica_grid(sharding: NamedSharding) -> Mesh:
-    """Returns a grid with one row for each replica of the sharding."""
+    """Returns a mesh of two axes, a grid, with one row of devices for each replica."""
     rows = [replica.mesh.devices.ravel() for replica in replicas(sharding)]
     return Mesh(np.array(rows), (_ROW, _COLUMN))
 
 
 @functools.lru_cache(maxsize=64)
 def process_grid(mesh: Mesh) -> Mesh:
-    """Returns a grid with one row for each process.
+    """Returns a mesh of two axes, a grid, with one row of devices for each process.
 
-    The devices in a row are in the order in which the mesh has them.
+    Within a row, the devices have the same order as in the given mesh.
 
     Raises:
       ValueError: the processes have different numbers of devices in the mesh.
@@ -175,16 +180,17 @@ def process_grid(mesh: Mesh) -> Mesh:
     if len({len(row) for row in rows.values()}) != 1:
         counts = {process: len(row) for process, row in rows.items()}
         raise ValueError(
-            f"expected a mesh with equally many devices of each process, found {counts}"
+            "expected a mesh with equally many devices of each process, found these numbers of "
+            f"devices by process: {counts}"
         )
     return Mesh(np.array(list(rows.values())), (_ROW, _COLUMN))
 
 
 def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array for a leaf in programs on a grid: one shard for each device.
+    """Returns the abstract array in which a program on a grid takes or returns a leaf's shards.
 
-    The shards, of shape [d0, d1, ...], lie in sequence along the first dim: the array has the shape
-    [devices * d0, d1, ...].
+    The array has one shard for each device of the grid. Shards of shape [d0, d1, ...] lie one after
+    the other along the first dim, so the array has the shape [devices * d0, d1, ...].
     """
     first, *rest = _sharding(target).shard_shape(target.shape) or (1,)
     shape = (grid.size * first, *rest)
@@ -193,13 +199,16 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
 
 @functools.lru_cache(maxsize=256)
 def sum_program(grid: Mesh) -> Program:
-    """Returns the program that sums slots over the rows; all rows but one are zeros."""
+    """Returns the program that sends one row's shards to all rows of a grid.
+
+    The program sums the rows, of which all but one must contain zeros.
+    """
     return _grid_program(grid, lambda bits: jax.lax.psum(bits, _ROW))
 
 
 @functools.lru_cache(maxsize=64)
 def permute_program(grid: Mesh, rounds: Rounds) -> Program:
-    """Returns the program that permutes slots between rows, in these rounds."""
+    """Returns the program that sends shards between the rows of a grid, in the given rounds."""
 
     def permute(bits: jax.Array) -> jax.Array:
         for pairs in rounds:
@@ -213,9 +222,10 @@ def permute_program(grid: Mesh, rounds: Rounds) -> Program:
 
 
 def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Program:
-    """Returns a program that applies ``move_bits`` to the slots of any leaves.
+    """Returns a jitted program that applies ``move_bits`` to the shards of any leaves on a grid.
 
-    On each device, ``move_bits`` gets the bits of this device's slot and returns the new bits.
+    On each device, ``move_bits`` gets the bits of the device's shard and returns the bits of the
+    shard that the device holds afterwards.
     """
 
     def on_device(*slots: jax.Array) -> tuple[jax.Array, ...]:
@@ -245,7 +255,7 @@ def _move_on_grids(
 def _filled(
     slots: jax.ShapeDtypeStruct, array: jax.Array | None, zeros: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Returns slots with a leaf's shards where this process has them, and zeros elsewhere."""
+    """Returns an array with a leaf's shards where this process has them, and zeros elsewhere."""
     shape = slots.sharding.shard_shape(slots.shape)
     here = {} if array is None else _in_device_memory(array)
     parts = [
@@ -256,7 +266,10 @@ def _filled(
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
-    """Returns a shard made from zero bits, because float8_e8m0fnu has no value zero."""
+    """Returns a shard whose bits are all zero.
+
+    The shard is made from bits, because the dtype float8_e8m0fnu has no value zero.
+    """
     bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype))
     return from_bits(jnp.zeros(bits.shape, bits.dtype, device=device), dtype)
 
@@ -265,7 +278,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> 
 
 
 def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
-    """Moves each leaf to another sharding on the mesh that it is on.
+    """Changes each leaf's sharding to that of its target, on the mesh on which the leaf lies.
 
     Args:
       leaves: leaf -> array with a NamedSharding. The results are stored in this mapping.
@@ -289,9 +302,9 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
 def reshard_program(
     sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> Program:
-    """Returns the program that moves arrays from ``sources`` to ``targets``, in this order.
+    """Returns the program that changes the shardings of arrays from ``sources`` to ``targets``.
 
-    All arrays lie in device memory, on meshes with Auto axes.
+    The arrays must lie in device memory, on meshes whose axes have the type Auto.
     """
 
     def moved(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
@@ -309,7 +322,7 @@ def reshard_program(
 
 
 def _relabelled(array: jax.Array) -> jax.Array:
-    """Returns the array on a mesh with Auto axes, as ``with_sharding_constraint`` requires."""
+    """Returns the array on a mesh with Auto axes, which ``with_sharding_constraint`` requires."""
     assert isinstance(array.sharding, NamedSharding), "only NamedShardings are moved"
     shards = list(_in_device_memory(array).values())
     sharding = _on_auto_axes(array.sharding)
@@ -330,12 +343,15 @@ def _sharding(target: jax.ShapeDtypeStruct) -> NamedSharding:
 
 
 def _in_device_memory(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """Returns device -> shard, for this process; copies shards in host memory to their device."""
+    """Returns a dict from each device of this process to its shard.
+
+    A shard that lies in host memory is copied to the memory of its device.
+    """
     return {shard.device: _in_memory(shard.data, shard.device, None) for shard in shards_of(array)}
 
 
 def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the target's leaf, made from the shards of an array in device memory."""
+    """Makes the leaf that ``target`` describes from the shards of an array in device memory."""
     sharding = _sharding(target)
     shape, kind = sharding.shard_shape(target.shape), sharding.memory_kind
     shards = [
@@ -345,9 +361,9 @@ def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Array:
-    """Returns the shard in memory of this kind; copies it if it is in memory of another kind.
+    """Returns a shard in memory of the given kind, copied if it lies in memory of another kind.
 
-    ``kind`` None means the default memory of the device.
+    None as the kind means the default memory of the device.
     """
     kind = kind or device.default_memory().kind
     if shard.sharding.memory_kind == kind:
@@ -356,7 +372,7 @@ def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Ar
 
 
 def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Yields the chunks of leaves that one program moves; they are equal on every process."""
+    """Yields leaves in chunks, one for each run of a program; all processes get equal chunks."""
     chunk: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
     for name, target in targets.items():

@@ -1,6 +1,7 @@
-"""Placements: where a leaf lies, on the host or on devices, and the user's rule for shardings.
+"""Defines the placement of a leaf: on the host, or on devices with a sharding.
 
-This module uses neither torch nor storage.
+This module also evaluates the user's ``shardings`` rule. The module imports neither torch nor the
+code that accesses storage.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _MAX_TRIES = 1000
 
 
 class Local(enum.Enum):
-    """Placements that are not a sharding.
+    """The two placements that are not shardings: the host, and JAX's default device.
 
     HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
-    such as ``.to("jax")`` makes. If a program uses an uncommitted array together with committed
-    arrays, JAX moves it to the devices of the committed arrays. If it were committed to another
-    device, JAX would raise an error.
+    such as the arrays that ``.to("jax")`` makes. If a program uses an uncommitted array together
+    with committed arrays, JAX moves the uncommitted array to the devices of the committed arrays.
+    If a program uses arrays that are committed to different devices, JAX raises an error.
     """
 
     HOST = "host"
@@ -42,7 +43,7 @@ ShardingRule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | PartitionSpec"]
 
 
 def placement_of(array: jax.Array | np.ndarray) -> Placement:
-    """Returns where the array lies; works for a deleted (donated) JAX array too."""
+    """Returns the placement of an array, even of a JAX array whose buffer was donated."""
     if not isinstance(array, jax.Array):
         return Local.HOST
     return array.sharding if array.committed else Local.DEFAULT_DEVICE
@@ -51,7 +52,7 @@ def placement_of(array: jax.Array | np.ndarray) -> Placement:
 def replicated_like(placement: Placement) -> Placement:
     """Returns the placement of a scalar that belongs to an array with the given placement.
 
-    The scalar's placement covers the same devices, and each of them has the whole scalar.
+    The scalar is replicated, so each device of the array's placement holds the whole scalar.
     """
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
@@ -59,10 +60,11 @@ def replicated_like(placement: Placement) -> Placement:
 
 
 def stacked(sharding: Sharding) -> Sharding | None:
-    """Returns the sharding of a stack of arrays with this sharding; None if there is none.
+    """Returns the sharding of a stack of arrays that have the given sharding.
 
-    The leading axis of the stack is not sharded, so each shard of the stack consists of the
-    arrays' shards on the same device, and stacking moves nothing between devices.
+    None means that arrays with the given sharding cannot be stacked. The leading axis of the stack
+    is not sharded, so each shard of the stack consists of the arrays' shards on the same device,
+    and stacking moves nothing between devices.
     """
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(None, *sharding.spec)
@@ -72,7 +74,7 @@ def stacked(sharding: Sharding) -> Sharding | None:
 
 @dataclasses.dataclass(frozen=True)
 class HostPart:
-    """The part of an array on several hosts that the devices of this host hold.
+    """The part that this host's devices hold of an array that spans several hosts.
 
     Attributes:
       sharding: the sharding of the part, over this host's devices only.
@@ -92,13 +94,13 @@ def spans_hosts(placement: Placement) -> bool:
 
 
 def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
-    """Returns the part that this host holds of an array with this sharding and shape.
+    """Returns which part of an array of the given sharding and shape this host's devices hold.
 
     Raises:
       ValueError: the sharding has no mesh, or the host's devices do not form a block of the mesh.
     """
     if not isinstance(sharding, NamedSharding):
-        raise ValueError(f"expected arrays on a mesh (NamedSharding), found {sharding}")
+        raise ValueError(f"expected an array whose sharding is a NamedSharding, found {sharding}")
     mesh = sharding.mesh.local_mesh
     part = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     per_dim = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
@@ -114,13 +116,14 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
 
 
 def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
-    """Returns all shards of an array on devices of this process, each once.
+    """Returns the shards of an array that lie on devices of this process, each exactly once.
 
-    ``array.addressable_shards`` is not thread-safe. JAX builds the list at the first access. If two
-    threads access it at the same time, one thread can get a partial list, or both can append to
-    it. With eight devices and frequent thread switches this happened in eight of a hundred cases
-    (jax 0.10.2). Code that shares an array with another thread must therefore list the shards
-    through this function.
+    ``array.addressable_shards`` is not thread-safe. JAX builds this list of shards when the
+    attribute is first read. If two threads read ``addressable_shards`` of one array at the same
+    time, one thread can get a partial list, or both threads can append to the same list. With eight
+    devices and frequent thread switches, this race gave a wrong list in eight of a hundred cases
+    (jax 0.10.2). Code that shares an array with another thread must therefore list the array's
+    shards with ``shards_of``.
 
     Raises:
       RuntimeError: other code built the list at the same time and left it wrong.
@@ -136,13 +139,14 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     if len(found) != count:
         raise RuntimeError(
             f"JAX lists {len(found)} shards of an array that lies on {count} devices of this "
-            "process: two threads accessed array.addressable_shards at the same time"
+            "process, because two threads read array.addressable_shards at the same time. Do not "
+            "read it in another thread while a save or restore uses the array."
         )
     return found
 
 
 def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array of the same buffers with another sharding and shape; copies nothing.
+    """Returns an array with the buffers of the given array, but another sharding and shape.
 
     If the given array is deleted, for example by donation, the returned array is deleted too.
     """
@@ -151,18 +155,18 @@ def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> j
 
 
 def unshared(array: jax.Array) -> jax.Array:
-    """Returns a new array of the same buffers; copies nothing.
+    """Returns a new array object that shares the buffers of the given array.
 
-    JAX caches the host copy of an array inside that array object. If the host copy is fetched from
-    the new object, it is freed together with that object.
+    JAX caches the host copy of an array's values in the array object. A host copy that is fetched
+    through the new object is freed together with the new object, even if the given array lives on.
     """
     return shards_as(array, array.sharding, array.shape)
 
 
 def to_host_part(array: jax.Array) -> jax.Array:
-    """Returns the part of an array that this host holds, as a separate array; copies nothing.
+    """Returns the part of an array that this host holds, as an array that shares the buffers.
 
-    ``shards_as`` turns the part back into the whole array, to which each host contributes its part.
+    To form the whole array again, each host calls ``shards_as`` with its part.
     """
     part = host_part(array.sharding, array.shape)
     return shards_as(array, part.sharding, part.shape)
@@ -171,7 +175,7 @@ def to_host_part(array: jax.Array) -> jax.Array:
 def resolve_rule(
     rule: ShardingRule | None, mesh: Mesh | None, name: str, abstract: jax.ShapeDtypeStruct
 ) -> Sharding | None:
-    """Returns the sharding that the user's rule returns for a leaf; None without a rule.
+    """Returns the sharding that the user's rule gives to a leaf, or None if there is no rule.
 
     Raises:
       MismatchError: the rule returns neither a Sharding nor a PartitionSpec, the mesh axes do not
@@ -208,15 +212,19 @@ def resolve_rule(
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh with Auto axes; torchax fails on the Explicit axes of ``jax.make_mesh``."""
+    """Returns a mesh of the same devices whose axes all have JAX's axis type Auto.
+
+    torchax fails on axes of the type Explicit, which ``jax.make_mesh`` makes.
+    """
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
     """Returns the mesh for a PartitionSpec that a rule returned; None if no mesh can be found.
 
-    The result is the ambient mesh. If no ambient mesh is set, the result is a mesh of all devices
-    along the only axis of the spec.
+    If the program has set an ambient mesh with ``jax.set_mesh``, the result is this ambient mesh.
+    Without an ambient mesh, a spec with at most one mesh axis gets a mesh of all devices along this
+    axis.
     """
     ambient = jax.sharding.get_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:

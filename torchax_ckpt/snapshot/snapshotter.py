@@ -1,30 +1,32 @@
-"""Snapshots: the arrays that a save stores while training continues.
+"""Takes snapshots; a snapshot holds the arrays that a save stores while training continues.
 
 JAX arrays are immutable, but a jitted step may donate their buffers, which deletes the arrays. A
 snapshot is taken in one of three ways:
 
-    reference  Holds the arrays themselves, at no cost. If an array is donated before the save has
-               fetched it, the save fails: reading a deleted array raises, it never returns wrong
-               values.
-    copy       Enqueues copies on the devices before any later computation, stacked as the plan
-               says. Costs device memory and does not block.
-    transfer   Holds the arrays themselves and blocks the training thread until the save has
-               fetched them.
+- ``reference`` holds the arrays themselves, at no cost. If the program donates an array before the
+  save has fetched it, the save fails. The save never stores wrong values, because reading a deleted
+  array raises an error.
+- ``copy`` enqueues copies on the devices before any later computation. The copies are stacked as
+  the storage plan says. They cost device memory, but making them does not block.
+- ``transfer`` holds the arrays themselves, and blocks the training thread until the save has
+  fetched them.
 
-``auto`` copies at first. At the next save it checks whether the program donated the arrays that
-were copied. If it did not, ``auto`` continues with references. If a later training step then
-donates arrays that a save still needs, this save fails, and later saves copy. If device memory does
-not suffice for copies, ``auto`` transfers.
+The mode ``auto`` makes copies at first. At the next save, ``auto`` checks whether the program
+donated the arrays that were copied. If the program donated none of them, ``auto`` continues with
+references. If a training step then donates an array that a save still holds by reference, that save
+fails, and later saves copy. If device memory does not suffice for copies, ``auto`` uses
+``transfer``.
 
-Arrays of the ways ``reference`` and ``transfer`` are stacked on the devices later, on the save's
-thread. If device memory does not suffice for these stacks, the leaves of this save are stored one
-by one.
+In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later, on
+the devices. If device memory does not suffice for these stacks, the save stores its leaves one by
+one.
 
-Each process chooses the way of its snapshots by itself, but all processes must store the same
-layout. After each process has its snapshot, the processes agree on whether one of them lacks memory
-for stacks. They do this on the threads of the saves, so that training never waits for other
-processes. A process that has already stacked its copies cannot unstack them. If another process
-then lacks memory for stacks, the save fails on all processes, and later saves do not stack.
+Each process chooses the way of its snapshots by itself, but all processes must store the leaves in
+the same layout. After each process has its snapshot, the processes agree on whether one of them
+lacks memory for stacks. The processes agree on the threads of the saves, so that training never
+waits for other processes. A process that has already stacked its copies cannot unstack them.
+If one process lacks memory for stacks and another process has already stacked its copies, the save
+fails on all processes, and later saves do not stack.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Way = Literal["reference", "copy", "transfer"]
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The leaves of one save at one moment.
+    """The leaves that one save stores, as they were when the snapshot was taken.
 
     Attributes:
       way: how the snapshot was taken.
@@ -64,7 +66,9 @@ class Snapshot:
     _ready: tuple[Plan, Mapping[str, Array]] | None = None
 
     def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Array]]:
-        """Returns the plan, and stored name -> array to store. May be called on any thread.
+        """Returns the storage plan, and a dict from stored name to the array to store.
+
+        Any thread may call this method.
 
         Args:
           agree: takes the flag of this process and returns True if the flag is set on any process
@@ -91,9 +95,9 @@ class Snapshot:
         if agree(self._ready is not None and plan != flat):
             self._planner.stack_no_more()
             raise SaveError(
-                "the devices of one process have no memory for stacks, and another process has "
-                "stacked its copies already. From the next save on, leaves are copied and stored "
-                "one by one"
+                "the save failed, because the devices of one process have no memory for stacks of "
+                "leaves, and another process has already stacked its copies. From the next save "
+                "on, leaves are copied and stored one by one. Save again"
             )
         if stored is not None and plan == flat:
             return plan, stored
@@ -101,7 +105,7 @@ class Snapshot:
         return flat, execute(flat, leaves, copy=False)
 
     def _stacked(self, plan: Plan, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
-        """Returns the arrays to store; None if the devices have no memory for the stacks."""
+        """Returns the arrays to store, with stacks; None if the devices lack memory for stacks."""
         members = (leaves[member] for group in plan.stacks.values() for member in group)
         if not self._memory.holds(members):
             return None
@@ -118,7 +122,7 @@ class Snapshot:
         return stored
 
     def require_alive(self) -> None:
-        """Raises DonatedBufferError, with the leaf's name, if a referenced array is deleted."""
+        """Raises DonatedBufferError if an array that the snapshot holds by reference is deleted."""
         if self._ready is not None:
             return
         for name, array in zip(self.names, self._arrays, strict=True):
@@ -131,7 +135,7 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes snapshots, in the way that fits the mode and the program.
+    """Takes snapshots by reference, copy or transfer, as the mode and the program require.
 
     Args:
       mode: see the module's docstring.
@@ -150,7 +154,9 @@ class Snapshotter:
         self._logged: set[tuple[Way, str]] = set()
 
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
-        """Returns a snapshot of the leaves. Runs on the training thread and does not block.
+        """Returns a snapshot of the leaves.
+
+        The training thread calls this method, which does not block.
 
         Raises:
           OutOfMemoryError: the mode is "copy", and the devices have no memory for copies.
@@ -175,7 +181,10 @@ class Snapshotter:
         return Snapshot(way, names, arrays, self._planner, self._memory)
 
     def donated(self) -> None:
-        """Records that the program donated a referenced array: ``auto`` then copies again."""
+        """Records that the program donated an array that a snapshot held by reference.
+
+        From then on, the mode ``auto`` makes copies again.
+        """
         self._donates = True
 
     def _copied(self, names: Sequence[str], arrays: Sequence[Array], why: str) -> Snapshot:
@@ -186,7 +195,7 @@ class Snapshotter:
         return Snapshot("copy", names, (), self._planner, self._memory, (plan, ready))
 
     def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[Way, str]:
-        """Returns how to take a snapshot, and the reason, for the log."""
+        """Returns the way to take a snapshot, such as ``copy``, and the reason for the log."""
         if self._mode != "auto":
             return self._mode, "the options require it"
         if self._donates is None and self._samples:
@@ -204,16 +213,17 @@ class Snapshotter:
         return "transfer", f"{why}, and there is no memory for copies"
 
     def _log_once(self, way: Way, why: str) -> None:
-        """Logs each way and reason once."""
+        """Logs how snapshots are taken and the reason, unless both were logged before."""
         if (way, why) not in self._logged:
             self._logged.add((way, why))
             logger.info("snapshots are taken by %s: %s", way, why)
 
 
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
-    """Returns the smallest device array of each part that a step would donate as a whole.
+    """Returns the smallest device array of each part of the state that a step donates as a whole.
 
-    A part is a component, or a top-level entry of the functional state.
+    A part is a component (``model``, ``optimizer``, ...) or a top-level entry of the functional
+    state.
     """
     smallest: dict[tuple[str, ...], jax.Array] = {}
     for name, array in zip(names, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""Stacks of a save: the plan of which leaves share one array, and the programs that stack them."""
+"""Decides which leaves of a save are stored together in one array, a stack, and stacks them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _CHUNK = 128
 
 
 class Planner:
-    """Plans the layout of a save; reuses the plan while the leaves have the same form.
+    """Plans where a save stores each leaf.
 
-    The training thread and the threads of saves to several tiers may call one planner at the same
-    time.
+    The planner reuses the last plan as long as no name, shape, dtype or sharding of the leaves
+    changes. The training thread and the threads of saves to several tiers may call one planner at
+    the same time.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -40,7 +41,7 @@ class Planner:
         self._known: tuple[Sequence[str], list[Any], Plan] = ((), [], Plan({}, frozenset()))
 
     def __call__(self, names: Sequence[str], arrays: Sequence[Array]) -> Plan:
-        """Returns the plan: where each of the leaves is stored."""
+        """Returns the storage plan for leaves with these names and arrays."""
         signatures = [
             (a.shape, a.dtype, a.sharding if isinstance(a, jax.Array) else None) for a in arrays
         ]
@@ -51,7 +52,7 @@ class Planner:
         return plan if self._may_stack else unstacked(plan, dict(zip(names, arrays, strict=True)))
 
     def stack_no_more(self) -> None:
-        """Makes all later plans store device arrays without stacks."""
+        """Makes the planner store device arrays one by one, without stacks, in all later plans."""
         self._may_stack = False
 
 
@@ -69,7 +70,7 @@ def _spec(array: Array) -> LeafSpec:
 def beside(
     plan: Plan, leaves: Mapping[str, np.ndarray], layout: Layout
 ) -> tuple[Plan, dict[str, Array]]:
-    """Returns the plan extended by further leaves, and the arrays to store for the further leaves.
+    """Adds further leaves to a plan; returns the new plan, and the arrays to store for them.
 
     Args:
       plan: the plan of the leaves so far.
@@ -83,7 +84,7 @@ def beside(
 
 
 def unstacked(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
-    """Returns the plan without its stacks of device arrays.
+    """Returns the plan without its stacks of device arrays; stacks of host arrays remain.
 
     Args:
       plan: the plan.
@@ -98,7 +99,7 @@ def unstacked(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
 
 
 def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
-    """Returns stored name -> array to store: the plan's stacks, and all other leaves.
+    """Stacks leaves as the plan says; returns a dict from stored name to the array to store.
 
     Args:
       plan: where each leaf is stored.
@@ -144,10 +145,10 @@ def _copies(leaves: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _parts(array: Any) -> list[Any]:
-    """Returns the arrays to compute on: the array itself, or this process's shards.
+    """Returns a list: the array itself, or this process's shards if the array spans processes.
 
-    The shards are returned if the array lies on several processes. A computation on one shard
-    involves this process only, so it may start on any thread, independently of other processes.
+    A computation on one shard involves only the process that holds the shard, so any thread may
+    start the computation, independently of other processes.
     """
     if array.is_fully_addressable:
         return [array]
@@ -155,7 +156,7 @@ def _parts(array: Any) -> list[Any]:
 
 
 def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> jax.Array:
-    """Returns the array that consists of these parts; inverse of ``_parts``."""
+    """Joins parts, as ``_parts`` returns them, to an array of the given shape and sharding."""
     if sharding.is_fully_addressable:
         return parts[0]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
@@ -177,7 +178,11 @@ def _concatenate_onto(sharding: Sharding) -> Callable[..., jax.Array]:
 
 
 def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-    """Joins arrays, small floats as bits, because XLA could convert these and change their NaNs."""
+    """Joins arrays by calling ``join``.
+
+    Floats of fewer than 32 bits are joined as integers of their bits, because XLA could convert the
+    floats and change the bits of NaNs.
+    """
     dtype = arrays[0].dtype
     if not is_small_float(dtype):
         return join(arrays)

@@ -1,1 +1,1 @@
-"""Conversion of live torch objects to named leaves, and back in place. No access to storage."""
+"""Converts live torch objects to named leaves, and restores them in place, without storage."""

@@ -1,4 +1,4 @@
-"""The interface between the parts of a training state and the code that saves or restores them."""
+"""Defines the interface between parts of a training state and code that saves or restores them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Findings:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def mismatch(self, name: str, expected: object, found: object) -> None:
-        """Records that the attached object has ``expected`` and the checkpoint ``found``."""
+        """Records that, for ``name``, the program has ``expected`` and the checkpoint ``found``."""
         self.mismatched[name] = f"expected {expected}, found {found}"
 
     def error(self, step: int | None, path: str) -> MismatchError:
         """Returns one error that lists all differences by name.
 
-        ``step`` is None if ``path`` is that of weight files instead of a checkpoint.
+        ``step`` is None if ``path`` leads to weight files instead of a checkpoint.
         """
         source = path if step is None else f"The checkpoint at step {step} in {path}"
         lines = [f"{source} does not fit the attached objects; nothing was changed."]
@@ -123,7 +123,7 @@ class Captured:
 
 
 def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
-    """Returns any value as captured state, with a new form at each call.
+    """Captures any Python value; the result has a new form at each call.
 
     Raises:
       UnsupportedLeafError: a part of the value cannot be stored.
@@ -153,7 +153,7 @@ def require_alive(captured: Captured) -> None:
 
 
 class Combined:
-    """Combines several captured parts into one; its form changes only if a part's form changes.
+    """Combines captured parts into one, whose form changes only if the form of a part changes.
 
     Args:
       build: makes the combined node from the nodes of the parts.
@@ -197,10 +197,10 @@ class Read:
 
 @dataclasses.dataclass
 class Write:
-    """One change to live objects, made after the leaves that it needs have been read.
+    """One change to live objects, made after the leaves that the change needs have been read.
 
-    If ``do`` runs user code, it may fail. Then the ``undo`` of this write and of each earlier write
-    runs. Writes that cannot fail have no ``undo`` and come last.
+    A write that runs user code in ``do`` may fail. After a failure, the ``undo`` of the failed
+    write and of each earlier write runs. Writes that cannot fail have no ``undo`` and come last.
 
     Attributes:
       do: makes the change.
@@ -217,7 +217,7 @@ class Write:
 
 @dataclasses.dataclass
 class Restoration:
-    """The plan of a restore: the leaves to read, then the writes in order.
+    """The plan of a restore: the leaves to read, then the writes to live objects, in order.
 
     Attributes:
       reads: leaf name -> the read of this leaf.
@@ -234,7 +234,7 @@ class Restoration:
     unfilled: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
-        """Adds a read of an array node's leaf, in its stored dtype or, if given, ``dtype``.
+        """Adds the leaf of an array node to the reads; ``dtype`` None keeps the stored dtype.
 
         Raises:
           UnsupportedLeafError: the leaf goes to devices, where JAX would narrow its dtype.
@@ -246,7 +246,7 @@ class Restoration:
         self.reads[node["array"]] = Read(node["array"], spec, placement, changed)
 
     def extend(self, others: Iterable[Restoration]) -> None:
-        """Appends the reads and writes of other plans, in order."""
+        """Appends the reads and writes of other plans to this plan, in order."""
         for other in others:
             self.reads.update(other.reads)
             self.checks.extend(other.checks)
@@ -255,7 +255,7 @@ class Restoration:
             self.unfilled.extend(other.unfilled)
 
     def require_filled(self) -> None:
-        """Raises UninitializedLeafError if a meta tensor would stay empty."""
+        """Raises UninitializedLeafError if neither checkpoint nor ``init`` fills a meta tensor."""
         if not self.unfilled:
             return
         listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
@@ -269,7 +269,8 @@ class Restoration:
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
         """Makes all changes, or none: if a call fails, this call and all earlier calls are undone.
 
-        ``agree`` is called after the last call. If ``agree`` raises, all calls are undone.
+        After the last call of user code, this method calls ``agree``. If ``agree`` raises an error,
+        all calls of user code are undone.
         """
         self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
@@ -277,12 +278,12 @@ class Restoration:
     @staticmethod
     @torchax_backend.native_torch()
     def apply_writes(writes: Iterable[Write], values: Values) -> None:
-        """Makes the changes that cannot fail."""
+        """Executes writes to live objects that cannot fail and have no undo."""
         for write in writes:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes that run user code, or none; ``agree`` is that of ``apply``."""
+        """Makes all changes that run user code, or none; ``apply`` explains ``agree``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -306,13 +307,13 @@ class Component(Protocol):
     """A part of the training state: a module, an optimizer, the random state, ..."""
 
     def capture(self) -> Captured:
-        """Returns the present state. It runs on the training thread, so it must not block."""
+        """Returns the component's present state, without blocking the training thread."""
         ...
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares the node with the live object and returns the plan. Changes nothing.
+        """Compares a stored node with the live object; returns the plan, and changes nothing.
 
-        ``selection`` names tensors of the model; components that use no such names ignore it.
+        ``selection`` selects tensors of models by name; components without such names ignore it.
         """
         ...
 
@@ -326,7 +327,7 @@ def restore_by_call(
     owner: object,
     take: Callable[[Any], Any],
 ) -> Write:
-    """Returns the write that passes a decoded node to user code; adds its leaves to the reads.
+    """Returns the write that passes a node's value to user code; adds reads of the node's leaves.
 
     ``take`` is the user's code. The undo first resets the attributes of ``owner``, because ``take``
     may have set some of them before it failed, and then passes the state ``live`` to ``take``. A
@@ -369,13 +370,13 @@ def restore_by_call(
 
 
 def thaw(captured: Captured) -> Any:
-    """Returns the value that was captured; shares no mutable data with the captured object."""
+    """Rebuilds the captured value; shares no mutable data with the object that was captured."""
     arrays = captured.by_name()
     return decode(captured.form.node, lambda n: revive(n, arrays[n["array"]]))
 
 
 def revive(node: Mapping[str, Any], value: Any) -> Any:
-    """Returns the leaf that a node describes (tensor, array, scalar or key), from its array."""
+    """Converts a leaf's array to what the node describes: a tensor, array, scalar or key."""
     match node["kind"]:
         case "torchax":
             return torchax_backend.wrap(value)
@@ -392,5 +393,5 @@ def revive(node: Mapping[str, Any], value: Any) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns the array with JAX's weak type: operations then use the other operand's dtype."""
+    """Returns the array with JAX's weak type, so operations use the other operand's dtype."""
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)

@@ -1,4 +1,4 @@
-"""Functional state: any pytree that a training step takes and returns."""
+"""Captures and loads functional state, any pytree that a training step takes and returns."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
 class FunctionalState:
     """Captures functional state, whose structure rarely changes between steps.
 
-    The form is reused while the structure, the kinds, shapes and dtypes of the arrays, and all
-    other values stay the same. With a reused form, a capture only takes references to device arrays
-    and copies host arrays.
+    A capture reuses the form of the last capture while the structure, the kinds, shapes and dtypes
+    of the arrays, and all other values stay the same. With a reused form, a capture only takes
+    references to device arrays and copies host arrays.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class FunctionalState:
         self._order: list[int] = []
 
     def capture(self, state: Any) -> Captured:
-        """Returns the state at this moment.
+        """Captures the functional state at this moment.
 
         Raises:
           UnsupportedLeafError: a leaf cannot be stored, or its buffer was donated.
@@ -77,7 +77,7 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """Returns a value that determines the leaf's node; None if there is no such value."""
+    """Returns a value that is equal only for leaves with equal nodes; None if no value is."""
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
     if isinstance(leaf, jax.Array):
@@ -90,7 +90,7 @@ def _signature_of(leaf: Any) -> Any:
 
 
 def same_form(abstract: Any, node: Node) -> bool:
-    """Returns whether node and abstract value have one form: a number, a string, a set, ..."""
+    """Returns whether an abstract value and a node have one type, such as number or string."""
     return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
 
 
@@ -102,7 +102,7 @@ def _tag(node: Node) -> str:
 
 
 class Request:
-    """The leaves that ``load`` reads for an abstract state, and the assembly of the result.
+    """Collects the leaves that ``load`` reads for an abstract state, and builds the result.
 
     Args:
       root: the stored node.
@@ -178,7 +178,7 @@ class Request:
         self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
 
     def build(self, values: Values) -> Any:
-        """Returns the state, built from the arrays that were read."""
+        """Returns the loaded state, built from the arrays that were read."""
 
         def leaf(node: Mapping[str, Any]) -> Any:
             return revive(node, values[node["array"]])
@@ -190,7 +190,7 @@ class Request:
 
 
 def as_read(abstract: Any) -> Read | None:
-    """Returns a read, with an empty name, for an abstract leaf; None for a Python value."""
+    """Returns a Read without a name for an abstract leaf; None for a plain Python value."""
     if not isinstance(abstract, _ARRAYS):
         return None
     spec = describe(abstract, "")

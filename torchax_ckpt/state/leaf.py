@@ -1,7 +1,8 @@
-"""Leaves: the spec of a tensor or array, whether it can be stored, and its array.
+"""Determines the spec of a tensor or array, whether it can be stored, and the array to store.
 
-The kind of a leaf is the type it had in the program: ``torchax`` and ``torch`` tensors, ``jax`` and
-``numpy`` arrays, ``numpy_scalar``, or ``key``, a typed JAX random key stored as its key data.
+The kind of a leaf says what the leaf was in the program: a ``torchax`` or ``torch`` tensor, a
+``jax`` or ``numpy`` array, a ``numpy_scalar``, or a ``key``, which is a typed JAX random key stored
+as its key data.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 
 
 def freeze(value: Any, name: str) -> Array:
-    """Returns the array of a leaf: a device array itself, or a copy of a host array.
+    """Returns the array to store for a leaf: a device array itself, or a copy of a host array.
 
-    Call it within ``torchax_backend.native_torch``, on values that ``describe`` accepts.
+    The caller must be within ``torchax_backend.native_torch``, and pass a value that ``describe``
+    accepts.
 
     Raises:
       UnsupportedLeafError: the leaf is a meta tensor.
@@ -38,8 +40,8 @@ def freeze(value: Any, name: str) -> Array:
             return torchax_backend.buffer(value)
         if value.is_meta:
             raise UnsupportedLeafError(
-                f"{name}: is on the meta device and holds no data; attach its module, so that a "
-                "checkpoint or init= fills it",
+                f"{name}: is on the meta device and holds no data. Attach the module of this "
+                "tensor, so that a checkpoint or init= fills the tensor",
                 key_path=name,
             )
         return torchax_backend.to_numpy(value)
@@ -50,7 +52,7 @@ def freeze(value: Any, name: str) -> Array:
 
 
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
-    """Returns the arrays of many tensors, each as ``freeze`` returns it.
+    """Returns the arrays to store for many tensors, the same arrays that ``freeze`` returns.
 
     All 0-d CPU tensors of one dtype are copied in one operation.
     """
@@ -71,7 +73,7 @@ def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The type of a leaf, without its content.
+    """The kind, dtype and shape of a leaf, without the leaf's values.
 
     Attributes:
       kind: see the module's docstring.
@@ -114,12 +116,12 @@ class Spec:
 
     @property
     def on_device(self) -> bool:
-        """True if leaves of this kind are on devices."""
+        """True if leaves of this kind lie on devices, False if they lie on the host."""
         return self.kind in DEVICE_KINDS
 
     @property
     def nbytes(self) -> int:
-        """The size of the global array in bytes."""
+        """The size in bytes of the whole array, over all devices and hosts."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def content(self) -> str:
@@ -130,7 +132,7 @@ class Spec:
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns numpy's or ml_dtypes' name of a dtype; cached because numpy computes it each time."""
+    """Returns numpy's or ml_dtypes' name of a dtype; cached, because numpy builds it each time."""
     return dtype.name
 
 
@@ -156,7 +158,8 @@ def describe(value: Any, name: str) -> Spec:
                 array = torchax_backend.buffer(value)
             except RuntimeError as error:  # the value is a view of a deleted tensor
                 raise refuse(
-                    f"its buffer was donated to a jitted step and is gone: {error}"
+                    f"its buffer was donated to a jitted step and is gone: {error}. Save the "
+                    "tensors that the step returned"
                 ) from error
             if isinstance(array, jax.core.Tracer):
                 raise refuse(_TRACER)
@@ -186,14 +189,14 @@ def describe(value: Any, name: str) -> Spec:
 
 @functools.cache  # asks JAX once for each dtype, because JAX caches an entry for each shape
 def _key_data(dtype: Any) -> tuple[str, tuple[int, ...], str]:
-    """Returns, for a dtype of random keys, their data's dtype and trailing dims, and the impl."""
+    """Returns dtype and trailing dims of the data of random keys, and the keys' implementation."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     impl = str(jax.random.key_impl(jnp.empty((0,), dtype)))  # key_impl needs an array
     return dtype_name(data.dtype), tuple(data.shape), impl
 
 
 def require_jax_dtype(dtype: str, name: str) -> None:
-    """Raises UnsupportedLeafError if JAX would narrow the dtype.
+    """Raises UnsupportedLeafError if JAX would convert the dtype to a narrower dtype.
 
     For example, JAX would turn the int64 value 2**40 into the int32 value 0.
     """

@@ -1,6 +1,6 @@
-"""Attached modules: parameters, persistent buffers, ties and extra state, by torch's names.
+"""Captures and restores attached modules: parameters, persistent buffers, ties and extra state.
 
-The node of a module is ``{"dict": [[fqn, leaf], ...], "ties": [[alias, fqn], ...],
+A module's node in the manifest is ``{"dict": [[fqn, leaf], ...], "ties": [[alias, fqn], ...],
 "extra_state": [[path of the submodule, node], ...]}``. A tensor with several names is stored once,
 under its first name.
 """
@@ -96,7 +96,7 @@ class ModuleComponent:
         if parameters and all(s.is_on_cpu for s in parameters):
             raise AttachError(
                 f"{names.join(self.key_path)}: all parameters of {type(root).__name__} are on the "
-                "CPU. Move it first: torchax.enable_globally(); model.to('jax'), and build the "
+                "CPU. Move the model first: torchax.enable_globally(); model.to('jax'). Build the "
                 "optimizer after that.",
                 key_path=names.join(self.key_path),
             )
@@ -106,28 +106,29 @@ class ModuleComponent:
             name = self.name(unknown[0])
             raise UnsupportedLeafError(
                 f"{name}: is in state_dict() but is neither a parameter nor a buffer (a hook or "
-                "an overridden _save_to_state_dict adds it); return it from get_extra_state()",
+                "an overridden _save_to_state_dict adds it). Return it from get_extra_state()",
                 key_path=name,
             )
 
     def name(self, fqn: str) -> str:
-        """Returns the leaf name of one of the module's tensors."""
+        """Returns the leaf name of the module's tensor that torch calls ``fqn``."""
         return names.join((*self.key_path, fqn))
 
     def _user_name(self, fqn: str) -> str:
-        """Returns the name that ``shardings`` and ``init`` receive: without the component."""
+        """Returns the tensor name for ``shardings`` and ``init``, which lacks ``model/``."""
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """Returns id of every tensor -> its key paths below ``model``; the same dict until changed.
+        """Returns a dict from the id of each tensor to the tensor's key paths below ``model``.
 
-        The dict is as of the last ``capture`` or ``prepare``. Walking over all modules again for
-        each optimizer would take a tenth of the blocking time of a save.
+        The last ``capture`` or ``prepare`` made the dict, and the object is the same until a name
+        changes. Walking over all modules for each optimizer would take a tenth of a save's blocking
+        time.
         """
         return self._names
 
     def placements(self) -> dict[int, Placement]:
-        """Returns id of every live tensor object -> its placement after a restore."""
+        """Returns a dict from each live tensor object's id to its placement after a restore."""
         return {
             id(tensor): placement
             for slot in slots(self.module).values()
@@ -138,7 +139,7 @@ class ModuleComponent:
     # --- saving ---
 
     def capture(self) -> Captured:
-        """Returns the present state; raises UnsupportedLeafError if a tensor holds no data."""
+        """Returns the module's state now; raises UnsupportedLeafError if a tensor holds no data."""
         tensors = self._capture_tensors()
         require_alive(tensors)
         extra = [
@@ -148,7 +149,7 @@ class ModuleComponent:
         return self._combined([tensors, *extra])
 
     def _capture_tensors(self) -> Captured:
-        """Returns the tensors by reference; collects their names only if the module has changed."""
+        """Captures the tensors; builds their node again only if a name, type or shape changed."""
         self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
@@ -168,7 +169,7 @@ class ModuleComponent:
             name = self.name(slot.fqn)
             raise UnsupportedLeafError(
                 f"{name}: is tied to {', '.join(slot.aliases)}, but the JittableModule's params "
-                "hold different values for them; build it with dedup_parameters=True",
+                "differ under these names; build the JittableModule with dedup_parameters=True",
                 key_path=name,
             )
 
@@ -204,7 +205,7 @@ class ModuleComponent:
     # --- restoring ---
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares names, ties, shapes and dtypes of selected tensors; returns the plan."""
+        """Compares a module's node with the selected live tensors; returns the restore's plan."""
         if isinstance(node, dict) and "ties" in node:
             stored = StoredModule.of_node(node, names.join(self.key_path))
         else:
@@ -215,7 +216,7 @@ class ModuleComponent:
     def prepare_from(
         self, stored: StoredModule, findings: Findings, selection: Selection
     ) -> Restoration:
-        """Returns the plan as ``prepare`` does, for stored tensors of any origin."""
+        """Does what ``prepare`` does, for tensors from a checkpoint or from weight files."""
         self._refresh()
         restoration = Restoration()
         stored = stored.selected(selection, self.key_path[1:])
@@ -300,14 +301,14 @@ class ModuleComponent:
     # --- tensors that no checkpoint supplies ---
 
     def prepare_fresh(self) -> Restoration:
-        """Returns the plan of a start without checkpoint: fills meta tensors, applies the rule."""
+        """Plans a start without checkpoint: fills meta tensors and applies the sharding rule."""
         restoration = Restoration()
         self._fill_rest(restoration, set())
         self._reshard_rest(restoration, set())
         return restoration
 
     def _reshard_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that reshard, by the rule, tensors that the checkpoint does not supply."""
+        """Adds writes that apply the sharding rule to tensors that the checkpoint lacks."""
         if self._rule is None:
             return
         for slot in slots(self.module).values():
@@ -324,7 +325,7 @@ class ModuleComponent:
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that fill, by ``init``, meta tensors that the checkpoint does not supply."""
+        """Adds writes that fill, with ``init``, the meta tensors that the checkpoint lacks."""
         for slot in slots(self.module).values():
             if not slot.is_meta or slot.fqn in supplied:
                 continue
@@ -335,7 +336,7 @@ class ModuleComponent:
             restoration.writes.append(Write(_filler(slot, array)))
 
     def _initial(self, slot: Slot) -> jax.Array | None:
-        """Returns the array from ``init``, checked and placed; None if ``init`` returns None."""
+        """Returns ``init``'s array, on the tensor's placement; None if ``init`` returns None."""
         assert self._init is not None
         placement = self._placement(slot)
         expected = self._expected(slot)
@@ -358,7 +359,7 @@ class ModuleComponent:
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             raise UninitializedLeafError(
                 f"{self.name(slot.fqn)}: init returned {found.content()}, expected "
-                f"{expected.content()}; return an array of that dtype and shape",
+                f"{expected.content()}; return an array of the expected dtype and shape",
                 key_path=self.name(slot.fqn),
             )
         return put({"": value}, {"": placement})[""]

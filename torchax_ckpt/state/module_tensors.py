@@ -1,4 +1,4 @@
-"""The tensors of a module by torch's names, its ties, and its submodules with extra state."""
+"""Lists the tensors and ties of a module, and its submodules that have extra state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchax_ckpt.snapshot.move_shards import move
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place in a module that holds one tensor.
+    """One tensor of a module, with its names and the live objects that represent the tensor.
 
     Attributes:
       fqn: the tensor's first name in torch.
@@ -37,16 +37,16 @@ class Slot:
 
     @property
     def is_on_cpu(self) -> bool:
-        """True if the tensor is a torch tensor on the CPU, with content."""
+        """True if the tensor is a plain torch tensor on the CPU that holds data."""
         return not torchax_backend.is_device_tensor(self.tensor) and not self.tensor.is_meta
 
     @property
     def is_meta(self) -> bool:
-        """True if the tensor has no content yet."""
+        """True if the tensor is on the meta device, where it holds no data yet."""
         return self.tensor.is_meta and not torchax_backend.is_device_tensor(self.tensor)
 
     def fill(self, array: Any) -> None:
-        """Sets the content of the tensors to an array of their shape and dtype."""
+        """Sets the values of all live objects of this tensor to those of an array."""
         for tensor in self.tensors:
             if torchax_backend.is_device_tensor(tensor):
                 torchax_backend.set_buffer(tensor, array)
@@ -56,18 +56,18 @@ class Slot:
                 torchax_backend.copy_into(tensor, array)
 
     def reshard(self, sharding: Sharding) -> None:
-        """Moves the device buffers of the tensors to this sharding."""
+        """Moves the device buffers of all live objects of this tensor to the given sharding."""
         for tensor in self.tensors:
             torchax_backend.set_buffer(tensor, move(torchax_backend.buffer(tensor), sharding))
 
     def release(self) -> None:
-        """Deletes the device buffers; the tensors then have no content until ``fill`` is called."""
+        """Deletes the tensor's device buffers; the tensor has no data until ``fill`` is called."""
         for tensor in self.tensors:
             torchax_backend.release(tensor)
 
 
 def slots(module: torch.nn.Module) -> dict[str, Slot]:
-    """Returns first name -> slot, for every tensor of the module, parameters before buffers."""
+    """Returns a dict from first name to slot, for all tensors of a module, parameters first."""
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     for fqn, tensor, persistent in _named_tensors(root):
@@ -86,8 +86,9 @@ def slots(module: torch.nn.Module) -> dict[str, Slot]:
 def registered(module: torch.nn.Module) -> list[Any]:
     """Returns all keys, tensors and submodules that the module tree has registered, in order.
 
-    As long as this list has the same objects, names and ties are the same too. This function does
-    not use ``named_modules`` and ``named_parameters``, which are slower: they build every name.
+    As long as the list has the same objects, the names and ties of the tensors are the same too.
+    torch's ``named_modules`` and ``named_parameters`` would be slower, because they build every
+    name.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: list[Any] = [*overrides, *overrides.values()]
@@ -104,7 +105,7 @@ def registered(module: torch.nn.Module) -> list[Any]:
 
 
 def same_objects(a: list[Any], b: list[Any]) -> bool:
-    """Returns if two lists have identical objects (or equal strings) in the same order."""
+    """Returns whether two lists have identical objects (or equal strings) in the same order."""
     return len(a) == len(b) and all(
         x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True)
     )
@@ -121,7 +122,7 @@ def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def extra_state_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns path -> submodule, for every submodule that overrides ``get_extra_state``."""
+    """Returns a dict from path to submodule, for submodules that override ``get_extra_state``."""
     root, _ = torchax_backend.unwrap_jittable(module)
     return {
         path: submodule

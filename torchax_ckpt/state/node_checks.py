@@ -1,8 +1,8 @@
-"""Checks of stored nodes before use: a malformed node raises CorruptCheckpointError.
+"""Checks stored nodes before use, and raises CorruptCheckpointError for a malformed node.
 
-A manifest is untrusted input. Components therefore parse stored nodes with these functions. For a
-node that no component can have written, these functions raise CorruptCheckpointError and nothing
-else, before any live object is changed.
+A manifest is untrusted input, so components parse stored nodes with the functions of this module.
+For a node that no component can have written, the functions raise CorruptCheckpointError and no
+other error, before any live object is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
 
 
 def check_document(document: Mapping[str, Node]) -> None:
-    """Raises CorruptCheckpointError unless every node can be decoded and every leaf rebuilt."""
+    """Raises CorruptCheckpointError unless ``check`` accepts the node of every component."""
     for component, node in document.items():
         check(node, component)
 
@@ -66,7 +66,7 @@ def _why_not_rebuilt(
 
 
 def fields(node: Node, where: str) -> dict[str, Node]:
-    """Returns key -> node for a dict node whose keys are strings.
+    """Returns a dict from key to child, for a dict node whose keys are strings.
 
     Raises:
       CorruptCheckpointError: the node is not a dict node, a key is not a string, or a key occurs
@@ -77,7 +77,7 @@ def fields(node: Node, where: str) -> dict[str, Node]:
 
 
 def named(pairs: Any, where: str) -> dict[str, Node]:
-    """Returns key -> node for a list of pairs; raises the same errors as ``fields``."""
+    """Returns a dict from key to node, for a list of pairs; raises the errors of ``fields``."""
     if not isinstance(pairs, list):
         raise corrupt(where, "a list of named nodes", _kind(pairs))
     found: dict[str, Node] = {}
@@ -91,7 +91,7 @@ def named(pairs: Any, where: str) -> dict[str, Node]:
 
 
 def leaves(node: Node, where: str) -> dict[str, Node]:
-    """Returns key -> array node for a dict node of leaves.
+    """Returns a dict from key to child, for a dict node whose children are array nodes.
 
     Raises:
       CorruptCheckpointError: as for ``fields``; or a child is not an array node.
@@ -104,7 +104,7 @@ def leaves(node: Node, where: str) -> dict[str, Node]:
 
 
 def named_texts(pairs: Any, where: str) -> dict[str, str]:
-    """Returns key -> string for a list of pairs.
+    """Returns a dict from key to string, for a list of (key, string) pairs.
 
     Raises:
       CorruptCheckpointError: as for ``named``; or a value is not a string.
@@ -115,14 +115,14 @@ def named_texts(pairs: Any, where: str) -> dict[str, str]:
 
 
 def texts(values: Any, where: str) -> list[str]:
-    """Returns the value; raises CorruptCheckpointError unless it is a list of strings."""
+    """Returns ``values``; raises CorruptCheckpointError unless they are a list of strings."""
     if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
         raise corrupt(where, "a list of names", _kind(values))
     return values
 
 
 def keyed(node: Node, where: str) -> dict[Any, Node]:
-    """Returns key -> node for a dict node whose keys may be any hashable value.
+    """Returns a dict from key to child, for a dict node whose keys are any hashable values.
 
     Raises:
       CorruptCheckpointError: the node is not a dict node, a key is a leaf or unhashable, or a key
@@ -148,7 +148,7 @@ def keyed(node: Node, where: str) -> dict[Any, Node]:
 
 
 def corrupt(where: str, expected: str, found: str) -> CorruptCheckpointError:
-    """Returns the error for a node that no component can have written."""
+    """Returns the CorruptCheckpointError for a node that no component can have written."""
     return CorruptCheckpointError(
         f"{where}: expected {expected} in the manifest, found {found}", key_path=where
     )

@@ -1,8 +1,8 @@
-"""Attached optimizers: state and hyperparameters, by the names of the parameters they update.
+"""Captures and restores the state and hyperparameters of optimizers, by parameter names.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
 [{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
-parameters by name; their order and grouping may differ.
+parameters by name; the order and grouping of parameters may differ.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OptimizerComponent:
         if not known:
             raise AttachError(
                 f"{where}: {kind} is attached without a module, so its parameters have no names. "
-                "Attach the module that it trains in the same call.",
+                "Attach the module that it trains in the same call of attach.",
                 key_path=where,
             )
         g, i = strangers[0]
@@ -116,7 +116,7 @@ class OptimizerComponent:
     # --- saving ---
 
     def capture(self) -> Captured:
-        """Returns the present state."""
+        """Returns the optimizer's present state and hyperparameters."""
         groups = self.optimizer.param_groups
         members = [list(map(id, group["params"])) for group in groups]
         hyperparameters = [{k: v for k, v in g.items() if k not in BY_POSITION} for g in groups]
@@ -132,7 +132,7 @@ class OptimizerComponent:
         return captured
 
     def _capture_state(self, members: list[list[int]]) -> Captured:
-        """Returns state tensors by reference; encodes the state again only if its form changed."""
+        """Captures the optimizer's state; builds its node again only if its structure changed."""
         state = self.optimizer.state
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = [entry for p in parameters if (entry := state.get(p))]
@@ -164,7 +164,7 @@ class OptimizerComponent:
                 name = names.join((*self.key_path, "state"))
                 raise UnsupportedLeafError(
                     f"{name}: holds state under {str(parameter)[:60]!r}, which is not a parameter "
-                    "of an attached module",
+                    "of an attached module. Attach its module, or remove this state",
                     key_path=name,
                 )
             stepped.append((paths[0], dict(value)))
@@ -195,11 +195,11 @@ class OptimizerComponent:
 
     @torchax_backend.native_torch()
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares class, parameters, hyperparameters and, if stored, state; returns the plan.
+        """Compares a stored optimizer with the live one; returns the plan of the restore.
 
-        A parameter that is not selected keeps its state. Its group gets the hyperparameters that
-        are stored for the group's selected parameters. The findings list stored state that is not
-        restored, under the name of its parameter: ``optimizer/encoder.0.weight``.
+        A parameter that is not selected keeps its optimizer state. A parameter group gets the
+        hyperparameters that are stored for the group's selected parameters. The findings list
+        stored state that is not restored by its parameter, as ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
         where = names.join(self.key_path)
@@ -302,7 +302,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds the write of one parameter's state: it writes into the live tensors that fit.
+        """Adds a write that restores one parameter's state, in place where live tensors fit.
 
         If the checkpoint has no state for the parameter (the parameter was frozen, or the optimizer
         had made no step), the write removes the live state.
@@ -357,7 +357,8 @@ class OptimizerComponent:
 def _same(a: Node, b: Node) -> bool:
     """Returns whether two hyperparameter nodes have the same value, as far as the manifest shows.
 
-    Tensors of two groups count as different values, because the manifest lacks their content.
+    Tensors of two groups count as different values, because the manifest does not contain values of
+    tensors.
     """
     return a == b
 
@@ -377,7 +378,7 @@ def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
 
 
 def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; if ``live`` has the same spec, sets and returns ``live``."""
+    """Returns the stored value, written into ``live`` if this is a tensor of the same spec."""
 
     def leaf(child: Mapping[str, Any]) -> Any:
         value = values[child["array"]]

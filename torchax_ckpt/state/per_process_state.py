@@ -1,18 +1,20 @@
-"""Per-process state: random state, the position of the data loader, and users' objects.
+"""Saves and restores per-process state, which each process has for itself.
 
-Arrays on devices of several processes form one state, which all processes save together. All other
-state exists on every process. The other state of modules, optimizers and schedulers is the same on
-all processes, and process 0 saves it. The other state of the components in ``COMPONENTS`` differs
-between processes. Each process saves it, unless it equals that of process 0. The document has the
-states of the processes from 1 on under ``processes``; null means that a state equals that of
-process 0:
+All processes together save the arrays that lie on devices of several processes. All other state is
+local, which means that it exists once on each process. The local state of modules, optimizers and
+schedulers is equal on all processes, and process 0 saves it. The local state of the components in
+``COMPONENTS`` (data loaders, users' objects and random state) differs between processes and is
+called per-process state. Each process saves its per-process state, unless that state equals the
+per-process state of process 0. The document has the per-process states of the processes from 1 on
+under ``processes``; null means that a process has the same state as process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
 The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``.
 
-If as many processes restore a step as saved it, each gets its saved state. Otherwise process i gets
-the state of process i modulo the number that saved it, and process 0 warns.
+If a step is restored by as many processes as saved it, each process gets the state that it saved.
+If n processes saved a step and another number of processes restores it, process i gets the state
+that process i modulo n saved, and process 0 emits a warning.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ COMPONENTS = ("dataloader", "stateful", "rng")
 
 @dataclasses.dataclass(frozen=True)
 class PerProcessState:
-    """The per-process state of one process at one moment.
+    """The state that one process has for itself, at one moment.
 
     Attributes:
       nodes: component -> node.
@@ -51,7 +53,7 @@ class PerProcessState:
     leaves: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """Returns the state as bytes, to send to another process; waits for device arrays.
+        """Serializes the state, to send it to another process; waits for device arrays.
 
         Equal states give equal bytes.
         """
@@ -75,7 +77,7 @@ class PerProcessState:
 
 
 def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
-    """Splits captured components into shared arrays and the per-process state of this process.
+    """Separates the arrays that all processes save together from this process's own state.
 
     Returns:
       The names of the shared leaves, the arrays of the shared leaves, and the per-process state.
@@ -97,7 +99,7 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Returns the per-process states of all processes, joined for storage.
+    """Joins the per-process states of all processes into nodes and leaves to store.
 
     Args:
       sent: for each process, in order, the result of ``PerProcessState.to_bytes``.
@@ -145,9 +147,10 @@ class Place(Protocol):
 
 
 def document_of(document: Mapping[str, Node], place: Place, where: str) -> Mapping[str, Node]:
-    """Returns the document that one process restores, with the per-process state for it.
+    """Returns the document that one process restores, with the per-process state for this process.
 
-    Warns on process 0 if another number of processes saved the step.
+    Warns on process 0 if the number of processes that restore the step differs from the number that
+    saved it.
 
     Args:
       document: the document of the step.

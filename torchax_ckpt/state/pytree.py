@@ -1,7 +1,7 @@
-"""The form of a state tree: conversion of Python state to JSON nodes plus named leaves, and back.
+"""Converts Python state to a tree of JSON nodes plus named leaves, and back.
 
-A node is JSON. None, bools, ints, finite floats, strings and lists represent themselves. The first
-key of every JSON object is its tag:
+A node is a JSON value. None, bools, ints, finite floats, strings and lists represent themselves.
+The first key of a JSON object is its tag, which says what the object represents:
 
     {"array": name, "kind": ..., "dtype": ..., "shape": [...]}   a leaf, stored as an array
     {"dict": [[key, value], ...]}      also "OrderedDict" and "Counter"; keys are nodes too
@@ -62,7 +62,7 @@ _COMPONENT_DEPTH = 16
 
 
 class Encoder:
-    """Converts values to nodes and collects their leaves by name.
+    """Converts Python values to nodes, and collects the leaves of the values by name.
 
     Attributes:
       leaves: name -> array. Device arrays are taken by reference. CPU tensors and numpy arrays
@@ -73,7 +73,7 @@ class Encoder:
         self.leaves: dict[str, Array] = {}
 
     def encode(self, value: Any, key_path: tuple[object, ...]) -> Node:
-        """Returns the node of a value; adds its leaves to ``leaves``, named by their key paths.
+        """Returns the node of a value; adds the value's leaves to ``leaves``, by their names.
 
         Raises:
           UnsupportedLeafError: a part cannot be stored. The message names the first one.
@@ -81,7 +81,7 @@ class Encoder:
         return self.encode_all([(key_path, value)])[0]
 
     def encode_all(self, items: Iterable[tuple[tuple[object, ...], Any]]) -> list[Node]:
-        """Returns the nodes of (key path, value) pairs; switches to native torch only once."""
+        """Returns the nodes of (key path, value) pairs; enters ``native_torch`` only once."""
         key_path: tuple[object, ...] = ()
         nodes = []
         with torchax_backend.native_torch():
@@ -156,7 +156,7 @@ class Encoder:
         return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
 
     def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
-        """Returns the node of a dict key; a numpy scalar is stored in the node, not as a leaf."""
+        """Returns the node of a dict key; a numpy scalar's node contains the scalar's bytes."""
         if len(path) + depth > MAX_DEPTH:
             raise _TooDeepError
         if isinstance(key, np.generic):
@@ -177,7 +177,7 @@ class Encoder:
 
 
 def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Returns the value of a node; ``leaf`` returns the value of each array node.
+    """Returns the Python value of a node; calls ``leaf`` for the value of each array node.
 
     Raises:
       CorruptCheckpointError: the node has no known form, or is nested deeper than ``Encoder``
@@ -242,7 +242,9 @@ class _TooDeepError(Exception):
 
 
 class Finder:
-    """Finds nodes by their keys and indices, from the root down; lists a node's children only once.
+    """Finds a node by the keys and indices that lead to it from the root.
+
+    The finder lists the children of a node only once, however many nodes it finds.
 
     Args:
       root: the root node. It must not change while the finder is in use.
@@ -253,7 +255,7 @@ class Finder:
         self._children: dict[int, dict[str, Node]] = {}
 
     def __call__(self, parts: Iterable[str]) -> Node:
-        """Returns the node at these keys and indices.
+        """Returns the node to which these keys and indices lead from the root.
 
         Raises:
           KeyError: the tree has no node there.
@@ -267,7 +269,7 @@ class Finder:
 
 
 def _children(node: Node) -> dict[str, Node]:
-    """Returns the children of a node, by key or index as text; of equal keys, the first counts."""
+    """Returns a dict from key or index, as text, to child; of equal keys, the first counts."""
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if isinstance(node, list) or tag == "tuple":
         return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
@@ -277,7 +279,10 @@ def _children(node: Node) -> dict[str, Node]:
 
 
 def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields name and keys of each leaf below a node; a plain value other than None is a leaf."""
+    """Yields the name and the keys of each leaf below a node.
+
+    A plain value other than None counts as a leaf.
+    """
 
     def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
         tag = next(iter(node), None) if isinstance(node, dict) else None
@@ -300,7 +305,7 @@ def _key(node: Node) -> Any:
 
 
 def key_part(entry: Any) -> str:
-    """Returns one entry of a JAX key path as the key that leaf names contain."""
+    """Converts one entry of a JAX key path to the key that leaf names contain for it."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -308,7 +313,7 @@ def key_part(entry: Any) -> str:
 
 
 def _distinct(parts: list[str]) -> list[str]:
-    """Returns the parts; adds suffixes to keys of a dict that are equal as text (1 and "1")."""
+    """Adds suffixes to those keys of a dict that are equal as text, such as 1 and "1"."""
     if len(set(parts)) == len(parts):
         return parts
     taken = set(parts)

@@ -1,4 +1,4 @@
-"""Random state: torchax's key, and the states of torch's, numpy's and Python's generators."""
+"""Saves and restores torchax's random key and torch's, numpy's and Python's random generators."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ _STATES = frozenset({"torchax", "torch", "numpy", "python"})
 
 
 class RandomStateComponent:
-    """The component for the calling thread's torchax key and the process's random generators."""
+    """The component that saves the thread's torchax key and the process's random generators."""
 
     key_path = ("rng",)
 
     def capture(self) -> Captured:
-        """Returns all four states; the key stays on its device, so this does not block."""
+        """Returns torchax's key and the generators' states; leaves the key on its device.
+
+        The capture does not block the training thread.
+        """
         if isinstance(torchax_backend.prng_key(), jax.core.Tracer):
             raise UnsupportedLeafError(
                 "rng/torchax: torchax's random key is a JAX tracer: a random operation (dropout, "
@@ -51,7 +54,7 @@ class RandomStateComponent:
         return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Returns the plan that sets all four states after all other state has been loaded.
+        """Returns the plan to set torchax's key and the generators' states, after all other state.
 
         The order matters because loading other state may draw random numbers. A check first sets
         the states on throwaway generators, so an invalid state changes nothing.
@@ -79,8 +82,8 @@ class RandomStateComponent:
 class RandomState:
     """The random state that ``attach`` saves, for programs that restore it themselves.
 
-    It consists of the calling thread's torchax key and the states of torch's, numpy's and Python's
-    generators::
+    The random state consists of the calling thread's torchax key and the states of torch's, numpy's
+    and Python's generators. A program can draw the same random numbers again::
 
         before = RandomState().state_dict()
         ...                                     # draws random numbers
@@ -88,11 +91,11 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all four states; later draws do not change the result."""
+        """Returns torchax's key and the generators' states, as they are at this moment."""
         return _get()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores all four states.
+        """Sets torchax's key and the states of torch's, numpy's and Python's generators.
 
         Raises:
           CorruptCheckpointError: a generator refuses its state; nothing was changed.
@@ -113,7 +116,7 @@ def _get() -> dict[str, Any]:
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    """Raises CorruptCheckpointError unless ``_set`` can set the state."""
+    """Raises CorruptCheckpointError unless ``_set`` can set this random state."""
     for part, attempt in (
         ("torchax", _try_key),
         ("torch", _try_torch),
@@ -128,7 +131,7 @@ def _check(state: Mapping[str, Any]) -> None:
 
 def _try_key(key: Any) -> None:
     if not isinstance(key, jax.Array):
-        raise TypeError(f"expected a JAX array as the key, found a {type(key).__name__}")
+        raise TypeError(f"expected a JAX array as torchax's key, found a {type(key).__name__}")
     jax.eval_shape(jax.random.split, key)
 
 
@@ -154,7 +157,8 @@ def _try_python(state: Any) -> None:
     random.Random().setstate(state)
     if not isinstance(state[2], float | None):
         raise TypeError(
-            f"expected a float or None as the next Gaussian, found a {type(state[2]).__name__}"
+            "expected a float or None as the next Gaussian of Python's generator, found a "
+            f"{type(state[2]).__name__}"
         )
 
 
@@ -168,9 +172,9 @@ def _set(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_alone(*, on_success: bool) -> Iterator[None]:
-    """Resets the random state to that before the block, if the block raises or if ``on_success``.
+    """Resets the random state after the ``with`` block if it raises, or always if ``on_success``.
 
-    The random numbers that user code draws during a restore then have no effect on the program. For
+    The random numbers that user code draws within the block then have no effect on the program. For
     example, a data loader that has not begun draws its seeds in ``state_dict()``.
     """
     before = _get()

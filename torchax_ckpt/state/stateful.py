@@ -1,4 +1,7 @@
-"""Objects with ``state_dict`` and ``load_state_dict``: schedulers, loaders, users' objects."""
+"""Captures and restores objects with ``state_dict`` and ``load_state_dict``.
+
+Examples are learning-rate schedulers, data loaders and users' own objects.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ class Stateful(Protocol):
         """Returns the whole state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Loads a state that ``state_dict`` returned."""
+        """Loads a state that the object's ``state_dict`` returned earlier."""
 
 
 class StatefulComponent:
-    """One object with ``state_dict`` and ``load_state_dict``.
+    """The component of one attached object with ``state_dict`` and ``load_state_dict``.
 
     Args:
       value: the object.
@@ -49,11 +52,11 @@ class StatefulComponent:
             )
 
     def capture(self) -> Captured:
-        """Returns the captured state dict of the object."""
+        """Calls the object's ``state_dict``, and returns the result as captured state."""
         return encoded(self.value.state_dict(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Returns the plan to call ``load_state_dict``; the undo loads the state of this moment."""
+        """Returns the plan to call ``load_state_dict``; an undo loads the present state again."""
         restoration = Restoration()
 
         def take(state: Any) -> None:

@@ -1,6 +1,7 @@
-"""The stored entries for a module and for an optimizer, from a checkpoint or from files.
+"""Describes what a checkpoint, or weight files, contain for a module and for an optimizer.
 
-A module has tensors, ties and extra state. An optimizer has groups and state, by parameter name.
+A module has stored tensors, ties and extra state. An optimizer has stored parameter groups, and
+stored state by parameter name.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ class StoredModule:
         return dataclasses.replace(self, tensors=tensors, ties=ties, extra_state=extra_state)
 
     def sources(self, every_name: Iterable[str]) -> list[str]:
-        """Returns the stored tensors that a live tensor's names refer to.
+        """Returns the names of the stored tensors to which a live tensor's names refer.
 
-        Several are returned only if the live module ties tensors that are not tied in the source.
+        The result has several names only if the live module ties tensors that are not tied in the
+        source.
         """
         owners = [self.ties.get(name, name) for name in every_name]
         return list(dict.fromkeys(owner for owner in owners if owner in self.tensors))
@@ -101,7 +103,7 @@ class StoredModule:
     def differing_ties(
         self, every_name: Iterable[str], sources: Iterable[str], used: Collection[str]
     ) -> tuple[str, str] | None:
-        """Returns texts on the ties of a live tensor and of its sources; None if the ties agree.
+        """Returns the ties of a live tensor and of its sources as texts; None if the ties agree.
 
         Args:
           every_name: the live tensor's names.
@@ -123,26 +125,29 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """Returns torch's part of a tensor's new name; raises SelectionError if there is none."""
+    """Returns torch's name, the last part of a tensor's new name.
+
+    Raises SelectionError unless the other parts of the new name are ``prefix``.
+    """
     with contextlib.suppress(ValueError):  # an escape that is not valid UTF-8
         *model, fqn = names.split(new)
         if tuple(model) == prefix:
             return fqn
     form = f"{names.join(prefix)}/ followed by torch's name" if prefix else "torch's name alone"
     raise SelectionError(
-        f"rename: {old} of the checkpoint would be {new}: expected {form}, escaped; to take "
-        "another model's weights, use warm_start(at=...)",
+        f"rename: {old} of the checkpoint would become {new}: expected {form} as the new name, "
+        "percent-encoded. To take another model's weights, use warm_start(at=...)",
         key_path=old,
     )
 
 
 def extra_state_key(path: str) -> str:
-    """Returns torch's name of a submodule's extra state."""
+    """Returns torch's key in a state dict for the extra state of a submodule."""
     return f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
 
 
 def path_of_key(key: str) -> str:
-    """Returns the path of the submodule with this extra state; inverse of ``extra_state_key``."""
+    """Returns the path of the submodule with this extra state; reverses ``extra_state_key``."""
     return key.removesuffix(EXTRA_STATE).removesuffix(".")
 
 
@@ -158,7 +163,7 @@ BY_POSITION = frozenset({"params", "param_names"})
 
 @dataclasses.dataclass(frozen=True)
 class StoredGroup:
-    """Hyperparameters of one stored parameter group: name -> node, without ``params``."""
+    """The index and the hyperparameters of one stored parameter group, without ``params``."""
 
     index: int
     hyperparameters: Mapping[str, Node]
@@ -166,7 +171,7 @@ class StoredGroup:
 
 @dataclasses.dataclass(frozen=True)
 class StoredOptimizer:
-    """The stored groups and state of one optimizer.
+    """The stored parameter groups and the stored state of one optimizer.
 
     Attributes:
       groups: all groups, in order.
@@ -209,7 +214,7 @@ class StoredOptimizer:
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:
-        """Returns the selected parameters, under the names they have in the program."""
+        """Returns groups and state of the selected parameters, by their names in the program."""
         taken = selection.taken(self.group_of)
         return StoredOptimizer(
             self.groups,

@@ -1,4 +1,4 @@
-"""The attached objects: components of one training run, saved and restored as one document."""
+"""Captures and restores the attached objects of one training run, as one document."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Returns component -> captured; ``state``, if given, replaces model and optimizer."""
+        """Captures each component; ``state``, if given, replaces model and optimizer."""
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
@@ -104,7 +104,9 @@ class TrainingState:
     def prepare(
         self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
     ) -> Restoration:
-        """Compares the document with the attached objects and returns the plan. Changes nothing.
+        """Compares a stored document with the attached objects; returns the plan of the restore.
+
+        Comparing changes nothing.
 
         Raises:
           SelectionError: a pattern matches nothing, or two tensors would have the same name.
@@ -129,14 +131,14 @@ class TrainingState:
         return result
 
     def prepare_fresh(self) -> Restoration:
-        """Returns the plan of a start without checkpoint: fills meta tensors, applies the rule."""
+        """Plans a start without checkpoint: fills meta tensors and applies the sharding rule."""
         result = Restoration()
         result.extend(module.prepare_fresh() for module in self._modules)
         return result
 
 
 class _Group:
-    """Several components of one kind, by the names that the user gave them."""
+    """A component that consists of several components of one kind, by the user's names for them."""
 
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
         self._members = members
@@ -181,14 +183,14 @@ def _component(
 
 
 def _as_mapping(value: Any) -> Any:
-    """Returns a list of schedulers as position -> scheduler, and any other value unchanged."""
+    """Converts a list of schedulers to a dict by position; returns any other value unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return {str(index): member for index, member in enumerate(value)}
     return value
 
 
 def as_rule(shardings: Any) -> Rule | None:
-    """Returns the user's ``shardings`` as a rule; raises AttachError for any other type."""
+    """Converts the user's ``shardings`` to a rule; raises AttachError if the type is wrong."""
     if shardings is None:
         return None
     if found := torchax_backend.torchax_mesh(shardings):
