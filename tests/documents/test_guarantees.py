@@ -75,23 +75,23 @@ TESTED = {
     "If `close` raises `SaveTimeoutError`": [
         "saving/test_closing.py::test_close_can_be_tried_again_after_a_late_save",
     ],
-    "every block of the array bytes": [
+    "Every block of the array bytes": [
         "storage/arrays/test_block_digests.py"
         "::test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named",
     ],
-    "the manifest and the metrics": [
+    "The manifest and the metrics": [
         "storage/arrays/test_block_digests.py::test_changed_json_is_noticed",
     ],
     "Orbax's records of the commit time": [
         "stored/test_hostile.py::test_a_commit_record_that_is_not_what_was_sealed_is_damaged",
     ],
-    "a restore of everything": [
+    "A restore of everything": [
         "storage/directory/test_verified.py::test_a_step_that_was_restored_is_verified",
     ],
     "`ckpt.verify(step)`": [
         "storage/directory/test_verified.py::test_a_damaged_step_is_named_with_its_leaf_and_file",
     ],
-    "every commit, with": [
+    "With `CheckpointOptions(read_back=True)` every commit": [
         "storage/directory/test_verified.py"
         "::test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed",
         "storage/directory/test_verified.py::test_no_keep_rule_deletes_the_newest_verified_step",
@@ -131,7 +131,7 @@ TESTED = {
         "stored/test_hostile.py"
         "::test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_is_taken",
     ],
-    "It refuses leaves that this host cannot hold": [
+    "The library refuses leaves that this host cannot hold": [
         "stored/test_hostile.py::test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees",
     ],
     "A defective step raises": [
