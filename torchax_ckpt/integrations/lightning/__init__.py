@@ -1,4 +1,4 @@
-"""Lightning on torchax: ``TorchaxStrategy`` trains, ``TorchaxCheckpoint`` saves and resumes."""
+"""Lets PyTorch Lightning train on JAX devices through torchax, and save and resume there."""
 
 from __future__ import annotations
 
