@@ -146,7 +146,7 @@ class TorchaxCheckpointer:
         """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
         Restored arrays get the shardings of the attached arrays, on whatever mesh they were saved.
-        Damaged steps are skipped with a warning; a step that does not match raises MismatchError.
+        Skips damaged steps with a warning. If a step mismatches the objects, raises MismatchError.
 
         Args:
           model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
@@ -381,7 +381,7 @@ class TorchaxCheckpointer:
         self._loop.record(metrics)
 
     def should_save(self, step: int) -> bool:
-        """Returns whether ``save(step)`` would begin a save: by policy, or at a preemption."""
+        """Returns whether ``save(step)`` would save, because of the policy or of a preemption."""
         return self._saves.should_save(as_step(step))
 
     @guarded(trains=True)
@@ -431,7 +431,7 @@ class TorchaxCheckpointer:
     def reached_preemption(self, step: int | None = None) -> bool:
         """Returns whether this run got a preemption notice; call it after each completed step.
 
-        A True answer stays True. Under ``jax.distributed`` each process must call this method or
+        A True answer is final. Under ``jax.distributed`` each process must call this method or
         ``save`` at every step. Without ``step``, returns the last answer, also after ``close``. If
         True, exit with a nonzero code, such as 143, so that the scheduler restarts the program.
         """

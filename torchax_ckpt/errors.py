@@ -130,7 +130,7 @@ class ProcessError(CheckpointError, RuntimeError):
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
-    """This process waited for another process of the run until the timeout."""
+    """This process waited for another process of the run longer than the timeout allows."""
 
 
 class SaveError(CheckpointError, RuntimeError):

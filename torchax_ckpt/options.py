@@ -16,7 +16,7 @@ TierName = Literal["durable", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Options for how a checkpointer saves and restores; policies decide when, and what is kept.
+    """Says how a checkpointer saves and restores; policies say when it saves and what it keeps.
 
     Attributes:
       compression: whether to compress array data with Zstandard. Compression removes some 8 % of

@@ -296,11 +296,11 @@ def export(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Writes the weights of a step for other programs, with torch's names and each tie once.
+    """Writes the weights of a step to files for other programs; writes tied weights only once.
 
-    A directory of safetensors files has the layout of Hugging Face. The command bounds its memory
-    for models of any size. If an export as pt or dcp is larger than the bound, the disk needs room
-    for two copies of the export while the command runs. Dtypes do not change.
+    Weights keep their names in torch and their dtypes. A directory of safetensors files has the
+    layout of Hugging Face. The command bounds its memory for models of any size. If an export as pt
+    or dcp exceeds the bound, the disk needs room for two copies of it while the command runs.
     """
     from torchax_ckpt.cli import convert
 
@@ -341,8 +341,8 @@ def import_(
 ) -> int:
     """Writes weights of another program as step 0 of a new run, from which attach continues.
 
-    The optimizer and all other attached objects start anew. The command holds the directory's lease
-    while it writes.
+    The optimizer and all other attached objects start anew, because only weights are imported. The
+    command holds the directory's lease while it writes.
     """
     from torchax_ckpt.cli import convert
 
@@ -387,7 +387,7 @@ def copy(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Copies steps to another directory, and compares each copy before the copy appears there.
+    """Copies steps to another directory; reads and verifies each copy before it appears there.
 
     Holds the lease of the target directory during the copy.
     """

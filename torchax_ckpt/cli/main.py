@@ -1,4 +1,4 @@
-"""Starts the program ``torchax-ckpt``, after it has restricted JAX to the CPU."""
+"""The entry point of ``torchax-ckpt``, which restricts JAX to the CPU and runs the command."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def plan(asked: Asked, *, as_json: bool) -> int:
 
 
 def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
-    """Returns the bytes of one checkpoint, by the options or the measured values ``known``."""
+    """Returns the bytes of one checkpoint, from the options or the measured values ``known``."""
     if asked.params is not None and asked.size is not None:
         raise UsageError("plan: give --params or --size, not both")
     if asked.size is not None:
@@ -280,7 +280,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _option_secs(option: str, text: str | None, known: float | None) -> float:
-    """Returns the seconds that an option gives, or the measured seconds ``known`` without it.
+    """Returns the seconds of an option, or the measured seconds ``known`` if it is omitted.
 
     Raises:
       UsageError: the option is not a time, or was neither given nor measured.
@@ -289,8 +289,8 @@ def _option_secs(option: str, text: str | None, known: float | None) -> float:
         return _secs(option, text)
     if known is None:
         raise UsageError(
-            f"plan: {option} is missing; give {option} TIME, for example 90s, or --measured DIRECTORY "
-            "to take the times that a run has recorded"
+            f"plan: {option} is missing; give {option} TIME, for example 90s, or --measured "
+            "DIRECTORY to take the times that a run has recorded"
         )
     return known
 

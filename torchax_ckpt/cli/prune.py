@@ -20,7 +20,7 @@ from torchax_ckpt.stored.copy import copy_steps
 
 
 def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) -> int:
-    """Runs ``torchax-ckpt prune`` with the rules ``words``; returns the exit code."""
+    """Runs ``torchax-ckpt prune`` with the preservation rules ``words``; returns the exit code."""
     if not words:
         raise UsageError("prune: expected a rule for the steps to keep; give --policy 'LatestN(3)'")
     try:

@@ -5,8 +5,9 @@ training thread. P is the time from the snapshot to the commit. M is the mean ti
 R is the time from a failure until training continues. Failures are independent of each other and of
 the training (a Poisson process).
 
-If steps take longer by a fraction s while a save is in flight, a save costs training
-b + (P - b) s / (1 + s) seconds. All formulas use this cost, ``save_cost_secs``, in place of b.
+If steps take longer by a fraction s while a save is in flight, a save costs
+b + (P - b) s / (1 + s) seconds of training. All formulas use the result of ``save_cost_secs`` in
+place of b.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def young_interval_secs(
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
     """Returns the seconds of training between two saves that are best by Daly's formula.
 
-    This training begins when one save stops blocking and ends when the next save begins.
+    The training between two saves begins when one save stops blocking, and ends when the next save
+    begins.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
     (2006), equation 37. Daly's dump time is the blocking time here, because the rest of an
@@ -101,7 +103,7 @@ def best_interval(
     durable_secs: float | None = None,
     slowdown: float = 0.0,
 ) -> BestInterval:
-    """Returns the interval between saves with the best goodput, the longer one of P and Daly's.
+    """Returns the interval with the best goodput: the longer of P and Daly's interval.
 
     Args:
       blocking_secs: b, seconds that a save blocks the training thread.
@@ -148,9 +150,9 @@ def expected_goodput(
     The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)). The k-th snapshot after a
     restart becomes durable k T + P - b seconds after the restart. So exp(-(k T + P - b) / M) is the
     probability that no failure undoes the T - b seconds of training before the k-th snapshot. An
-    uptime is the time from a restart to the next failure. The sum over all k is the training of one
-    uptime that is kept on average. On average, one uptime begins M + R seconds after the previous
-    uptime began.
+    uptime is the time from a restart to the next failure. Over all k, the sum of
+    (T - b) exp(-(k T + P - b) / M) is the training of one uptime that is kept on average. On
+    average, one uptime begins M + R seconds after the previous uptime began.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.

@@ -1,4 +1,4 @@
-"""Lets PyTorch Lightning train on JAX devices through torchax, and save and resume there."""
+"""Lets PyTorch Lightning train, save and resume on JAX devices through torchax."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class BarePosition:
 
     @property
     def is_current(self) -> bool:
-        """True if the step that ``hold`` recorded can be saved, because no tensor has changed."""
+        """True if no tensor has changed since ``hold``, so that the held step can be saved."""
         return self._held is not None and self._held.is_unchanged
 
     def hold(self) -> None:

@@ -318,7 +318,7 @@ class TorchaxCheckpoint(Checkpoint):
         if self._was_validated or not trainer.enable_validation:
             raise MisconfigurationException(
                 f"TorchaxCheckpoint(monitor={self.monitor!r}): no metric of that name was logged "
-                f"by the end of the epoch; log it with self.log, or monitor a logged metric: "
+                "by the end of the epoch; log it with self.log, or monitor a logged metric: "
                 f"{', '.join(sorted(self._seen)) or '(none)'}"
             )
 

@@ -72,7 +72,7 @@ class LoopPosition:
 
     @property
     def is_current(self) -> bool:
-        """True if the step that ``hold`` recorded can be saved, because no tensor has changed."""
+        """True if no tensor has changed since ``hold``, so that the held step can be saved."""
         if self._held is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
@@ -109,9 +109,9 @@ class LoopPosition:
     def as_held(self) -> Iterator[None]:
         """Restores schedulers, parameter groups and random state of the last ``hold`` temporarily.
 
-        The checkpointer saves these from the live objects, which may have changed after ``hold``. A
-        scheduler, for example, may step in a batch that only accumulates gradients, in a
-        validation, or at the end of an epoch.
+        The checkpointer saves schedulers, parameter groups and random state from the live objects,
+        which may have changed after ``hold``. A scheduler, for example, may step in a batch that
+        only accumulates gradients, in a validation, or at the end of an epoch.
         """
         assert self._held is not None
         with self._held.put_back():
