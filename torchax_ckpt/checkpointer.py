@@ -1,4 +1,4 @@
-"""``TorchaxCheckpointer``, the class that users call. The algorithms are in the other modules."""
+"""``TorchaxCheckpointer``, the class that users call; other modules contain the algorithms."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class TorchaxCheckpointer:
             ckpt.save(total, force=True)
 
     Call the methods on the training thread, because torchax keeps the random key and its modes per
-    thread. A method that cannot work where it is called raises CallError. From ``attach`` or the
-    first ``save`` until ``close``, a SIGTERM does not end the process immediately: the next
-    ``save`` saves its step and waits until the step is durable, and ``reached_preemption`` returns
-    True (see ``preemption_grace_secs`` of ``CheckpointOptions``). Only one program at a time may
-    write to a directory; any number may read it. In a run of several processes, each process must
-    make the same calls at the same steps.
+    thread. A method raises CallError if it is called where it cannot work, such as in jit. From
+    ``attach`` or the first ``save`` until ``close``, a SIGTERM does not end the process
+    immediately: the next ``save`` saves its step and waits until the step is durable, and
+    ``reached_preemption`` returns True (see ``preemption_grace_secs`` of ``CheckpointOptions``).
+    Only one program at a time may write to a directory; any number of programs may read it. In a
+    run of several processes, each process must make the same calls at the same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
@@ -124,7 +124,7 @@ class TorchaxCheckpointer:
 
     @property
     def directory(self) -> str:
-        """The directory of the durable steps."""
+        """The path of the directory that contains the durable steps."""
         return str(self._directory.path)
 
     # --- attaching and restoring ---------------------------------------------------------------
@@ -145,8 +145,8 @@ class TorchaxCheckpointer:
     ) -> int:
         """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
-        Restored arrays get the shardings of the attached ones, whatever mesh they were saved from.
-        Damaged steps are skipped with a warning; a step that does not match raises MismatchError.
+        Restored arrays get the shardings of the attached arrays, on whatever mesh they were saved.
+        Skips damaged steps with a warning. If a step mismatches the objects, raises MismatchError.
 
         Args:
           model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
@@ -221,10 +221,10 @@ class TorchaxCheckpointer:
         """Restores a step into the attached objects, in place.
 
         Compares the whole step with the objects first, so that a mismatch changes no live state.
-        Steps newer than the restored one stay until a new step is durable. They are then renamed
-        to ``abandoned-N``, and no run resumes from them.
+        The steps newer than the restored step are renamed to ``abandoned-N`` once a new step is
+        durable, and no run resumes from them.
 
-        To continue a run with another head or with other names, call ``attach(..., resume=False)``
+        To continue a run with another head or renamed tensors, call ``attach(..., resume=False)``
         and then ``restore``. To start a new run from another run's weights, see ``warm_start``.
 
         Args:
@@ -297,8 +297,8 @@ class TorchaxCheckpointer:
     ) -> Any:
         """Reads a step and returns its functional state. Changes neither live state nor storage.
 
-        Also reads steps of attached modules, as ``{"model": {name: tensor}, ...}``, and steps
-        written by Orbax alone. On several processes with ``single_replica_restore`` or a local
+        Returns a step of attached modules as ``{"model": {name: tensor}, ...}``. Also reads steps
+        that Orbax alone wrote. On several processes with ``single_replica_restore`` or a local
         tier, call ``load`` on the training thread only, because processes then send each other
         values over the device network.
 
@@ -373,7 +373,7 @@ class TorchaxCheckpointer:
         return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
-        """Records metrics of the current step. Fetches and stores them only if the step is saved.
+        """Records metrics of the current step, which are fetched only if the step is saved.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -381,7 +381,7 @@ class TorchaxCheckpointer:
         self._loop.record(metrics)
 
     def should_save(self, step: int) -> bool:
-        """Returns whether ``save(step)`` would begin a save: by policy, or at a preemption."""
+        """Returns whether ``save(step)`` would save, because of the policy or of a preemption."""
         return self._saves.should_save(as_step(step))
 
     @guarded(trains=True)
@@ -395,11 +395,11 @@ class TorchaxCheckpointer:
     ) -> bool:
         """Saves the step if the policy says so, in the background.
 
-        The saved values are fixed when ``save`` returns. ``save`` waits neither for devices nor for
-        storage, with three exceptions: the first save acquires the directory; a save waits for an
-        earlier save that is still in flight; a snapshot by "transfer" waits until the arrays are
-        on the host. After a preemption notice, ``save`` saves the step whatever the policy says
-        and waits until it is durable.
+        Changes after ``save`` do not alter what is saved. ``save`` waits neither for devices nor
+        for storage, with three exceptions: the first save acquires the directory; a save waits for
+        an earlier save that is still in flight; a snapshot by "transfer" waits until the arrays are
+        on the host. After a preemption notice, ``save`` saves the step whatever the policy says and
+        waits until it is durable.
 
         Args:
           step: completed optimizer steps.
@@ -431,9 +431,9 @@ class TorchaxCheckpointer:
     def reached_preemption(self, step: int | None = None) -> bool:
         """Returns whether this run got a preemption notice; call it after each completed step.
 
-        Once True, the answer stays True. Under ``jax.distributed`` each process must call this or
-        ``save`` at every step. Without a step, returns the latest answer, also after ``close``. If
-        True, exit with code 143, or another than 0, so that the scheduler restarts the program.
+        A True answer is final. Under ``jax.distributed`` each process must call this method or
+        ``save`` at every step. Without ``step``, returns the last answer, also after ``close``. If
+        True, exit with a nonzero code, such as 143, so that the scheduler restarts the program.
         """
         return self._preemption.reached(None if step is None else as_step(step))
 
@@ -454,7 +454,7 @@ class TorchaxCheckpointer:
     def best_step(self) -> int | None:
         """Returns the best durable step by the preservation policy's best-N rule, or None.
 
-        Skips steps that are known to be damaged.
+        Does not return steps that are known to be damaged.
 
         Raises:
           PolicyError: the preservation policy has no best-N rule.
@@ -465,7 +465,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of a step; {} if it has none or they are damaged (see ``verify``).
+        """Returns the metrics of a step; {} if it has no metrics or damaged metrics.
 
         Raises:
           StepNotFoundError: there is no such step.
@@ -491,7 +491,7 @@ class TorchaxCheckpointer:
         self._tiers.delete(as_step(step), tier)
 
     def stats(self) -> Stats:
-        """Returns counts and times of the work so far; see ``Stats``. Works on any thread."""
+        """Returns counts and times of all saves and restores so far, on any thread."""
         return self._telemetry.stats()
 
     # --- ending --------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ class TorchaxCheckpointer:
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest failure of a background save that was not yet raised.
+        """Raises the oldest error of a background save that no call has raised yet.
 
         Raises:
           SaveError: a save failed; names step, path and cause.
@@ -518,7 +518,7 @@ class TorchaxCheckpointer:
 
     @guarded(trains=False)
     def close(self) -> None:
-        """Waits for saves in flight, then lets other programs write. May be called twice.
+        """Waits for saves in flight, then releases the directory's lease. May be called twice.
 
         Raises:
           SaveError: the newest save to the durable tier failed.

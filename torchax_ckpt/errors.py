@@ -1,4 +1,4 @@
-"""The error classes of this package, in one tree::
+"""The error classes of this package, which form one tree::
 
     CheckpointError                 base of all of them
     ├── AttachError                 a call in the wrong order, or with objects that do not match
@@ -70,7 +70,7 @@ class CheckpointError(Exception):
 
 
 class AttachError(CheckpointError, RuntimeError):
-    """A call came in the wrong order, or its objects do not belong together."""
+    """A call came in the wrong order, or the given objects cannot be attached."""
 
 
 class BackendError(CheckpointError, ImportError):
@@ -78,7 +78,7 @@ class BackendError(CheckpointError, ImportError):
 
 
 class CallError(CheckpointError, RuntimeError):
-    """A method was called on another thread, in a forked process, in jit or in another call."""
+    """A method was called on a wrong thread, in a forked process, in jit or in another call."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
@@ -104,8 +104,8 @@ class ForeignCheckpointError(CheckpointError, ValueError):
 class LeaseError(CheckpointError, RuntimeError):
     """Another program writes, or has written, to the directory.
 
-    It holds the lease of the directory, has taken over this program's lease, or has saved steps
-    since this program listed the directory.
+    The other program holds the lease of the directory, has taken over this program's lease, or has
+    saved steps since this program listed the directory.
     """
 
 
@@ -118,11 +118,11 @@ class OutOfMemoryError(CheckpointError, MemoryError):
 
 
 class PlanError(CheckpointError, ValueError):
-    """The numbers given for a plan are impossible for any run."""
+    """An argument of a planning function is impossible for any run."""
 
 
 class PolicyError(CheckpointError, ValueError):
-    """The call needs a policy that is missing, or a policy is invalid or gave no valid answer."""
+    """A policy that a call needs is missing, or a policy is invalid or gave an invalid answer."""
 
 
 class ProcessError(CheckpointError, RuntimeError):
@@ -130,7 +130,7 @@ class ProcessError(CheckpointError, RuntimeError):
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
-    """Another process of the run did not arrive in time at a point where this process waits."""
+    """This process waited for another process of the run longer than the timeout allows."""
 
 
 class SaveError(CheckpointError, RuntimeError):
@@ -162,7 +162,7 @@ class StepTypeError(StepError, TypeError):
 
 
 class TierError(CheckpointError, ValueError):
-    """The checkpointer does not have the tier, or cannot restore it with the given options."""
+    """The checkpointer lacks the requested tier, or its options do not allow a restore from it."""
 
 
 class UninitializedLeafError(CheckpointError, ValueError):

@@ -1,4 +1,4 @@
-"""The settings of a checkpointer, checked when they are given."""
+"""The options of a checkpointer, whose constructors refuse invalid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TierName = Literal["durable", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How a checkpointer saves and restores. Policies decide when it saves and what it keeps.
+    """Says how a checkpointer saves and restores; policies say when it saves and what it keeps.
 
     Attributes:
       compression: whether to compress array data with Zstandard. Compression removes some 8 % of
@@ -88,7 +88,10 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         if self.compression is not None and not isinstance(self.compression, bool):
-            raise TypeError(f"compression: expected a bool or None, found {self.compression!r}")
+            raise TypeError(
+                "CheckpointOptions: compression: expected a bool or None, found "
+                f"{self.compression!r}"
+            )
         for name in (
             "restore_in_budget",
             "read_back",
@@ -96,11 +99,14 @@ class CheckpointOptions:
             "single_replica_restore",
         ):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: expected a bool, found {getattr(self, name)!r}")
+                raise TypeError(
+                    f"CheckpointOptions: {name}: expected a bool, found {getattr(self, name)!r}"
+                )
         if self.single_replica_restore and self.restore_in_budget:
             raise ValueError(
-                "single_replica_restore receives all leaves together, and restore_in_budget takes "
-                "them in parts that differ between processes: give one of the two"
+                "CheckpointOptions: single_replica_restore restores all leaves together, but "
+                "restore_in_budget restores parts that differ between processes: set only one of "
+                "these two options"
             )
         for name, choices in (
             ("layout", get_args(Layout)),
@@ -110,7 +116,8 @@ class CheckpointOptions:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(choices)}, found {getattr(self, name)!r}"
+                    f"CheckpointOptions: {name}: expected one of {', '.join(choices)}, found "
+                    f"{getattr(self, name)!r}"
                 )
         for name, or_none in (
             ("preemption_grace_secs", "None or "),
@@ -121,7 +128,8 @@ class CheckpointOptions:
             is_number = isinstance(secs, (int, float)) and not isinstance(secs, bool)
             if not (is_number and 0 < secs < math.inf) and not (or_none and secs is None):
                 raise ValueError(
-                    f"{name}: expected {or_none}a positive number of seconds, found {secs!r}"
+                    f"CheckpointOptions: {name}: expected {or_none}a positive number of seconds, "
+                    f"found {secs!r}"
                 )
         if self.max_host_bytes is not None and (
             isinstance(self.max_host_bytes, bool)
@@ -129,14 +137,14 @@ class CheckpointOptions:
             or self.max_host_bytes <= 0
         ):
             raise ValueError(
-                "max_host_bytes: expected None or a positive number of bytes, found "
-                f"{self.max_host_bytes!r}"
+                "CheckpointOptions: max_host_bytes: expected None or a positive number of bytes, "
+                f"found {self.max_host_bytes!r}"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """A local tier: a directory on each host for frequent saves, besides the durable directory.
+    """A directory on each host for frequent saves, besides the durable directory.
 
     Attributes:
       path: a directory on a ramdisk or a local disk of each host, not shared between hosts; created

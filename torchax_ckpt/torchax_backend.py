@@ -1,9 +1,9 @@
-"""The only module that uses internals of torchax.
+"""Wraps internals of torchax, which no other module of this package uses.
 
 A torchax tensor is a ``torch.Tensor`` around a JAX array. This module reads and replaces that
-array, fills meta tensors, and reads and sets the random key. It also runs native torch operations
-in a program in which torchax is enabled. ``check_internals`` checks once, at first use, that
-torchax has these internals.
+array, fills meta tensors, and reads and sets the random key. The module also runs native torch
+operations in a program in which torchax is enabled. ``check_internals`` checks once, at first use,
+that torchax has the internals that this module uses.
 
 Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
 """
@@ -100,7 +100,7 @@ def buffer(tensor: Any) -> jax.Array:
 def set_buffer(tensor: Any, array: jax.Array) -> None:
     """Replaces the array of a torchax tensor; for a view, writes to the viewed tensor.
 
-    torchax accepts any shape and dtype, so the caller must first check that both are equal.
+    The caller must check that shape and dtype stay the same, because torchax does not check them.
     """
     if isinstance(tensor, View):
         tensor.update(array)
@@ -115,7 +115,7 @@ def release(tensor: object) -> None:
 
 
 def wrap(array: jax.Array) -> torch.Tensor:
-    """Returns a torchax tensor around the array."""
+    """Returns a torchax tensor around ``array``."""
     return Tensor(array, torchax.default_env())
 
 
@@ -136,7 +136,7 @@ def fill_meta(tensor: torch.Tensor, array: jax.Array) -> None:
 
 
 def why_unsupported(tensor: torch.Tensor) -> str | None:
-    """Returns why this tensor cannot be stored unchanged; None if it can."""
+    """Returns why a tensor cannot be stored unchanged; None if the tensor can be stored."""
     if is_device_tensor(tensor):
         return None
     if torch.nn.parameter.is_lazy(tensor):
@@ -177,7 +177,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a bitwise copy of a CPU tensor. Call it within ``native_torch``."""
+    """Returns a CPU tensor as a bitwise numpy copy. Call ``to_numpy`` within ``native_torch``."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype in _BIT_TWINS:
         integers, dtype = _BIT_TWINS[tensor.dtype]
@@ -186,10 +186,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
-    """Returns copies of 0-d CPU tensors by ``id(tensor)``. Call it within ``native_torch``.
+    """Returns numpy copies of 0-d CPU tensors, by ``id(tensor)``.
 
-    Copies all tensors of one dtype together. A thousand single copies, of step counters for
-    example, would take longer than the rest of capturing a state.
+    Call ``scalars_to_numpy`` within ``native_torch``. All tensors of one dtype are copied together,
+    because a thousand separate copies, of step counters for example, would take longer than the
+    rest of a snapshot.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -232,7 +233,7 @@ def unwrap_jittable(
     """Returns the wrapped module of a JittableModule and its live tensors by name.
 
     For any other module, returns the module and {}. JittableModule reports the class of the wrapped
-    module as its own, so ``isinstance`` cannot detect it.
+    module as its own, so ``isinstance`` cannot detect a JittableModule.
     """
     if not issubclass(type(module), JittableModule):
         return module, {}
@@ -243,15 +244,15 @@ def unwrap_jittable(
 
 
 def prng_key() -> jax.Array:
-    """Returns torchax's key of this thread.
+    """Returns the random key that torchax keeps for this thread.
 
-    The key is typed at first, and a raw uint32[2] array after ``env.manual_seed``.
+    The random key is typed at first, and a raw uint32[2] array after ``env.manual_seed``.
     """
     return torchax.default_env().prng_key
 
 
 def set_prng_key(key: jax.Array) -> None:
-    """Replaces torchax's key of this thread."""
+    """Replaces the random key that torchax keeps for this thread."""
     settings = torchax.default_env()._property
     settings.content = RuntimeProperty.override(settings.content, prng=key)
 

@@ -499,7 +499,7 @@ def test_state_that_only_lightnings_checkpoints_would_hold_is_refused(directory:
     module = Losses([1.0])
     averaging = LambdaCallback(on_save_checkpoint=lambda *_: None)
     with pytest.raises(
-        MisconfigurationException, match="LambdaCallback.on_save_checkpoint.*state_"
+        MisconfigurationException, match="LambdaCallback overrides on_save_checkpoint.*state_"
     ):
         trainer_with(averaging, TorchaxCheckpoint(directory)).fit(module, numbers(2))
     assert not directory.exists()

@@ -325,13 +325,13 @@ RUN = Run(cluster=cluster(1000), durable=BUCKET)
 @pytest.mark.parametrize(
     ("policy", "settings", "message"),
     [
-        (FixedInterval(num_steps=5), {}, r"step_secs: .* None, with FixedInterval\(num_steps=5\)"),
+        (FixedInterval(num_steps=5), {}, r"FixedInterval\(num_steps=5\): .* Run\(step_secs=None"),
         (
             TwoTier(local=Continuous(), durable=Continuous()),
             {},
             r"expected a local tier, found None; give Run\(local",
         ),
-        (Continuous(), {"failures": []}, "duration_secs: .* found None, with failures to replay"),
+        (Continuous(), {"failures": []}, "duration_secs: .* found None; a trace of failures"),
         (Continuous(), {"duration_secs": -1.0}, "duration_secs: .* found -1"),
         (
             Continuous(),

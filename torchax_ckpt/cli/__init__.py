@@ -1,1 +1,1 @@
-"""The command line ``torchax-ckpt``: inspects, verifies, compares and converts checkpoints."""
+"""The command line ``torchax-ckpt``, which inspects, compares and converts checkpoints."""

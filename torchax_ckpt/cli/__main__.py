@@ -1,4 +1,4 @@
-"""``python -m torchax_ckpt.cli``, the same as the command ``torchax-ckpt``."""
+"""Lets ``python -m torchax_ckpt.cli`` run the same program as ``torchax-ckpt``."""
 
 from torchax_ckpt.cli.main import main
 

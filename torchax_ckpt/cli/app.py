@@ -1,6 +1,7 @@
-"""The commands of ``torchax-ckpt`` and their arguments.
+"""Defines the commands of ``torchax-ckpt`` and their arguments.
 
-Each command imports its implementation when it runs, so that it loads only what it needs.
+Each command imports its implementation only when it runs, so that no command loads the modules of
+another command.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("ls", epilog=EPILOG)
 @ends_well
 def list_steps(directory: Directory, json: Json = False) -> int:
-    """Lists the steps: age, size on storage, verification, rules that keep them, metrics."""
+    """Lists the steps with age, size on storage, verification, preservation rules, metrics."""
     from torchax_ckpt.cli import show
 
     return show.list_steps(directory, as_json=json)
@@ -89,7 +90,7 @@ def show(
     filter: Filter = None,
     json: Json = False,
 ) -> int:
-    """Lists the leaves of a step: dtype, shape, size, sharding at the save, and stack."""
+    """Lists the leaves of a step with dtype, shape, size, sharding at the save, and stack."""
     from torchax_ckpt.cli import show
 
     return show.show(directory, step, filter, as_json=json)
@@ -127,11 +128,11 @@ def diff(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Compares two steps to the bit; a directory stands for its newest step.
+    """Compares two steps to the bit; for a directory, compares its newest step.
 
-    Lists leaves and values that only one side has, leaves that differ in kind, dtype or shape, and
-    for other leaves the number of elements that differ and the largest difference. Two NaNs are
-    equal. Leaves that differ only in the bits of equal values (NaN payloads, signs of zero) are
+    Lists leaves and values that only one step has, leaves that differ in kind, dtype or shape, and,
+    for leaves with different elements, how many elements differ and by how much at most. Two NaNs
+    are equal. Leaves that differ only in the bits of equal values (NaN payloads, signs of zero) are
     listed too.
     """
     from torchax_ckpt.cli import diff
@@ -150,8 +151,8 @@ def report(
 ) -> int:
     """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
 
-    Reads the events that programs record in the directory, after the run or during it. The page
-    contains no script and fetches nothing.
+    Reads the events that programs have recorded in the directory, also while a run goes on. The
+    page contains no script and loads nothing from the network.
     """
     from torchax_ckpt.cli.report import command
 
@@ -162,7 +163,7 @@ _SIZE, _CLUSTER, _TIMES, _LOCAL = "The state", "The cluster", "The bucket", "Ram
 
 
 def _plan_option(panel: str, text: str | None = None, metavar: str | None = None) -> Any:
-    """Returns an option of ``plan``, which its help shows in a panel."""
+    """Returns an option of the command ``plan``, which the help shows in ``panel``."""
     return typer.Option(metavar=metavar, rich_help_panel=panel, help=text)
 
 
@@ -226,8 +227,8 @@ def plan(
 ) -> int:
     """Computes checkpoint size, the best save interval and the expected goodput.
 
-    Reads no checkpoint and runs no training: it uses formulas, and simulates some 10,000 failures
-    for each policy. Times are 90, 90s, 5min, 12h or 365d.
+    Reads no checkpoint and runs no training, but uses formulas and simulates some 10,000 failures
+    for each policy. Give times as 90 (seconds), 90s, 5min, 12h or 365d.
     """
     from torchax_ckpt.cli import plan
 
@@ -295,11 +296,11 @@ def export(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Writes a step's weights for other programs, under torch's names, tied weights once.
+    """Writes the weights of a step to files for other programs; writes tied weights only once.
 
-    A directory of safetensors has Hugging Face's form. Memory is bounded for models of any size: if
-    pt or dcp exceeds the bound, the disk needs room for the export twice during the command. Dtypes
-    do not change.
+    Weights keep their names in torch and their dtypes. A directory of safetensors files has the
+    layout of Hugging Face. The command bounds its memory for models of any size. If an export as pt
+    or dcp exceeds the bound, the disk needs room for two copies of it while the command runs.
     """
     from torchax_ckpt.cli import convert
 
@@ -338,10 +339,10 @@ def import_(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Makes step 0 of a new run from weights of other programs; attach continues from it.
+    """Writes weights of another program as step 0 of a new run, from which attach continues.
 
-    The optimizer and all other attached objects start anew. The command holds the directory's lease
-    while it writes.
+    The optimizer and all other attached objects start anew, because only weights are imported. The
+    command holds the directory's lease while it writes.
     """
     from torchax_ckpt.cli import convert
 
@@ -365,11 +366,11 @@ def prune(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Lists the steps that no rule keeps; with --delete, deletes them.
+    """Lists the steps that no given rule keeps; with --delete, deletes these steps.
 
-    The newest step and the newest verified step are always kept. To delete, the command takes the
-    directory's lease, so it refuses a directory that a training writes to: a training prunes its
-    own steps.
+    The newest step and the newest verified step are always kept. With --delete, the command takes
+    the directory's lease and refuses a directory to which a training writes, because the training
+    prunes its own steps.
     """
     from torchax_ckpt.cli import prune
 
@@ -386,7 +387,7 @@ def copy(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Copies steps to another directory; a copy appears after it was read back and compared.
+    """Copies steps to another directory; reads and verifies each copy before it appears there.
 
     Holds the lease of the target directory during the copy.
     """

@@ -84,12 +84,19 @@ def _require_consistent(out: Path, format: str, *, is_cut: bool, optimizer: bool
         )
     if is_cut and (format != "safetensors" or is_file):
         raise UsageError(
-            "export: --max-shard-size needs the format safetensors, and a directory as OUT"
+            "export: --max-shard-size needs the format safetensors, and a directory as OUT; omit "
+            "--max-shard-size, or give --format safetensors and the name of a directory"
         )
     if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):
-        raise UsageError(f"export: {out}: expected the name of a file for --format pt")
+        raise UsageError(
+            f"export: {out}: expected the name of a file for --format pt, found a directory or a "
+            "name that ends in .safetensors; give a name such as model.pt"
+        )
     if format == "dcp" and is_file:
-        raise UsageError(f"export: {out}: expected the name of a directory for --format dcp")
+        raise UsageError(
+            f"export: {out}: expected the name of a directory for --format dcp, found the name of "
+            f"a {out.suffix} file; give a name without this suffix"
+        )
     if optimizer and format == "safetensors":
         raise UsageError(
             "export: --optimizer needs --format pt or dcp; with safetensors, --at optimizer writes "
@@ -160,9 +167,9 @@ def _write_for_torch(
     with_optimizer: bool,
     options: CheckpointOptions,
 ) -> Sequence[StoredLeaf]:
-    """Writes weights as a file of ``torch.save`` or a checkpoint of DCP.
+    """Writes weights with ``torch.save``, or as a checkpoint of torch's DCP.
 
-    torch writes all tensors in one call, so room for all of them is needed.
+    All tensors together need room in memory or on disk, because torch writes them in one call.
 
     Returns:
       The leaves of the optimizers; none without ``with_optimizer``.
@@ -199,22 +206,26 @@ def _write_for_torch(
 def _require_local(path: Path) -> None:
     if path.parts and path.parts[0].endswith(":"):  # pathlib parses gs:// into the part gs:
         raise UsageError(
-            f"{path}: expected a local path: files of other programs are read and written locally "
-            "only"
+            f"{path}: expected a local path, found a URL; export and import read and write files "
+            "of other programs locally only: give a path on this host"
         )
 
 
 def parsed_size(text: str) -> int:
-    """Parses ``5GB``, ``500 MiB`` or a number into bytes.
+    """Parses a size such as ``5GB``, ``500 MiB`` or a plain number of bytes.
 
     Raises:
       UsageError: the text is not a size, or the size is below one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"expected a size such as 5GB or 500MiB, found {text!r}")
+        raise UsageError(
+            f"--size or --max-shard-size: expected a size such as 5GB or 500MiB, found {text!r}"
+        )
     number, prefix, binary = match.groups()
     nbytes = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
     if nbytes < 1:
-        raise UsageError(f"expected a size of at least one byte, found {text!r}")
+        raise UsageError(
+            f"--size or --max-shard-size: expected a size of at least one byte, found {text!r}"
+        )
     return nbytes

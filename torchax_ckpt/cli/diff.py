@@ -1,4 +1,4 @@
-"""The command ``diff``: compares two steps and prints what differs."""
+"""The command ``diff``, which compares two steps and prints the leaves that differ."""
 
 from __future__ import annotations
 

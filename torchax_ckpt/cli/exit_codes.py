@@ -1,4 +1,4 @@
-"""The exit codes of the commands, and the exit code of each error."""
+"""The exit codes of the commands of ``torchax-ckpt``, and which error leads to which code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UsageError(Exception):
 
 
 def code_of(error: BaseException) -> int:
-    """Returns the exit code of a command that this error ended."""
+    """Returns the exit code of a command that failed with ``error``."""
     if isinstance(error, (CorruptCheckpointError, MismatchError)):
         return FOUND
     if isinstance(error, (DirectoryError, LeaseError, OutOfMemoryError)):
@@ -55,7 +55,7 @@ def code_of(error: BaseException) -> int:
 
 
 def ends_well(command: F) -> F:
-    """Wraps a command: the program exits with the code that it returns, or with its error's code.
+    """Wraps a command so that the program exits with the command's exit code or its error's code.
 
     Expected errors print one line on stderr; other errors print a traceback.
     """

@@ -1,4 +1,4 @@
-"""The entry point of ``torchax-ckpt``: checks the installation and disables accelerators."""
+"""The entry point of ``torchax-ckpt``, which restricts JAX to the CPU and runs the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EXTRA = ("jinja2", "rich", "safetensors", "typer")
 
 
 def main() -> None:
-    """Runs the command that the program's arguments name."""
+    """Runs the command that the arguments of ``torchax-ckpt`` name."""
     if any(importlib.util.find_spec(library) is None for library in _EXTRA):
         print(
             'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"',

@@ -1,4 +1,4 @@
-"""Output of the commands: tables and trees for people, JSON for programs."""
+"""Prints the results of commands, as tables and trees for people or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _UNBOUNDED = 1_000_000
 
 
 def is_watched() -> bool:
-    """True if standard output is a terminal, so that a person reads the output."""
+    """Returns whether standard output is a terminal, and not a pipe or a file."""
     return sys.stdout.isatty()
 
 
 def console() -> Console:
-    """Returns the console on which tables are printed."""
+    """Returns a rich console, which prints tables, trees and lines on standard output."""
     # For a pipe, rich would take a width from environment variables, and break lines at it.
     return Console(width=None if is_watched() else _UNBOUNDED, highlight=False)
 
 
 def print_json(content: Any) -> None:
-    """Prints one JSON object on stdout."""
+    """Prints ``content`` on stdout as JSON."""
     print(json.dumps(content, indent=2))
 
 
@@ -87,13 +87,13 @@ def note(text: str) -> None:
 
 
 def plain(value: Any) -> str:
-    """Returns the value as text, with the characters escaped that would control a terminal."""
+    """Returns the value as text, and escapes characters that would control a terminal."""
     text = "" if value is None else str(value)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def size(nbytes: int) -> str:
-    """Formats a number of bytes with a unit in powers of ten: ``1.5 GB``."""
+    """Formats a number of bytes with a unit in powers of ten, for example ``1.5 GB``."""
     amount = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if amount < 999.5 or unit == "TB":
@@ -103,7 +103,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(secs: float) -> str:
-    """Formats a duration: ``12 ms``, ``1.5 s``, ``3 min``, ``2.5 h``, ``4 d``."""
+    """Formats a duration, for example ``12 ms``, ``1.5 s``, ``3 min``, ``2.5 h`` or ``4 d``."""
     for limit, unit, unit_secs in (
         (0.9995, "ms", 1e-3),
         (119.5, "s", 1),
@@ -120,7 +120,7 @@ def _short(amount: float) -> str:
 
 
 def age(moment: str | None) -> str:
-    """Formats the time since a moment: ``5 min``.
+    """Formats the time that has passed since ``moment``, for example ``5 min``.
 
     Args:
       moment: text that the function ``moment`` returned. None, for an unknown moment, gives ``?``.
@@ -136,15 +136,15 @@ def age(moment: str | None) -> str:
 
 
 def moment(nsecs: int) -> str:
-    """Formats nanoseconds since 1970 as UTC in ISO 8601, in whole seconds."""
+    """Formats nanoseconds since 1970 as a UTC time in ISO 8601, in whole seconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(nsecs // 10**9))
 
 
 def committed_at(committed: CommittedStep) -> str | None:
-    """Returns the moment of a step's commit; None if the record of the commit is damaged."""
+    """Returns the time of a step's commit as text; None if the step's record is damaged."""
     return None if committed.has_lost_record else moment(committed.commit_timestamp_nsecs)
 
 
 def number(value: Any) -> str:
-    """Formats a metric: a float with six significant digits, any other value as JSON."""
+    """Formats the value of a metric; a float has six digits, other values become JSON."""
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The command ``plan``: checkpoint size, the best save interval and the expected goodput."""
+"""The command ``plan``, which computes checkpoint size, best save interval and goodput."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEEDS = (0, 1, 2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The arguments of ``plan``. Sizes and times are texts; None stands for an omitted option.
+    """The command-line options of ``plan``. Sizes and times are texts; an omitted option is None.
 
     Attributes:
       params: number of parameters: ``70B``.
@@ -112,7 +112,7 @@ def plan(asked: Asked, *, as_json: bool) -> int:
 
 
 def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
-    """Returns the size of one checkpoint; ``known`` contains the measured values."""
+    """Returns the bytes of one checkpoint, from the options or the measured values ``known``."""
     if asked.params is not None and asked.size is not None:
         raise UsageError("plan: give --params or --size, not both")
     if asked.size is not None:
@@ -126,11 +126,14 @@ def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
         ).total_bytes
     if "num_bytes" in known:
         return math.ceil(known["num_bytes"])
-    raise UsageError("plan: give the size of the state: --params 70B, --size 840GB or --measured")
+    raise UsageError(
+        "plan: the size of a checkpoint is missing; give --params 70B, --size 840GB, or "
+        "--measured DIRECTORY with the directory of a run that has saved"
+    )
 
 
 def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
-    """Returns the run to simulate; ``known`` contains the measured values."""
+    """Returns the run to simulate, from the options and the measured values ``known``."""
     # Cluster counts the hosts, and checks that they are whole. It requires --host-mtbf; --mtbf, if
     # given, replaces that time below.
     cluster = planning.Cluster(
@@ -147,7 +150,10 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
         cluster = dataclasses.replace(cluster, host_mtbf_secs=host_mtbf_secs)
     durable_secs = _option_secs("--durable", asked.durable, known.get("durable_secs"))
     if not durable_secs:
-        raise UsageError("plan: --durable: expected a time above 0, found 0")
+        raise UsageError(
+            "plan: --durable: expected a time above 0, found 0; give the time from the snapshot "
+            "to the commit"
+        )
     local = None
     if asked.local_durable is not None:
         local = planning.Tier(
@@ -188,12 +194,15 @@ def _measured(directory: str) -> dict[str, float]:
         if values := [e.values[key] for e in of_name if key in e.values]:
             found[known_as] = float(statistics.median(values))
     if "durable_secs" not in found:
-        raise UsageError(f"plan: --measured: {directory}: no durable save is recorded there")
+        raise UsageError(
+            f"plan: --measured: {directory}: no durable save is recorded in this directory; give a "
+            "directory to which a run has saved, or give --blocking, --durable and --size"
+        )
     return found
 
 
 def _simulated(run: planning.Run, best_secs: float) -> list[dict[str, Any]]:
-    """Simulates the run under several policies; returns one row for each policy, as JSON."""
+    """Simulates the run under several save policies; returns the results, one for each policy."""
     policies: dict[str, planning.Policy | planning.TwoTier] = {
         "continuous": planning.Continuous(),
         "best interval": planning.FixedInterval(secs=best_secs),
@@ -271,7 +280,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _option_secs(option: str, text: str | None, known: float | None) -> float:
-    """Returns the seconds of an option if it was given, else the measured seconds ``known``.
+    """Returns the seconds of an option, or the measured seconds ``known`` if it is omitted.
 
     Raises:
       UsageError: the option is not a time, or was neither given nor measured.
@@ -279,12 +288,15 @@ def _option_secs(option: str, text: str | None, known: float | None) -> float:
     if text is not None:
         return _secs(option, text)
     if known is None:
-        raise UsageError(f"plan: give {option}, or take it from a run: --measured DIRECTORY")
+        raise UsageError(
+            f"plan: {option} is missing; give {option} TIME, for example 90s, or --measured "
+            "DIRECTORY to take the times that a run has recorded"
+        )
     return known
 
 
 def _secs(option: str, text: str) -> float:
-    """Parses a time such as ``5min`` into seconds; ``option`` is named in the error."""
+    """Parses a time such as ``5min`` into seconds; an error names ``option``."""
     match = _SECS.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"plan: {option}: expected a time such as 90, 90s, 5min, 12h or 365d, "

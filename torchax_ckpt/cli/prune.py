@@ -1,4 +1,4 @@
-"""The commands that write to a run's directory: ``prune`` and ``copy``."""
+"""The commands ``prune`` and ``copy``, which write to a run's directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchax_ckpt.stored.copy import copy_steps
 
 
 def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) -> int:
-    """Runs ``torchax-ckpt prune``; ``words`` are the rules as texts. Returns the exit code."""
+    """Runs ``torchax-ckpt prune`` with the preservation rules ``words``; returns the exit code."""
     if not words:
-        raise UsageError("prune: give a rule for the steps to keep: --policy 'LatestN(3)'")
+        raise UsageError("prune: expected a rule for the steps to keep; give --policy 'LatestN(3)'")
     try:
         policy = policies.AnyPreservationPolicy([described.parsed(rule) for rule in words])
     except PolicyError as error:
@@ -80,8 +80,8 @@ def _steps_to_delete(
         if steps and not rule.ranked(infos):
             known = ", ".join(sorted({name for info in infos for name in info.metrics or {}}))
             raise UsageError(
-                f"prune: expected steps with the metric {rule.metric!r}, found only the metrics: "
-                f"{known or 'none'}"
+                f"prune: --policy: expected a metric that a step has, found {rule.metric!r}; the "
+                f"steps have the metrics: {known or 'none'}"
             )
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     keep = preservation.preserved(policy, infos, damaged)

@@ -51,7 +51,7 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
     """Describes each step of a run, oldest first, as JSON.
 
     ``committed`` is None if the record of the commit is damaged; ``kept_by`` is None if no program
-    has recorded its rules.
+    has recorded its preservation rules.
     """
     found = run.steps()
     kept_by = _kept_by(run, found)
@@ -69,10 +69,10 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Returns, for each step, the rules that keep it among those that the last program recorded.
+    """Returns, for each step, which preservation rules of the last program keep the step.
 
     The next save deletes a step that no rule keeps. The result is None if no program has recorded
-    its rules, or if there are no steps.
+    its preservation rules, or if there are no steps.
     """
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
@@ -155,7 +155,7 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
 
 
 def _in_tree(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
-    """Returns the description of a leaf beside its name in the tree."""
+    """Returns the text that the tree shows beside the name of a leaf."""
     parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
     return "  ".join(part for part in parts if part)
 
@@ -174,7 +174,7 @@ def verify(
 ) -> int:
     """Runs ``torchax-ckpt verify``; returns the exit code."""
     if verify_all and step is not None:
-        raise UsageError("verify: give a step or --all, not both")
+        raise UsageError("verify: expected a step or --all, not both; omit one of them")
     if verify_all:
         run = existing(directory, read_only=read_only)
         steps = all_of(run)
@@ -209,7 +209,7 @@ def verify(
 def _verify_one(
     run: RunDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
 ) -> dict[str, Any]:
-    """Reads a step and compares it with its digests.
+    """Reads a step and compares its bytes with the digests of the save.
 
     Returns:
       The result as JSON, and the exit code under ``code``.

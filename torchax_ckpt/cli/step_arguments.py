@@ -1,4 +1,4 @@
-"""Interpretation of the arguments that name a run's directory or a step."""
+"""Interprets command-line arguments that name the directory of a run or a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchax_ckpt.storage.medium import location
 
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
-    """Returns the directory of a run, which must exist.
+    """Returns the run in ``directory``, which must exist.
 
     Raises:
       UsageError: the path does not exist, is not a directory, is a step of a run, or has a scheme
@@ -24,7 +24,7 @@ def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
         run, committed = found
         raise UsageError(
             f"{directory}: expected the directory of a run, found its step {committed.step}; "
-            f"the run is {run.path}"
+            f"the run is {run.path}: give this directory"
         )
     return _run_at(directory, read_only=read_only)
 
@@ -32,7 +32,7 @@ def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
 def chosen(
     directory: str, step: int | None = None, *, read_only: bool = True
 ) -> tuple[RunDirectory, CommittedStep]:
-    """Returns the run and the step that the arguments name.
+    """Returns the run and the step that the command-line arguments name.
 
     ``runs/a 20`` and ``runs/a/20`` name step 20 of ``runs/a``; ``runs/a`` names its newest step.
 

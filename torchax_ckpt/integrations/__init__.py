@@ -1,1 +1,1 @@
-"""Integrations with training frameworks, each installed with its own extra."""
+"""Integrations with training frameworks; each integration needs its own pip extra."""

@@ -4,15 +4,15 @@ This package only does arithmetic: it starts no backend, reads no directory and 
 torch, JAX nor Orbax.
 
 - ``sizes``: bytes of a training state, and of the ramdisk that two-tier saving needs;
-- ``intervals``: Young's and Daly's intervals, and goodput in closed form;
+- ``intervals``: the intervals of Young and of Daly, and the goodput in closed form;
 - ``runs``: the input of a simulation: the cluster, its storage tiers, the policies;
 - ``schedule``: when snapshots begin and become durable between two failures;
 - ``simulation``: draws or replays failures, and adds up how the run spent its time;
 - ``arguments``: checks of the arguments of all these modules.
 
-Terms: *goodput* is the fraction of wall time that is spent on training that is kept. *MTBF* is the
-mean time between failures. A save first *blocks* the training thread; it is *durable* once it is
-committed. Times are in seconds, sizes in bytes.
+Terms: *goodput* is the fraction of wall time spent on training that no failure undoes. *MTBF* is
+the mean time between failures. A save *blocks* the training thread at its start, and is *durable*
+once it is committed. Times are in seconds, sizes in bytes.
 """
 
 from torchax_ckpt.planning.intervals import (

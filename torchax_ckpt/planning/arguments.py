@@ -1,4 +1,4 @@
-"""Checks of arguments. Each error says what was expected, what was found and what to do."""
+"""Checks the arguments of planning functions and raises PlanError for impossible values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchax_ckpt.errors import PlanError
 
 
 def at_least(name: str, value: float, least: float, hint: str) -> None:
-    """Raises unless a value is a finite number that is not below ``least``.
+    """Raises PlanError unless ``value`` is a finite number of at least ``least``.
 
     Raises:
       PlanError: the check fails. The message has the name, the value and the hint.
@@ -18,7 +18,7 @@ def at_least(name: str, value: float, least: float, hint: str) -> None:
 
 
 def positive(name: str, value: float, hint: str) -> None:
-    """Raises unless a value is a finite number above zero.
+    """Raises PlanError unless ``value`` is a finite number above zero.
 
     Raises:
       PlanError: the check fails. The message has the name, the value and the hint.
@@ -28,7 +28,7 @@ def positive(name: str, value: float, hint: str) -> None:
 
 
 def count(name: str, value: int, hint: str) -> None:
-    """Raises unless a value is an int above zero.
+    """Raises PlanError unless ``value`` is an int above zero.
 
     Raises:
       PlanError: the check fails. The message has the name, the value and the hint.
@@ -38,7 +38,7 @@ def count(name: str, value: int, hint: str) -> None:
 
 
 def fraction(name: str, value: float, hint: str) -> None:
-    """Raises unless a value is a number from 0 to 1.
+    """Raises PlanError unless ``value`` is a number from 0 to 1.
 
     Raises:
       PlanError: the check fails. The message has the name, the value and the hint.
@@ -48,7 +48,7 @@ def fraction(name: str, value: float, hint: str) -> None:
 
 
 def save_times(blocking_secs: float, durable_secs: float, slowdown: float) -> None:
-    """Raises unless these are possible times and a possible slowdown of a save.
+    """Raises PlanError unless the times and the slowdown of a save are possible.
 
     Raises:
       PlanError: a value is negative, or the save is durable before it stops blocking.
@@ -65,5 +65,5 @@ def save_times(blocking_secs: float, durable_secs: float, slowdown: float) -> No
 
 
 def is_number(value: object) -> bool:
-    """True for an int or a float; False for a bool."""
+    """Returns whether a value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,13 +1,13 @@
-"""The best interval between saves, and the expected goodput at an interval, in closed form.
+"""Formulas for the best interval between saves, and for the goodput to expect at an interval.
 
 Symbols: T is the wall time from one snapshot to the next. b is the time that a save blocks the
 training thread. P is the time from the snapshot to the commit. M is the mean time between failures.
 R is the time from a failure until training continues. Failures are independent of each other and of
 the training (a Poisson process).
 
-If steps take longer by a fraction s while a save is in flight, a save costs more than b: training
-also loses (P - b) s / (1 + s). The sum of b and this loss, ``save_cost_secs``, replaces b in all
-formulas.
+If steps take longer by a fraction s while a save is in flight, a save costs
+b + (P - b) s / (1 + s) seconds of training. All formulas use the result of ``save_cost_secs`` in
+place of b.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float
 def young_interval_secs(
     *, blocking_secs: float, mtbf_secs: float, durable_secs: float = 0.0
 ) -> float:
-    """Returns T, the best interval to first order: max(P, sqrt(2 b M)).
+    """Returns Young's interval, max(P, sqrt(2 b M)), a first-order estimate of the best interval.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974).
 
@@ -53,9 +53,10 @@ def young_interval_secs(
 
 
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
-    """Returns the best length of training between two saves, in seconds.
+    """Returns the seconds of training between two saves that are best by Daly's formula.
 
-    The length counts from the end of one save's blocking to the start of the next save.
+    The training between two saves begins when one save stops blocking, and ends when the next save
+    begins.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
     (2006), equation 37. Daly's dump time is the blocking time here, because the rest of an
@@ -102,7 +103,7 @@ def best_interval(
     durable_secs: float | None = None,
     slowdown: float = 0.0,
 ) -> BestInterval:
-    """Returns the interval that loses the least time: Daly's interval, but at least P.
+    """Returns the interval with the best goodput: the longer of P and Daly's interval.
 
     Args:
       blocking_secs: b, seconds that a save blocks the training thread.
@@ -121,8 +122,8 @@ def best_interval(
     wanted_secs = daly_training_secs(blocking_secs=cost_secs, mtbf_secs=mtbf_secs) + cost_secs
     if wanted_secs == 0:
         raise PlanError(
-            "blocking_secs and durable_secs: expected one of them above 0, found 0 and 0; there "
-            "is no best interval if saves take no time: measure one save"
+            "best_interval: blocking_secs and durable_secs: expected at least one time above 0, "
+            "found 0 and 0; measure one save and give its times"
         )
     interval_secs = max(durable_secs, wanted_secs)
     return BestInterval(
@@ -142,15 +143,16 @@ def expected_goodput(
     slowdown: float = 0.0,
     restart_can_fail: bool = False,
 ) -> float:
-    """Returns the fraction of wall time that becomes kept training, in a long run.
+    """Returns the goodput of a long run that saves periodically.
 
-    The run saves periodically.
+    Goodput is the fraction of wall time spent on training that no failure undoes.
 
-    The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)). After a restart, the k-th
-    snapshot becomes durable at k T + P - b. So exp(-(k T + P - b) / M) is the probability that the
-    T - b seconds of training before that snapshot are kept. The sum over k is the training that is
-    kept of one uptime, the time from a restart to the next failure. On average, uptimes begin
-    M + R apart.
+    The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)). The k-th snapshot after a
+    restart becomes durable k T + P - b seconds after the restart. So exp(-(k T + P - b) / M) is the
+    probability that no failure undoes the T - b seconds of training before the k-th snapshot. An
+    uptime is the time from a restart to the next failure. Over all k, the sum of
+    (T - b) exp(-(k T + P - b) / M) is the training of one uptime that is kept on average. On
+    average, one uptime begins M + R seconds after the previous uptime began.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.

@@ -1,4 +1,4 @@
-"""The input of a simulation: a cluster, its failures and storage tiers, and policies for saves."""
+"""Classes that describe a simulated run: its cluster, failures, storage tiers and save policies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FailureKind = Literal["process", "slice", "cluster"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines of a run, and how they fail.
+    """The machines of a run, and how often they fail.
 
     Attributes:
       num_chips: chips of all slices together.
@@ -52,8 +52,8 @@ class Cluster:
         if self.num_chips % (self.chips_per_host * self.num_slices):
             raise PlanError(
                 f"num_chips: expected a multiple of {self.num_slices} slices x "
-                f"{self.chips_per_host} chips per host, found {self.num_chips}; all slices "
-                "have the same number of whole hosts"
+                f"{self.chips_per_host} chips per host, found {self.num_chips}; give each slice "
+                "the same number of whole hosts"
             )
         arguments.positive("host_mtbf_secs", self.host_mtbf_secs, "a year is 31_536_000 s")
         arguments.at_least("restart_secs", self.restart_secs, 0, "give the seconds without reading")
@@ -72,7 +72,7 @@ class Cluster:
 
     @property
     def hosts_per_slice(self) -> int:
-        """Number of hosts that share one copy of the state."""
+        """Number of hosts in one slice, which together hold one copy of the state."""
         return self.num_hosts // self.num_slices
 
     @property
@@ -86,7 +86,7 @@ class Cluster:
         return self.cluster_fraction if self.num_slices > 1 else 1 - self.process_fraction
 
     def local_survives(self, kind: FailureKind) -> bool:
-        """True if a local copy survives this kind of failure, on a ramdisk or in another slice."""
+        """Returns whether the local tier still has the state after a failure of this kind."""
         return kind == "process" or (kind == "slice" and self.num_slices > 1)
 
 
@@ -124,7 +124,7 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run without its saves; a ``Policy`` decides when those begin.
+    """The cluster, storage tiers and step time of a training run; a ``Policy`` times its saves.
 
     Attributes:
       cluster: the machines of the run, and how they fail.
@@ -145,10 +145,10 @@ class Run:
 
 
 class Policy(Protocol):
-    """Decides how far apart saves to one tier are."""
+    """Decides the time between saves to one tier."""
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns the wall time between snapshots; at least ``tier.durable_secs`` is used."""
+        """Returns the wanted time between snapshots; a run uses at least ``tier.durable_secs``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class FixedInterval:
         if (self.num_steps is None) == (self.secs is None):
             raise PlanError(
                 f"FixedInterval: expected either num_steps or secs, found num_steps="
-                f"{self.num_steps!r} and secs={self.secs!r}; give one of them"
+                f"{self.num_steps!r} and secs={self.secs!r}; give exactly one of the two"
             )
         if self.num_steps is not None:
             arguments.count("num_steps", self.num_steps, "give the steps between two saves")
@@ -175,14 +175,14 @@ class FixedInterval:
             arguments.positive("secs", self.secs or 0, "give the seconds between two saves")
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns the time of ``num_steps`` steps and the cost of one save, or else ``secs``."""
+        """Returns ``secs``, or the time of ``num_steps`` steps plus the cost of one save."""
         if self.num_steps is None:
             assert self.secs is not None
             return self.secs
         if step_secs is None:
             raise PlanError(
-                f"step_secs: expected the seconds of one step, found None, with "
-                f"FixedInterval(num_steps={self.num_steps}); give Run(step_secs=...)"
+                f"FixedInterval(num_steps={self.num_steps}): expected the seconds of one step, "
+                "found Run(step_secs=None); give Run(step_secs=...), or FixedInterval(secs=...)"
             )
         return self.num_steps * step_secs + tier.cost_secs
 
@@ -209,7 +209,7 @@ class Continuous:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimalInterval:
-    """Saves every max(P, sqrt(2 b M)) seconds.
+    """Saves at Young's interval, every max(P, sqrt(2 b M)) seconds.
 
     P is the tier's ``durable_secs``. M is the mean time between those failures after which a
     restart reads the tier.
@@ -233,9 +233,10 @@ class OptimalInterval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoTier:
-    """Saves to the local tier often, and at every k-th of these saves also to the durable tier.
+    """Saves every snapshot to the local tier, and every k-th snapshot also to the durable tier.
 
-    k is the rounded ratio of the two intervals, large enough that saves to one tier do not overlap.
+    k is the interval of the durable tier divided by the interval of the local tier, rounded, but at
+    least so large that a save to the durable tier ends before the next one begins.
 
     Attributes:
       local: how often to save to the ramdisks.

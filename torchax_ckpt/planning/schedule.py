@@ -1,9 +1,9 @@
-"""The schedule: when snapshots begin and become durable between two failures.
+"""Computes when snapshots begin and become durable between two failures of a simulated run.
 
-Between two failures, saves are periodic. A schedule therefore computes its answers directly and
-does not step through the saves, however many they are. Snapshots are numbered from the last
-restart: 0 is the restored state, and m is the m-th snapshot after the restart. ``first_durable`` is
-the number of the first snapshot that goes to the durable tier.
+Between two failures, saves are periodic. ``Schedule`` therefore computes the time of any snapshot
+by formula and does not step through the earlier snapshots. Snapshots are numbered from the last
+restart: 0 is the restored state, and m is the m-th snapshot after the restart. The argument
+``first_durable`` is the number of the first snapshot that goes to the durable tier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9  # relative: far above rounding errors of sums, far below any r
 
 
 class Schedule:
-    """The times at which a run saves under a policy.
+    """Computes the times at which a run saves under a policy.
 
     The run takes a snapshot after every ``training_secs`` of training at full speed. Every
     ``saves_per_durable``-th snapshot goes to the durable tier; if the durable tier is the only
@@ -75,7 +75,7 @@ class Schedule:
             self.interval_secs += quiet * self._local_interval
 
     def begin_secs(self, m: int, first_durable: int) -> float:
-        """Returns the seconds from the restart to snapshot m; 0 for the restored state."""
+        """Returns the seconds from the restart to the start of snapshot m; 0 if m is 0."""
         if m == 0:
             return 0.0
         # Nothing is in flight after a restart, so the first interval is all training.
@@ -89,7 +89,7 @@ class Schedule:
         return begin_secs + _times(rest - disturbed, self._local_interval)
 
     def last_begun(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that begins within ``secs`` seconds of the restart, or 0."""
+        """Returns the number of the last snapshot begun ``secs`` after the restart; 0 if none."""
         if secs < self.training_secs:
             return 0
         rest = secs - self.begin_secs(first_durable, first_durable)
@@ -103,22 +103,22 @@ class Schedule:
         return first_durable + int(periods) * self.saves_per_durable + m
 
     def last_local(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot in the local tier at ``secs`` after the restart, or 0."""
+        """Returns the last snapshot that the local tier has ``secs`` after the restart, or 0."""
         if self._local is None:
             return 0
         return self.last_begun(secs - self._local.durable_secs, first_durable)
 
     def last_durable(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot in the durable tier at ``secs`` after the restart, or 0."""
+        """Returns the last snapshot that the durable tier has ``secs`` after the restart, or 0."""
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:
             return 0
         return first_durable + int(begun // self.interval_secs) * self.saves_per_durable
 
     def _after(self, begin_secs: float) -> float:
-        """Returns when the snapshot after the one at ``begin_secs`` begins.
+        """Returns the start time of the snapshot that follows the snapshot begun at ``begin_secs``.
 
-        Both times count from the start of a save to the durable tier.
+        Both start times are in seconds since a save to the durable tier began.
         """
         tiers = [(self._durable, begin_secs)]
         if self._local is not None:
@@ -143,8 +143,9 @@ def _training_secs(
     if not interval_secs < math.inf:
         raise PlanError(
             f"{type(policy).__name__}: expected a finite interval, found {interval_secs!r}, "
-            "because no failure of this cluster makes it read that tier; give it a "
-            "FixedInterval, or change the shares of the kinds of failure in the Cluster"
+            "because no failure of this cluster makes a restart read the tier of this policy; "
+            "use FixedInterval for this tier, or change process_fraction or cluster_fraction of "
+            "the Cluster"
         )
     training_secs = max(interval_secs, tier.durable_secs) - tier.cost_secs
     if run.step_secs is not None:  # saves begin between steps
@@ -158,7 +159,7 @@ def _training_secs(
 
 
 def _wall_secs(training_secs: float, windows: Sequence[tuple[float, float]]) -> float:
-    """Returns the wall time of some training that is slowed down within windows of time.
+    """Returns the wall time that training takes if it is slowed down during given time windows.
 
     Args:
       training_secs: the time that the training takes at full speed.
@@ -177,5 +178,5 @@ def _wall_secs(training_secs: float, windows: Sequence[tuple[float, float]]) -> 
 
 
 def _times(num: int, interval_secs: float) -> float:
-    """Returns ``num`` intervals in seconds; 0 for no interval, even if it is infinite."""
+    """Returns ``num * interval_secs``, but 0 if ``num`` is 0 and the interval is infinite."""
     return num * interval_secs if num else 0.0

@@ -1,8 +1,8 @@
-"""The simulation: a run fails and restores repeatedly, and the time it spends is added up.
+"""Simulates a training run that fails and restarts, and adds up how the run spent its time.
 
-The simulation steps from failure to failure, because saves between two failures are periodic
-(``schedule``). The computing time of a simulated month therefore depends on the number of failures
-in it, not on the number of saves.
+Saves between two failures are periodic, so the simulation computes their effect by formula
+(``schedule``) and only steps from failure to failure. The time to compute a simulated month
+therefore depends on the number of failures in that month, not on the number of saves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Failure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a simulated run spent its time.
+    """The result of a simulation, which says how the simulated run spent its wall time.
 
     Attributes:
       duration_secs: wall time, which is the sum of ``trained_secs``, ``saving_secs``, ``lost_secs``
@@ -66,14 +66,15 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """The fraction of wall time that became kept training."""
+        """The fraction of wall time spent on training that no failure undid."""
         return self.trained_secs / self.duration_secs
 
 
 def draw_failures(cluster: Cluster, *, duration_secs: float, seed: int = 0) -> list[Failure]:
-    """Draws independent failures of a cluster.
+    """Draws random, independent failures of a cluster and returns them in order of time.
 
-    The times between failures are exponentially distributed. The kinds are drawn by their shares.
+    The times between failures are exponentially distributed. The kind of each failure is random;
+    the cluster gives the probability of each kind.
 
     Args:
       cluster: how often it fails, and how.
@@ -102,12 +103,13 @@ def simulate(
     duration_secs: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """Simulates a training run in virtual time.
+    """Simulates a training run with failures and returns how the run spent its time.
 
-    A restart continues from the newest snapshot that survives: from the local tier if a copy
-    survives there, otherwise from the durable tier. Without any snapshot the run starts from the
-    beginning. A save that is in flight during a failure is lost. If the lost save was one to the
-    durable tier, the first snapshot after the restart goes to the durable tier.
+    A restart continues from the newest snapshot that survived the failure. The restart reads the
+    local tier if that tier still has this snapshot, otherwise the durable tier. If there is no
+    snapshot, the run starts again from the beginning. A save that is in flight when a failure
+    happens is lost. If a save to the durable tier is lost and the restart reads the local tier, the
+    first snapshot after the restart goes to the durable tier.
 
     Args:
       run: the cluster and its tiers.
@@ -123,8 +125,9 @@ def simulate(
     if duration_secs is None:
         if failures is not None:
             raise PlanError(
-                "duration_secs: expected a number, found None, with failures to replay; a trace "
-                "does not say how long the run continued after its last failure: give its duration"
+                "simulate: duration_secs: expected the length of the run in seconds, found None; "
+                "a trace of failures does not say how long the run continued after the last "
+                "failure, so give duration_secs together with failures"
             )
         duration_secs = _NUM_FAILURES * run.cluster.mtbf_secs
     arguments.positive("duration_secs", duration_secs, "give the seconds to simulate")
@@ -139,7 +142,10 @@ def simulate(
 
 
 class _Clock:
-    """The state of a run between two failures. Snapshots are numbered from the run's start."""
+    """The state of a simulated run, which ``fail`` advances from one failure to the next.
+
+    ``_Clock`` numbers snapshots from the start of the run, not from the last restart.
+    """
 
     def __init__(self, run: Run, schedule: Schedule, has_local: bool) -> None:
         self._run, self._schedule, self._has_local = run, schedule, has_local
@@ -215,7 +221,7 @@ class _Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The simulations of one policy on a cluster of one size.
+    """The simulated runs of one policy on a cluster of one size, one run for each seed.
 
     Attributes:
       num_chips: number of chips of the cluster.
@@ -229,12 +235,12 @@ class Comparison:
 
     @property
     def goodput(self) -> float:
-        """The median goodput."""
+        """The median goodput of the simulated runs."""
         return statistics.median(outcome.goodput for outcome in self.outcomes)
 
     @property
     def goodput_range(self) -> tuple[float, float]:
-        """The least and the greatest goodput."""
+        """The lowest and the highest goodput of the simulated runs."""
         goodputs = [outcome.goodput for outcome in self.outcomes]
         return min(goodputs), max(goodputs)
 
@@ -246,7 +252,7 @@ def compare(
     num_chips: Sequence[int],
     seeds: Sequence[int] = (0, 1, 2),
 ) -> list[Comparison]:
-    """Simulates each policy on a cluster of each size, at the same costs of saves and restores.
+    """Simulates every policy on every cluster size, with the same costs of a save and a restore.
 
     Args:
       run: the run; its number of chips is replaced.
@@ -274,8 +280,8 @@ def _checked(failures: Iterable[Failure]) -> Iterable[Failure]:
         )
         if failure.kind not in _KINDS:
             raise PlanError(
-                f"kind: expected one of {', '.join(_KINDS)}, found {failure.kind!r}; name the "
-                f"kind of the failure at {failure.at_secs:g} s"
+                f"simulate: failure at {failure.at_secs:g} s: kind: expected one of "
+                f"{', '.join(_KINDS)}, found {failure.kind!r}; correct this failure in the trace"
             )
         previous_secs = failure.at_secs
         yield failure

@@ -1,4 +1,4 @@
-"""Sizes: the bytes of a training state, and of the ramdisk that it needs on each host."""
+"""Computes the bytes of a training state, and of the ramdisk that each host needs for it."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def state_bytes(
 ) -> StateBytes:
     """Returns the size of the state of a model whose parameters are all trained.
 
-    By default this is 12 bytes per parameter: a float32 weight and AdamW's two float32 moments. For
-    weights in bfloat16 with moments in float32, use ``param_bytes=2, moment_bytes=4``. With
-    additional float32 master weights, use ``param_bytes=6, moment_bytes=4``.
+    The default is 12 bytes per parameter, for a float32 weight and AdamW's two float32 moments. For
+    weights in bfloat16 with moments in float32, use ``param_bytes=2, moment_bytes=4``. If bfloat16
+    weights also have float32 master weights, use ``param_bytes=6, moment_bytes=4``.
 
     Args:
       num_params: the number of parameters.
@@ -97,7 +97,7 @@ def module_state_bytes(
     optimizer: str | float = "adamw",
     moment_bytes: float | None = None,
 ) -> StateBytes:
-    """Returns the size of the state of a module, with each parameter in its own dtype.
+    """Returns the size of the training state of a module, from the dtypes of its parameters.
 
     Frozen parameters have no moments.
 
@@ -139,8 +139,8 @@ def ramdisk_bytes_per_host(
     """Returns the bytes that two-tier saving needs on the ramdisk of each host.
 
     Each slice holds the whole state, spread over the hosts of the slice. A slice holds several
-    checkpoints, because the last checkpoint stays until the next one is complete. The defaults are
-    those of the published formula.
+    checkpoints, because the last checkpoint stays until the next checkpoint is complete. The
+    defaults of ``num_copies`` and ``headroom`` follow the rule that the makers of Orbax published.
 
     Args:
       total_bytes: bytes of one checkpoint.
@@ -168,7 +168,7 @@ def _num_moments(optimizer: str | float) -> float:
         if optimizer not in MOMENTS:
             raise PlanError(
                 f"optimizer: expected one of {', '.join(MOMENTS)}, found {optimizer!r}; for "
-                "any other optimizer give the number of values it keeps per parameter"
+                "any other optimizer give the number of values that it keeps per parameter"
             )
         return MOMENTS[optimizer]
     arguments.at_least(
@@ -178,7 +178,7 @@ def _num_moments(optimizer: str | float) -> float:
 
 
 def _is_tensor(value: object) -> bool:
-    """True for a tensor. State dicts may also hold what ``get_extra_state`` returns."""
+    """Returns whether a value of a state dict is a tensor; ``get_extra_state`` adds others."""
     return hasattr(value, "numel") and hasattr(value, "dtype")
 
 

@@ -1,7 +1,7 @@
-"""Events: what can happen to a run, and how each event is written as a line of JSON.
+"""The events of a run, and their form as lines of JSON.
 
-Lines are read from a directory that anybody may have written to. The reader skips lines and values
-of an unknown form, and never raises an error because of them.
+Lines are untrusted, because anybody may have written to the directory from which they are read.
+``Event.of_line`` skips lines and values of an unknown form, and raises no error for them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that happened to a run.
+    """An event in a run, such as a save that began, a commit or a restore.
 
     Attributes:
       name: ``started`` (the first save took the directory's lease), ``restored``, ``reached`` (the
@@ -90,7 +90,7 @@ class Event:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """The values that are numbers, which a logger can plot, by name."""
+        """The event's numeric values by name; a logger can plot them."""
         return {key: value for key, value in self.values.items() if _is_number(value)}
 
     def to_line(self) -> bytes:
@@ -102,7 +102,7 @@ class Event:
 
     @classmethod
     def of_line(cls, line: bytes) -> Event | None:
-        """Returns the event of a line, without values of an unknown form; None if no event."""
+        """Returns the event on a line, without values of unknown form; None if it is no event."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -119,9 +119,9 @@ class Event:
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values without those that are None, and no longer than readers accept.
+    """Returns the values of an event without None, cut to the lengths that readers accept.
 
-    The end of a long text is cut off. The value ``steps`` keeps its last ``MAX_STEPS`` members.
+    A text that is too long loses its end. The value ``steps`` keeps its last ``MAX_STEPS`` members.
     """
     cut = {}
     for key, value in values.items():

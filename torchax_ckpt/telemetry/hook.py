@@ -1,4 +1,4 @@
-"""A user's hook for events, to which the threads that call it hold only a weak reference."""
+"""Wraps the user's ``on_event`` function, so that threads hold only a weak reference to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PATIENCE_SECS = 1.0
 
 
 class Hook:
-    """A user's hook, to which only the checkpointer holds a strong reference.
+    """The user's ``on_event`` function, to which only the checkpointer holds a strong reference.
 
-    The hook may be a method of an object that refers to the checkpointer. A thread with a strong
-    reference to the hook would therefore keep alive a checkpointer that the program can no longer
-    reach.
+    ``on_event`` may be a method of an object that refers to the checkpointer. A thread with a
+    strong reference to ``on_event`` would then keep the checkpointer alive after the program has
+    dropped its own references to the checkpointer.
 
     Attributes:
       call: the function that threads call.
@@ -30,7 +30,7 @@ class Hook:
         self.call = _Call(self)
 
     def outlive(self) -> None:
-        """Keeps the hook alive for the last events; called by the checkpointer's finalizer."""
+        """Keeps the hook alive for the last events, after the checkpointer is finalized."""
         self.call.kept = self
 
 

@@ -1,14 +1,15 @@
-"""The journal: a run's events as files of JSON lines in ``DIRECTORY/events``.
+"""Writes and reads the journal, the events of runs as files of JSON lines in ``DIRECTORY/events``.
 
-    events/1732201234123456789-5f0c2a9e.jsonl     time of creation in nanoseconds, and the run
+The name of a file, such as ``1732201234123456789-5f0c2a9e.jsonl``, consists of the file's time of
+creation in nanoseconds and the identifier of its run.
 
 Each run appends only to files that it created, so runs cannot damage each other's files. A process
 that is killed in the middle of a line spoils only that line. Once a file has 64 KiB, the run starts
 a new file, and deletes the oldest files so that at most 512 remain. Objects in a bucket cannot be
-appended to, so on a bucket the run rewrites its current file at each append. Files are not synced,
-because no save should wait for events.
+appended to, so on a bucket the run rewrites its current file at each append. The journal does not
+sync its files, because no save should wait for events.
 
-Files are untrusted: the reader opens only regular files, and never reads more than a run writes.
+The files are untrusted, so the reader opens only regular files and limits how much it reads.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _NAME = re.compile(r"(\d{19})-([0-9a-f]{8})\.jsonl")
 
 
 class Journal:
-    """Appends the events of one run to files.
+    """Appends the events of one run to journal files.
 
     Args:
       directory: the existing directory of the run.
@@ -62,16 +63,16 @@ class Journal:
 
     @property
     def patience_secs(self) -> float:
-        """Seconds to wait between appends: a bucket accepts one write of an object per second.
+        """Seconds between two appends; long on a bucket, which limits writes to one object.
 
-        If the program is killed, the events that it has not yet appended are lost.
+        If the program is killed, the events that the program has not yet appended are lost.
         """
         return 10.0 if self._is_bucket else 0.1
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Appends lines, each of which ends with a newline.
+        """Appends lines of JSON to the journal; each line must end with a newline.
 
-        After an error, some of the lines may have been written.
+        If the append fails, some of the lines may have been written.
 
         Raises:
           OSError: storage failed. Bucket clients also raise errors of their own.
@@ -117,11 +118,11 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Returns a dict from run to its events in the order of recording.
+    """Returns a dict from each run to the run's events, in the order of recording.
 
-    The runs have the order in which they began. The dict is empty if nothing was recorded. The
-    function reads the newest files first and stops after 64 MiB or 500,000 lines, which is more
-    than runs write.
+    The dict lists the runs in the order in which they began. The dict is empty if nothing was
+    recorded. ``read_events`` reads the newest files first and stops after 64 MiB or 500,000 lines,
+    which is more than runs write.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -145,7 +146,7 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
 
 
 def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the files' names and contents, newest first, with only a few files in memory."""
+    """Yields name and content of each journal file, newest first; keeps few files in memory."""
     names = sorted(_names(folder), reverse=True)[:MAX_FILES]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # each read is a round trip to a bucket
         for start in range(0, len(names), _CONCURRENT_READS):
@@ -154,9 +155,9 @@ def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def latest_start(directory: epath.Path) -> Event | None:
-    """Returns the ``started`` event of the newest run; None if it is not recorded.
+    """Returns the ``started`` event of the newest run; None if the journal lacks this event.
 
-    The function reads one file: the oldest file of that run that still exists.
+    ``latest_start`` reads one file, the oldest file of the newest run that still exists.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -189,7 +190,7 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _read(folder: epath.Path, name: str) -> bytes:
-    """Returns a file's content up to the read limit; b"" if it is unreadable or not regular."""
+    """Returns a file's content up to a limit; b"" if the file is unreadable or not regular."""
     try:
         if location.is_bucket(folder):
             with (folder / name).open("rb") as file:
@@ -204,7 +205,7 @@ def _read(folder: epath.Path, name: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(folder: epath.Path) -> Iterator[int]:
-    """Yields a descriptor of the folder; raises if the path is a link or not a directory."""
+    """Yields a file descriptor of the folder; raises OSError for a link or a non-directory."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield opened

@@ -1,8 +1,8 @@
-"""The recorder: receives events from other threads, and handles them on a thread of its own.
+"""Receives events from the threads of a checkpointer, and handles them on a separate thread.
 
-``emit`` costs the calling thread some microseconds: it counts the event and puts it into a queue. A
-separate thread calls the hook and writes the journal, so neither a slow hook nor stalled storage
-delays training or a save.
+``Telemetry.emit`` counts an event and puts it into a queue, which takes the caller some
+microseconds. A separate thread calls the hook and writes the journal, so neither a slow hook nor
+stalled storage delays training or a save.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Params = ParamSpec("_Params")
 
 
 def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
-    """Wraps a method so that errors are logged, and its caller (training or a save) goes on."""
+    """Wraps a method so that its errors are logged and never reach the training or a save."""
 
     @functools.wraps(method)
     def logging_errors(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
@@ -61,7 +61,7 @@ def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
 
 
 class Telemetry:
-    """Receives the events of one checkpointer.
+    """Receives and counts the events of one checkpointer.
 
     Args:
       directory: the directory of the run. It is written to only between ``open`` and ``close``.
@@ -87,7 +87,7 @@ class Telemetry:
 
     @property
     def has_thread(self) -> bool:
-        """True if a thread delivers or writes events."""
+        """True if a thread that delivers or writes events was started."""
         return self._thread is not None
 
     def skipped(self, step: int) -> None:
@@ -98,9 +98,9 @@ class Telemetry:
 
     @_logs_errors
     def saving(self, step: int, began: float) -> None:
-        """Records that a save has begun; other threads than the training thread call this.
+        """Records that a save has begun; must not be called on the training thread.
 
-        On the training thread, the call would make training wait while other threads wake up.
+        On the training thread, ``saving`` would make training wait while other threads wake up.
 
         Args:
           step: the step that is saved.
@@ -123,14 +123,14 @@ class Telemetry:
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
         """Records that a step was committed.
 
-        The thread that handles events then measures how many bytes the step takes on storage.
+        The event thread then measures how many bytes the step takes on storage.
         """
         costs = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
         self._take("durable", cost.step, 0.0, costs, path)
 
     @_logs_errors
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
-        """Records the event ``name``, ``deleted`` or ``set_aside``, for steps, if there are any."""
+        """Records ``name``, the event ``deleted`` or ``set_aside``, if there are any ``steps``."""
         if steps:
             self.emit(name, steps=list(steps))
 
@@ -157,7 +157,7 @@ class Telemetry:
 
     @_logs_errors
     def open(self, steps: Sequence[int]) -> None:
-        """Allows writes to the directory from now on, because this program has taken the lease.
+        """Allows writing events to the directory, because this program has taken its lease.
 
         Args:
           steps: the steps in the directory, which the event ``started`` records. The events of an
@@ -180,11 +180,11 @@ class Telemetry:
             )
 
     def lost(self) -> None:
-        """Stops all writes, because another program has taken the directory's lease."""
+        """Stops writing events, because another program has taken the directory's lease."""
         self._worker.may_write = False
 
     def close(self) -> None:
-        """Waits until all events are delivered and written, for 10 seconds at most."""
+        """Waits at most 10 seconds until all events are delivered and written."""
         if os.getpid() != self._worker.pid:
             return  # this process was forked from the one that writes
         if self._is_open and not self._is_closed:
@@ -205,7 +205,7 @@ class Telemetry:
             )
 
     def stats(self) -> Stats:
-        """Returns the statistics of the events so far."""
+        """Returns the statistics of the events received so far."""
         with self._lock:
             return self._tally.stats(self._worker.num_skipped)
 
@@ -221,7 +221,7 @@ class Telemetry:
 
 
 class _Worker:
-    """The code that runs on the thread of a ``Telemetry``: it calls the hook and writes events."""
+    """Calls the hook and writes the journal, on the event thread of a ``Telemetry``."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class _Worker:
         self._reported_secs = 0.0
 
     def run(self) -> None:
-        """Delivers and writes events until the end marker comes."""
+        """Delivers and writes events until ``Telemetry.close`` sends the end marker."""
         is_ending = False
         while not is_ending:
             is_ending = self._take()
@@ -256,7 +256,7 @@ class _Worker:
                 self._write()
 
     def _take(self) -> bool:
-        """Waits for events or the next deadline, and handles the events.
+        """Waits for events, or until the next write is due, and delivers the events to the hook.
 
         Returns True once the end marker has come.
         """
@@ -304,7 +304,7 @@ class _Worker:
             self._is_hook_broken = True
 
     def _report_reached(self) -> None:
-        """Records the current step of training, if no event has had a step for a minute."""
+        """Records ``reached`` with the current step, if no event of the last minute had a step."""
         is_due = time.monotonic() - self._reported_secs >= _REACHED_SECS
         if self.may_write and is_due and self.step != self._reported_step:
             event = Event("reached", time.time(), self.step, {"num_skipped": self.num_skipped})

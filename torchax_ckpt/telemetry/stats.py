@@ -1,4 +1,4 @@
-"""Statistics of a run so far: how many saves there were, and what they cost."""
+"""Counts the saves and restores of a checkpointer, and computes quantiles of their costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_VALUES = 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """Quantiles of the latest 1,000 values.
+    """The median and the 90th percentile of the latest 1,000 measured values.
 
     Attributes:
       p50: the median.
@@ -28,7 +28,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Collection[float]) -> Quantiles | None:
-        """Returns the quantiles of some values; None if there are none."""
+        """Returns the quantiles of ``values``, or None if there are no values."""
         if not values:
             return None
         p50, p90 = np.quantile(list(values), (0.5, 0.9)).tolist()
@@ -37,9 +37,9 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a checkpointer has done so far in this process.
+    """Counts and times of the saves and restores of a checkpointer in this process.
 
-    An attribute of the type ``Quantiles`` is None as long as it has no values.
+    An attribute of type ``Quantiles`` is None until its first value is measured.
 
     Attributes:
       num_saves: saves that began.
@@ -69,7 +69,7 @@ class Stats:
 
 
 class Tally:
-    """Counts events. It is not thread-safe; its users hold a lock."""
+    """Counts events and records their numbers. Callers of a ``Tally`` must hold a lock."""
 
     def __init__(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
@@ -86,7 +86,7 @@ class Tally:
         self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:
-        """Returns the statistics of the events so far."""
+        """Returns the statistics of the events counted so far."""
 
         def quantiles(name: str, key: str) -> Quantiles | None:
             return Quantiles.of(self._values.get((name, key), ()))

@@ -1,4 +1,4 @@
-"""The events of a directory as runs and saves, and as curves over time, which reports draw."""
+"""Groups the events of a directory into runs and saves, and computes curves for reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDS: Mapping[str, SaveOutcome] = {"durable": "durable", "failed": "failed"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save, as far as the events record it.
+    """One save, as the recorded events describe it.
 
     Attributes:
       step: completed optimizer steps.
@@ -43,7 +43,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """One program that wrote to the directory, from its first event to its last.
+    """The events and saves of one program that wrote to the directory.
 
     Attributes:
       name: eight hexadecimal digits.
@@ -79,21 +79,21 @@ class RecordedRun:
 
     @property
     def first_step(self) -> int | None:
-        """The first step that an event records, usually the restored or the first saved step."""
+        """The first step number in the run's events, usually the restored or first saved step."""
         return next((e.step for e in self.events if e.step is not None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last step that an event of the run records."""
+        """The last step number in the run's events."""
         return next((e.step for e in reversed(self.events) if e.step is not None), None)
 
     def named(self, *names: str) -> list[Event]:
-        """Returns the run's events that have one of these names."""
+        """Returns the run's events whose name is one of ``names``."""
         return [event for event in self.events if event.name in names]
 
 
 def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[RecordedRun]:
-    """Returns the runs of a directory, in the order they began.
+    """Groups the events of a directory by run; returns the runs in the order in which they began.
 
     Args:
       events: run -> its events, in the order of recording.
@@ -120,7 +120,7 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
 
 
 def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
-    """Returns how many steps of ``run`` the run ``later`` repeated; None if not known."""
+    """Returns how many steps of ``run`` the next run, ``later``, trained again; None if unknown."""
     if later is None or run.last_step is None:
         return None
     # Only events before ``later`` trains count. A restore after that goes back within ``later``.
@@ -168,10 +168,11 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
 
 
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
-    """Returns (time in seconds since the epoch, bytes of all steps on storage) after each change.
+    """Returns points (seconds since the epoch, bytes of all steps on storage), one per change.
 
-    The function knows only recorded events. Steps that were set aside still count. Steps that were
-    removed without an event count until the next run starts.
+    The points are computed from recorded events alone. Abandoned steps that a run renamed (event
+    ``set_aside``) still count. A step that was removed without an event counts until the next run
+    starts.
     """
     events = sorted((e for run in runs for e in run.events), key=lambda event: event.time_secs)
     sizes: dict[int, int] = {}

@@ -1,1 +1,1 @@
-"""The report of a run: an HTML page with charts."""
+"""Writes the report of a run, which is an HTML page with charts."""

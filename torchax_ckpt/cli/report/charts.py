@@ -1,8 +1,8 @@
-"""The charts of a report: the timeline, the steps' size on storage, the intervals between saves.
+"""Draws the charts of a report: the timeline, the storage that steps take, the save intervals.
 
-A chart is a list of SVG paths and labels, which the page's template writes and escapes. Its size is
-bounded: however long a run was, a chart draws at most about one mark per pixel. Marks that would
-overlap are merged.
+A chart is a list of SVG paths and labels, which the page's template writes and escapes. However
+long a run was, a chart draws at most about one mark per pixel, so the size of a chart is bounded.
+Marks that would overlap are merged.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Chart:
         return self.width < 600
 
     def scale(self, least: float, most: float) -> Scale:
-        """Returns the horizontal scale of the plot."""
+        """Returns the plot's horizontal scale, from ``least`` to ``most``."""
         return Scale(least, most, _LEFT, self.width - _MARGIN)
 
     def add_times(self, across: Scale, bottom: float) -> None:
-        """Adds vertical grid lines, and the times below them."""
+        """Adds vertical grid lines, and below each line its time, to the chart."""
         ticks, form = _time_ticks(across.least, across.most, 3 if self.is_narrow else 7)
         for secs in ticks:
             x = across(secs)
@@ -63,7 +63,7 @@ class Chart:
             self.texts.append((x, bottom + 18, anchor, time.strftime(form, time.gmtime(secs))))
 
     def add_values(self, most: float, name: Callable[[float], str], *, whole: bool = True) -> Scale:
-        """Adds horizontal grid lines with values; returns the vertical scale.
+        """Adds horizontal grid lines with values to the chart; returns the vertical scale.
 
         Args:
           most: the largest value to draw.
@@ -93,7 +93,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Returns the pixel of a value, rounded to a tenth."""
+        """Returns the position of a value in pixels, rounded to a tenth of a pixel."""
         share = (value - self.least) / ((self.most - self.least) or 1)
         return round(self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin), 1)
 
@@ -135,7 +135,7 @@ def timeline(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Chart:
 
 
 def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> Chart:
-    """Draws how many bytes the steps take over time.
+    """Draws a curve of the bytes that all steps take on storage over time.
 
     Args:
       runs: the recorded programs.
@@ -157,10 +157,10 @@ def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> 
 
 
 def histogram(values: Sequence[float], width: int) -> Chart:
-    """Draws a histogram of the lengths of intervals, which are given in seconds.
+    """Draws a histogram of the intervals between snapshots, which are given in seconds.
 
-    The bars have equal widths. If a few intervals are much longer than the others, one more bar
-    counts those few.
+    The bars have equal widths. If a few intervals are much longer than the others, an extra bar
+    counts these long intervals.
     """
     ordered = sorted(values)
     median = duration(ordered[len(ordered) // 2])
@@ -219,7 +219,7 @@ _SHAPES: Mapping[str, Callable[[float, float, float], str]] = {
 
 
 def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
-    """Returns each lane's marks, as begin and end in seconds since the epoch, and a title."""
+    """Returns each lane's marks as (begin, end, title), with times in seconds since the epoch."""
     lanes: dict[str, _Marks] = {name: [] for name in _SHAPES}
     for run in runs:
         end = "closed" if run.ended else "runs" if run.is_running else "ended without close"
@@ -243,7 +243,7 @@ def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
 
 
 def _merged(marks: _Marks, *, joins: bool) -> _Marks:
-    """Returns the marks, without those that begin in the same pixel as the mark before.
+    """Returns the marks without those that begin in the same pixel as the previous mark.
 
     Args:
       marks: begin and end in pixels, and a title that is not used.
@@ -267,7 +267,7 @@ def _time_scale(chart: Chart, runs: Sequence[RecordedRun], now_secs: float) -> S
 
 
 def _time_ticks(begin: float, end: float, most: int) -> tuple[list[float], str]:
-    """Returns about ``most`` times at round distances, and their format for ``strftime``."""
+    """Returns the times of about ``most`` grid lines, and their labels' ``strftime`` format."""
     apart = next((s for s in _TIME_STEPS if (end - begin) / s <= most), (end - begin) / most)
     first = math.ceil(begin / apart) * apart
     ticks = [first + i * apart for i in range(int((end - first) // apart) + 1)]
@@ -282,7 +282,7 @@ def _count(value: float) -> str:
 
 
 def _nice(most: float) -> float:
-    """Returns a round number that is not below ``most`` and divides well into four."""
+    """Returns a round number of at least ``most`` for the end of a scale with four parts."""
     if most < 1e-9:  # Only a damaged journal has times this small; floats underflow near them.
         return 1.0
     power = 10 ** math.floor(math.log10(most))
@@ -291,7 +291,7 @@ def _nice(most: float) -> float:
 
 
 def _by_column(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the first, the highest and the last point of each column of pixels."""
+    """Returns the first, highest and last point of a curve in each column of pixels."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(round(point[0]), []).append(point)

@@ -1,4 +1,4 @@
-"""The command ``report``: reads a run's directory and writes an HTML page about the run."""
+"""The command ``report``, which reads a run's directory and writes an HTML page about the run."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def _is_held(run: RunDirectory) -> bool:
-    """True if a running program holds the lease.
+    """Returns whether a running program holds the lease of the run's directory.
 
-    If the program is on this host, its process is looked up. If the program is on another host, it
-    counts as running until ``LEASE_SECS`` after it last renewed the lease.
+    If the holder is on this host, ``_is_held`` checks whether its process is alive. A holder on
+    another host counts as running until ``LEASE_SECS`` after it last renewed the lease.
     """
     with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)
@@ -105,7 +105,7 @@ def _is_held(run: RunDirectory) -> bool:
 
 
 def _require_ours(out: Path) -> None:
-    """Raises unless ``out`` does not exist or is an earlier report.
+    """Raises if ``out`` is a directory, a URL or a file that is not an earlier report.
 
     Raises:
       UsageError: ``out`` is a directory or an URL.
@@ -113,17 +113,21 @@ def _require_ours(out: Path) -> None:
     """
     # pathlib turns gs://bucket into the parts "gs:" and "bucket".
     if out.is_dir() or (out.parts and out.parts[0].endswith(":")):
-        raise UsageError(f"report: {out}: expected the name of a local file")
+        raise UsageError(
+            f"report: {out}: expected the name of a local file, found a directory or a URL"
+        )
     if out.exists():
         with open(out, "rb") as file:
             if MARK.encode() not in file.read(100):
                 raise DirectoryError(
-                    f"{out}: exists already and is not a report; nothing was written", path=out
+                    f"report: {out} exists already and is not a report; nothing was written: give "
+                    "another name as OUT",
+                    path=out,
                 )
 
 
 def _write(out: Path, content: str) -> None:
-    """Writes a file under a temporary name and renames it: browsers never load half a page."""
+    """Writes the page to a temporary file and renames it, so that no browser loads half a page."""
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The page of a report: one HTML file, which contains no scripts and loads no other file.
+"""Renders a report as one HTML file, which contains no scripts and loads no other file.
 
-Jinja2 renders it from ``page.html.jinja`` and escapes every value, because the values come from a
-directory that other people may have written to. A Content-Security-Policy in the page's head also
-forbids scripts and requests.
+Jinja2 renders the page from ``page.html.jinja`` and escapes every value, because the values come
+from a directory that other people may have written to. A Content-Security-Policy in the page's head
+also forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _finalized(value: Any) -> Any:
-    """Replaces control characters in a value, unless a macro of the template returned it."""
+    """Escapes control characters in a value, but leaves the output of template macros as it is."""
     return value if hasattr(value, "__html__") else plain(value)
 
 
@@ -97,13 +97,13 @@ def _is_lost(save: Save) -> bool:
 
 
 def _num_declined(run: RecordedRun) -> int | None:
-    """Returns how many saves the policy declined; None if the event ``closed`` is not recorded."""
+    """Returns how many saves the policy declined; None if the run recorded no ``closed`` event."""
     counts = (event.values.get("num_skipped") for event in run.named("closed"))
     return next((count for count in counts if count is not None), None)
 
 
 def _figures(contents: Contents, saves: Sequence[Save]) -> list[tuple[str, str, str]]:
-    """Returns the label, the value and the note of each figure at the top of the page."""
+    """Returns the label, value and note of each number that stands at the top of the page."""
     durable = [save for save in saves if save.outcome == "durable"]
     figures: list[tuple[str, str, str]] = []
     if contents.steps:

@@ -1,4 +1,4 @@
-"""Lightning on torchax: ``TorchaxStrategy`` trains, ``TorchaxCheckpoint`` saves and resumes."""
+"""Lets PyTorch Lightning train, save and resume on JAX devices through torchax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``BareLoop``, which stands in for a Trainer, and its position after the last completed step."""
+"""Lets a training loop without a Trainer call the hooks of ``TorchaxCheckpoint``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 @dataclasses.dataclass(kw_only=True)
 class BareLoop:
-    """The argument of the hooks in place of a Trainer, for a loop written by hand.
+    """Takes the place of a Trainer in the hooks of ``TorchaxCheckpoint``, for a loop of your own.
 
     Attributes:
       optimizers: one optimizer or several, in the same order in every run.
@@ -35,9 +35,10 @@ class BareLoop:
 
 
 class BarePosition:
-    """The position of a loop after its last completed step.
+    """The position of a ``BareLoop`` after its last completed step.
 
-    The loop may fetch the next batch, which moves the loader, before that step is saved.
+    ``BarePosition`` records the position, because the loop may fetch the next batch, which moves
+    the loader, before the completed step is saved.
 
     Attributes:
       step: ``loop.global_step`` at the last ``hold``.
@@ -60,7 +61,7 @@ class BarePosition:
 
     @property
     def is_current(self) -> bool:
-        """True if the step of the last ``hold`` can still be saved: its tensors are unchanged."""
+        """True if no tensor has changed since ``hold``, so that the held step can be saved."""
         return self._held is not None and self._held.is_unchanged
 
     def hold(self) -> None:
@@ -72,7 +73,7 @@ class BarePosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Sets settings, random state and loaders back to the last ``hold``, within the context."""
+        """Restores settings, random state and loaders of the last ``hold`` within the context."""
         assert self._held is not None
         with self._held.put_back():
             for loader, state in zip(self._wrapped, self._of_loaders, strict=True):
@@ -80,9 +81,10 @@ class BarePosition:
             yield
 
     def _wrap(self, loader: Any) -> Any:
-        """Wraps a stateful loader, and returns any other object as it is.
+        """Returns a wrapper of a stateful loader, or any other object unchanged.
 
-        ``attach`` refuses a loader without state and says which loader to use instead.
+        ``TorchaxCheckpointer.attach`` refuses a loader without ``state_dict``; its error says which
+        loader to use instead.
         """
         if not all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict")):
             return loader
@@ -91,7 +93,7 @@ class BarePosition:
 
 
 class _Loader:
-    """A stateful loader whose ``state_dict`` can be set to an earlier state."""
+    """Wraps a stateful loader; ``state_dict`` returns ``held``, an earlier state, if it is set."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

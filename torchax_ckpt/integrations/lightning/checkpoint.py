@@ -1,4 +1,4 @@
-"""``TorchaxCheckpoint``: a Lightning callback that saves through a ``TorchaxCheckpointer``."""
+"""A Lightning callback that saves and resumes training with a ``TorchaxCheckpointer``."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class TorchaxCheckpoint(Checkpoint):
 
     ``fit`` restores the newest step of the directory: modules, optimizers, schedulers, the loops,
     stateful loaders, random state, and the state of other callbacks, the datamodule and the
-    module's ``on_save_checkpoint``. The number of a step is ``trainer.global_step``. The policy is
-    asked about a step once everything that belongs to its batch is done, hooks and validation
-    included; for the last batch of an epoch, once the epoch has ended. A batch in which no
-    optimizer steps has no step of its own. Whatever the policy says, the callback saves these
-    steps: the last step of the training; each step for which validation or the end of an epoch
-    logged the monitored metric; and, on SIGTERM or an exception, the last completed step.
+    module's ``on_save_checkpoint``. The number of a step is ``trainer.global_step``. The callback
+    asks the save policy about a step after all hooks and the validation of the step's batch; if the
+    batch is the last of an epoch, the callback asks after the end of the epoch. A batch in which no
+    optimizer steps has no step number. Whatever the policy says, the callback also saves the last
+    step of the training; each step for which validation or the end of an epoch logged the monitored
+    metric; and, on SIGTERM or an exception, the last completed step.
 
-    In a loop without a Trainer, call ``on_fit_start``, ``on_train_batch_end`` after each step,
-    ``on_train_end``, ``on_exception`` and finally ``teardown`` with a ``BareLoop``.
+    In a training loop without a Trainer, create a ``BareLoop`` and pass it as the trainer to
+    ``on_fit_start``, to ``on_train_batch_end`` after each step, to ``on_train_end`` or
+    ``on_exception``, and finally to ``teardown``.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run.
@@ -102,7 +103,7 @@ class TorchaxCheckpoint(Checkpoint):
     # --- hooks ---------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
-        """Restores the newest step, if there is one.
+        """Attaches the module and its optimizers, and restores the newest step if there is one.
 
         Raises:
           MisconfigurationException: ``fit`` was given a Lightning checkpoint, or a callback has
@@ -125,8 +126,9 @@ class TorchaxCheckpoint(Checkpoint):
             return
         if trainer.ckpt_path is not None:
             raise MisconfigurationException(
-                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) is for Lightning's own checkpoints; "
-                f"TorchaxCheckpoint resumes from the newest step in {ckpt.directory}"
+                f"fit: expected no ckpt_path, found {str(trainer.ckpt_path)!r}, which is for "
+                "Lightning's own checkpoints; call fit without ckpt_path, and TorchaxCheckpoint "
+                f"resumes from the newest step in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
         position = self._position = LoopPosition(trainer)
@@ -154,8 +156,8 @@ class TorchaxCheckpoint(Checkpoint):
     ) -> None:
         """Saves the step of a ``BareLoop``, if the policy says so.
 
-        With a Trainer, this hook does nothing, because other hooks and the validation of the batch
-        are still to come.
+        With a Trainer, ``on_train_batch_end`` does nothing, because other hooks and the validation
+        of the batch have not run yet.
 
         Raises:
           SIGTERMException: SIGTERM has arrived, and the step is saved. Uncaught, the exception
@@ -172,7 +174,7 @@ class TorchaxCheckpoint(Checkpoint):
                 raise SIGTERMException(_SIGTERM_EXIT_CODE)
 
     def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
-        """Saves the last step, and waits until it is durable."""
+        """Saves the last step of the training, and waits until this step is durable."""
         if isinstance(trainer, BareLoop):
             metrics = self._rankable(trainer.callback_metrics)
             self._open.save(trainer.global_step, metrics=metrics, force=True)
@@ -192,9 +194,10 @@ class TorchaxCheckpoint(Checkpoint):
     ) -> None:
         """Saves the last completed step if its values are unchanged; closes the checkpointer.
 
-        The values are unchanged until an optimizer steps again. After an exception in the middle
-        of an optimizer step, only the steps that were saved before it remain. An error in this hook
-        is only logged, so that the caller sees the exception that ended the training.
+        The values of a completed step are unchanged until an optimizer steps again. If the
+        exception comes in the middle of an optimizer step, only the steps that were saved before
+        the exception remain. ``on_exception`` only logs its own errors, so that the caller sees
+        the exception that ended the training.
         """
         if self._position is None:
             return  # Not in a fit, but in validation, test or prediction.
@@ -277,7 +280,7 @@ class TorchaxCheckpoint(Checkpoint):
             raise SIGTERMException
 
     def _save_held(self) -> None:
-        """Saves the last completed step, if its tensors have not changed since."""
+        """Saves the last completed step, unless a tensor has changed after this step."""
         position = self._position
         if position is None or not position.is_current:
             return
@@ -287,13 +290,13 @@ class TorchaxCheckpoint(Checkpoint):
     # --- metrics -------------------------------------------------------------------------------
 
     def _fresh(self, trainer: Trainer) -> dict[str, Any]:
-        """Returns the metrics logged since the last call; others belong to an earlier step."""
+        """Returns the metrics that were logged since the last call of ``_fresh``."""
         logged = dict(trainer.callback_metrics)
         seen, self._seen = self._seen, logged
         return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
 
     def _rankable(self, metrics: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """Returns the metrics, without the monitored one if it is NaN.
+        """Returns the metrics, without the monitored metric if its value is NaN.
 
         Args:
           metrics: the metrics by name.
@@ -315,7 +318,8 @@ class TorchaxCheckpoint(Checkpoint):
         if self._was_validated or not trainer.enable_validation:
             raise MisconfigurationException(
                 f"TorchaxCheckpoint(monitor={self.monitor!r}): no metric of that name was logged "
-                f"by the end of the epoch. Logged: {', '.join(sorted(self._seen)) or 'nothing'}"
+                "by the end of the epoch; log it with self.log, or monitor a logged metric: "
+                f"{', '.join(sorted(self._seen)) or '(none)'}"
             )
 
     # --- warnings ------------------------------------------------------------------------------
@@ -336,9 +340,9 @@ class TorchaxCheckpoint(Checkpoint):
 
 
 def _refuse_unsaved(trainer: Any) -> None:
-    """Raises if a callback stores state through ``on_save_checkpoint``, which is not called here.
+    """Raises if a callback overrides ``on_save_checkpoint``, which TorchaxCheckpoint never calls.
 
-    Callbacks that average weights, for instance, often use that hook.
+    Callbacks that average weights, for instance, often store state in ``on_save_checkpoint``.
 
     Raises:
       MisconfigurationException: a callback overrides ``on_save_checkpoint``.
@@ -346,14 +350,14 @@ def _refuse_unsaved(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if is_overridden("on_save_checkpoint", callback):
             raise MisconfigurationException(
-                f"{type(callback).__name__}.on_save_checkpoint is for Lightning's own checkpoints, "
-                "and TorchaxCheckpoint would not save the state it adds to them: return that state "
-                "from state_dict and restore it in load_state_dict"
+                f"{type(callback).__name__} overrides on_save_checkpoint, which TorchaxCheckpoint "
+                "does not call, so the state that on_save_checkpoint stores would be lost: return "
+                "this state from state_dict, and restore it in load_state_dict"
             )
 
 
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Returns the argument of ``attach``: one optimizer, or a dict from position to optimizer."""
+    """Returns the only optimizer, or several as a dict by position, to give to ``attach``."""
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None

@@ -1,4 +1,4 @@
-"""``HeldStep``: remembers a completed step, so that it can be saved before the next step."""
+"""Remembers a completed step, so that a save can store this step until the next step begins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torchax_ckpt import RandomState
 class HeldStep:
     """The state of modules, optimizers, schedulers and random generators at a completed step.
 
-    Tensors are not copied, but a change to a tensor is detected. The settings (state of schedulers,
-    hyperparameters of parameter groups) and the random state are copied, because they can change
-    before the next step. ``put_back`` restores them temporarily.
+    ``HeldStep`` does not copy tensors, but detects a change to a tensor. ``HeldStep`` copies the
+    random state and the settings, which are the state of schedulers and the hyperparameters of
+    parameter groups, because these can change before the next step. ``put_back`` restores random
+    state and settings temporarily.
 
     Args:
       module: the module in training.
@@ -41,7 +42,7 @@ class HeldStep:
 
     @property
     def is_unchanged(self) -> bool:
-        """True if no tensor was changed and no parameter group was added since the step."""
+        """True if no tensor was changed and no parameter group was added since the held step."""
         now = list(self._values_now())
         return (
             len(now) == len(self._values)
@@ -55,7 +56,7 @@ class HeldStep:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Sets settings and random state back to those of the step, within the context."""
+        """Restores settings and random state of the held step while the context is open."""
         rng = RandomState()
         random_state, settings = rng.state_dict(), self._settings_now()
         try:
@@ -73,7 +74,8 @@ class HeldStep:
     def _values_now(self) -> Iterator[tuple[Any, int]]:
         """Yields, for each tensor, an object and a version that together identify its value.
 
-        Optimizer state is included, because an optimizer may fail in the middle of a step.
+        Tensors of optimizer state are included, because an optimizer may fail in the middle of a
+        step.
         """
         of_optimizers = (
             value
@@ -89,7 +91,7 @@ class HeldStep:
                 yield tensor, tensor._version
 
     def _settings_now(self) -> dict[str, list[Any]]:
-        """Returns the present settings. They are not copied, so they may change later."""
+        """Returns the present settings without copying them, so the result may change later."""
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "groups": [{n: v for n, v in g.items() if n != "params"} for g in self._groups],

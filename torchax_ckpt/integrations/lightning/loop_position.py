@@ -1,10 +1,10 @@
-"""``LoopPosition``: the position of a Trainer in Lightning's loops, saved and restored.
+"""Saves and restores the position of a Trainer in Lightning's loops.
 
 Training can resume bit for bit only from a point between two batches: after everything that belongs
 to one batch, including module hooks, schedulers and validation, and before Lightning fetches the
-next batch, which moves the loader and may draw random numbers. Lightning calls no hook at that
-point. This module therefore wraps the loop methods that end there, on the loops of one Trainer, for
-the duration of a fit.
+next batch, which moves the loader and may draw random numbers. Lightning calls no hook
+between the end of one batch and the fetch of the next batch. During a fit, this module therefore
+wraps the methods of the Trainer's loops that return between two batches.
 
 Source: Lightning 2.6, ``loops/fit_loop.py`` and ``loops/training_epoch_loop.py``.
 """
@@ -25,7 +25,7 @@ from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 
 class Moment(enum.StrEnum):
-    """A point in a Trainer's loops."""
+    """A point in a Trainer's loops that ``LoopPosition.watch`` reports."""
 
     START = "start"
     """Before the first batch."""
@@ -40,11 +40,11 @@ class Moment(enum.StrEnum):
 class LoopPosition:
     """The position of a Trainer after its last optimizer step.
 
-    The position is saved with the modules as ``stateful/lightning``. Between two optimizer steps
-    Lightning fetches batches, accumulates gradients and ends epochs, while modules and optimizers
-    do not change. The saved state of loops, loaders and callbacks is therefore the state that the
-    last ``hold`` recorded, not the present one. So the last step can be saved at any time before
-    the next step, within ``as_held``.
+    A checkpoint stores the position under the name ``stateful/lightning``. Between two optimizer
+    steps Lightning fetches batches, accumulates gradients and ends epochs, while modules and
+    optimizers do not change. A save therefore stores loops, loaders and callbacks as the last call
+    of ``hold`` recorded them, not as they are at the save. Within ``as_held``, the last step can be
+    saved at any time before the next optimizer step.
 
     Attributes:
       step: ``trainer.global_step`` at the last ``hold``.
@@ -66,13 +66,13 @@ class LoopPosition:
 
     @property
     def is_due(self) -> bool:
-        """True if the Trainer has a state newer than that of the last ``hold``."""
+        """True if the Trainer has advanced since the last call of ``hold``."""
         is_halfway = self.moment is Moment.BEFORE_VALIDATION
         return self._trainer.global_step > self.step or is_halfway
 
     @property
     def is_current(self) -> bool:
-        """True if the step of the last ``hold`` can still be saved: its tensors are unchanged."""
+        """True if no tensor has changed since ``hold``, so that the held step can be saved."""
         if self._held is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
@@ -95,7 +95,7 @@ class LoopPosition:
         return HeldStep(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position that the last ``hold`` recorded; {} before the first step."""
+        """Returns the position that ``hold`` recorded last; {} before the first step."""
         if self.moment is Moment.START:
             return {}
         return {
@@ -107,18 +107,18 @@ class LoopPosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Sets schedulers, parameter groups and random state back to the last ``hold`` for a while.
+        """Restores schedulers, parameter groups and random state of the last ``hold`` temporarily.
 
-        The checkpointer saves them from the live objects, which may have changed since the step: a
-        scheduler may step in a batch that only accumulates gradients, in a validation, or at the
-        end of an epoch.
+        The checkpointer saves schedulers, parameter groups and random state from the live objects,
+        which may have changed after ``hold``. A scheduler, for example, may step in a batch that
+        only accumulates gradients, in a validation, or at the end of an epoch.
         """
         assert self._held is not None
         with self._held.put_back():
             yield
 
     def _ask_others(self) -> dict[str, Any]:
-        """Returns the state of callbacks, datamodule and module, and the logged metrics."""
+        """Returns the state of the Trainer's callbacks, datamodule and module, and its metrics."""
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}
@@ -137,15 +137,15 @@ class LoopPosition:
     # --- resuming ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps a saved position, which ``resume`` applies to the Trainer."""
+        """Keeps a saved position until ``resume`` moves the Trainer to this position."""
         self._restored = state_dict
 
     def resume(self) -> None:
         """Moves the Trainer to the restored position.
 
-        Call this method at the point at which Lightning restores its loops. Lightning restores the
-        loaders later, when it creates them. Counters and random state are set once more before the
-        first batch.
+        Call ``resume`` at the point of a fit at which Lightning itself would restore its loops.
+        Lightning restores the loaders later, when it creates them. ``_start`` sets counters and
+        random state once more before the first batch.
         """
         trainer, restored = self._trainer, self._restored
         self._held = self._hold()
@@ -168,9 +168,9 @@ class LoopPosition:
         trainer.callback_metrics.update(restored["metrics"])
 
     def _start(self) -> None:
-        """Corrects counters, loaders and random state once set-up is complete.
+        """Sets counters, loaders and random state to the restored position, after the set-up.
 
-        Set-up draws random numbers. After this call only the training itself draws any.
+        Lightning's set-up draws random numbers, so the random state is restored after the set-up.
         """
         if self._held is None:
             return
@@ -188,7 +188,7 @@ class LoopPosition:
         RandomState().load_state_dict(self._held.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Fetches again, with the same random state, the batch that had been prefetched."""
+        """Prefetches again, from the same random state, the batch prefetched before the save."""
         loaders = fetcher.combined_loader
         loaders._load_state_dicts(self._fetched_ahead["loaders"])
         # A restored loader draws from the random state when it is first asked for its state; see
@@ -200,7 +200,7 @@ class LoopPosition:
     def _note_fetch(self, fetcher: Any) -> None:
         """Records the state of loaders and random generators before Lightning prefetches a batch.
 
-        Lightning prefetches one batch if the loader has no length, and otherwise none.
+        Lightning prefetches one batch if the loader has no length, and otherwise no batch.
         """
         if fetcher.length is None:
             self._before_fetch = {
@@ -217,7 +217,7 @@ class LoopPosition:
     # --- wrapping Lightning's loops ------------------------------------------------------------
 
     def watch(self, tell: Callable[[Moment], None]) -> None:
-        """Wraps the loops' methods: they call ``tell`` with each ``Moment`` until ``unwatch``."""
+        """Wraps methods of the Trainer's loops, so that they call ``tell`` at each ``Moment``."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
 
@@ -261,7 +261,7 @@ class LoopPosition:
         _wrap(epoch, "on_advance_end", batch_ended)
 
     def unwatch(self) -> None:
-        """Removes the wrappers from the loops."""
+        """Removes the wrappers that ``watch`` put around the methods of the Trainer's loops."""
         fit = self._trainer.fit_loop
         for loop in (fit, fit.epoch_loop):
             for name in ("on_run_start", "on_advance_end"):
@@ -280,7 +280,7 @@ class LoopPosition:
 
 
 def _wrap(loop: Any, name: str, wrapper: Callable[..., None]) -> None:
-    """Replaces a method of a loop by ``wrapper(method, ...)``."""
+    """Replaces a loop's method by ``wrapper``, which gets the original method as first argument."""
     method = getattr(loop, name)
     setattr(loop, name, lambda *args: wrapper(method, *args))
 

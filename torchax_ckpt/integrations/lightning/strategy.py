@@ -1,7 +1,8 @@
-"""``TorchaxStrategy``: runs a Lightning Trainer on JAX devices through torchax.
+"""Runs a Lightning Trainer on JAX devices through torchax.
 
 torchax computes gradients of functions, not of tensors. Modules must therefore use Lightning's
-manual optimization. All other features of a Trainer work as on any device.
+manual optimization, and cannot call ``manual_backward``. Lightning cannot write its own
+checkpoints, because ``torch.save`` cannot store torchax tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _HOW_TO_TRAIN = (
 class TorchaxStrategy(SingleDeviceStrategy):
     """Trains a module on JAX devices through torchax.
 
-    One process drives all its devices. Lightning sees these devices as one device; the shardings of
-    the module's arrays decide on which of them data lies. The strategy moves a module on the CPU to
-    the default device and keeps tied parameters and object identities. It leaves a module on
-    ``"jax"`` as it is, sharded or not, and leaves a module on ``"meta"`` to ``TorchaxCheckpoint``.
-    After training the module stays on its devices. The strategy enables torchax globally if the
-    program has not done so.
+    One process drives all of its JAX devices. Lightning sees all devices of a process as one
+    device; the shardings of the module's arrays decide which device holds which data. The strategy
+    moves a module from the CPU to the default device; parameters stay the same objects, and tied
+    parameters stay tied. The strategy leaves a module on ``"jax"`` as it is, sharded or not, and
+    leaves a module on ``"meta"`` for ``TorchaxCheckpoint`` to fill. After training the module stays
+    on its devices. The strategy enables torchax globally if the program has not done so.
 
     Raises:
       MisconfigurationException: the module to train uses automatic optimization.
@@ -87,9 +88,10 @@ class TorchaxStrategy(SingleDeviceStrategy):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Sets a sampler's epoch before its indices are read.
+        """Sets the epoch of a loader's sampler before the loader reads the sampler's indices.
 
-        Lightning sets the epoch later, which is too late for a loader that resumes within an epoch.
+        Lightning itself sets the epoch later, which is too late for a loader that resumes within an
+        epoch.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -114,8 +116,8 @@ class TorchaxStrategy(SingleDeviceStrategy):
         """
         raise MisconfigurationException(
             "Lightning writes its own checkpoints with torch.save, which cannot store torchax "
-            "tensors: give the Trainer callbacks=[TorchaxCheckpoint(directory)], or "
-            "enable_checkpointing=False"
+            "tensors: to save, give the Trainer callbacks=[TorchaxCheckpoint(directory)]; to "
+            "train without saves, give the Trainer enable_checkpointing=False"
         )
 
     def teardown(self) -> None:
@@ -126,7 +128,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
 
 
 class _JaxDevices(Accelerator):
-    """JAX's devices, which need no set-up."""
+    """Presents JAX's devices to Lightning as one accelerator, which needs no set-up."""
 
     def setup_device(self, device: torch.device) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Patches of torchax 0.0.13: tensor operations that Lightning and its metrics use.
+"""Adds tensor operations to torchax 0.0.13 that Lightning and its metrics need.
 
 With these patches ``self.log`` accepts device scalars without waiting for the device, and callbacks
 can print or copy logged values.
@@ -17,7 +17,7 @@ from torchax.tensor import Tensor
 
 @functools.cache
 def complete() -> None:
-    """Applies the patches once per process, for every user of torchax in the process."""
+    """Patches torchax for the whole process; only the first call has an effect."""
     torchax.default_env().override_op_definition(_EMPTY, _empty)
     for name, method in (("__format__", _format), ("__deepcopy__", _deepcopy)):
         if name not in vars(Tensor):
@@ -40,9 +40,9 @@ _EMPTY = torch.ops.aten.empty.memory_format
 def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Returns an empty tensor on the requested device.
 
-    torchax would create a tensor that is requested for the CPU on ``"jax"`` instead.
-    ``copy.deepcopy`` of a plain tensor requests a tensor for the CPU, and metrics, including those
-    of ``self.log``, deep-copy their initial values.
+    Without this patch, a program that requests a tensor on the CPU gets a tensor on ``"jax"``.
+    Metrics, including those of ``self.log``, deep-copy their initial values, and ``copy.deepcopy``
+    of a CPU tensor requests a new tensor on the CPU.
     """
     device = kwargs.get("device")
     with no_dispatch(), torch._C.DisableTorchFunction():
@@ -52,12 +52,12 @@ def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _format(self: Tensor, spec: str) -> str:
-    """Formats a scalar as torch does, as in ``f"{loss:.3f}"``."""
+    """Formats a 0-d tensor as torch does, for example in ``f"{loss:.3f}"``."""
     return format(self.item(), spec) if spec and self.ndim == 0 else object.__format__(self, spec)
 
 
 def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Returns a new tensor around the same array, which is immutable."""
+    """Returns a new tensor that shares the JAX array of ``self``, because arrays are immutable."""
     if id(self) not in memo:
         copied: Any = Tensor(self.jax(), torchax.default_env(), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
