@@ -119,7 +119,7 @@ def test_wide_integers_are_narrowed_only_where_they_fit(directory: Path, tmp_pat
     for name, array in (("big", np.array([2**40])), ("wide", np.zeros(2))):
         safetensors.numpy.save_file({name: array}, path)
         said = run("import", path, tmp_path / name, code=exit_codes.USAGE)
-        assert f"{name}: is {array.dtype}" in said
+        assert f"{name}: the tensor is {array.dtype}" in said
         assert not (tmp_path / name).exists()
 
 

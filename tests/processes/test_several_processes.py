@@ -165,7 +165,7 @@ def test_a_clock_that_is_wrong_parts_nobody(directory: Path) -> None:
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="give one of the two"):
+    with pytest.raises(ValueError, match="set only one"):
         CheckpointOptions(single_replica_restore=True, restore_in_budget=True)
     for secs in (None, 0, -1.0, float("inf"), True, "1"):
         with pytest.raises(ValueError, match="process_timeout_secs: expected a positive number"):

@@ -371,7 +371,7 @@ def test_what_is_no_source_is_named(directory: Path, origins: Any) -> None:
         warm_start(model, directory)
     with pytest.raises(SelectionError, match="files have no steps"):
         warm_start(model, origins[0]["hub"], step=3)
-    with pytest.raises(SelectionError, match="no places"):
+    with pytest.raises(SelectionError, match="neither by torch.save nor"):
         warm_start(model, origins[0]["hub"], at="model")
     with pytest.raises(MismatchError, match="found them at model"):
         warm_start(model, origins[0]["dcp"], at="ema")

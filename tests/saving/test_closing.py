@@ -28,6 +28,12 @@ LATE = CheckpointOptions(save_timeout_secs=0.3)
 ALWAYS = policies.FixedIntervalPolicy(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_other_checkpointer() -> None:
+    """Ends what earlier tests left open, because it would keep the handler of SIGTERM installed."""
+    gc.collect()
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Saves are written once this is set."""

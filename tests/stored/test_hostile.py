@@ -261,7 +261,7 @@ def stack_of(raw: Any) -> list[str]:
         (lambda raw: stack_of(raw).append(WEIGHT), "one dtype and shape"),
         (lambda raw: stack_of(raw).clear(), "a stack of leaves"),
         (lambda raw: raw["stacks"].update({WEIGHT: stack_of(raw)}), "a valid stack name"),
-        (lambda raw: raw["versions"].update(torch=5), "wrong form"),
+        (lambda raw: raw["versions"].update(torch=5), "in another form"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(
