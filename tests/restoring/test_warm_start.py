@@ -187,8 +187,8 @@ def test_a_rename_stays_within_its_model(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(fresh, resume=False, rng=False)
         for target in ("disc/0", "0", "gen/a/0", "gen%2Fa/x/0", "gen%2Fa/%FF", "%FF/0"):
-            message = rf"gen%2Fa/0\..* would become {target}\..*: expected gen%2Fa/ followed by torch's name"
-            with pytest.raises(SelectionError, match=message):
+            said = rf"gen%2Fa/0\..* would become {target}\..*: expected gen%2Fa/ followed by torch"
+            with pytest.raises(SelectionError, match=said):
                 ckpt.restore(strict=False, rename={"gen%2Fa/0": target})
         assert_trees_identical({n: training_state(model) for n, model in fresh.items()}, before)
         ckpt.restore(strict=False, rename={"gen%2Fa/0": "gen%2Fa/2", "gen%2Fa/2": "gen%2Fa/0"})
