@@ -116,7 +116,7 @@ TESTED = {
         "storage/directory/test_lease.py"
         "::test_nothing_is_committed_moved_or_removed_without_the_lease",
     ],
-    "Another program may save between": [
+    "Another program can take the lease": [
         "saving/test_tiers.py::test_a_late_first_save_mixes_in_neither_tier",
     ],
     "The library unpickles nothing": [
