@@ -145,7 +145,7 @@ class TorchaxCheckpointer:
     ) -> int:
         """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
-        Restored arrays get the shardings of the attached arrays, on whatever mesh they were saved.
+        Restored arrays get the shardings of the attached arrays, even if saved on another mesh.
         Skips damaged steps with a warning. If a step mismatches the objects, raises MismatchError.
 
         Args:
@@ -331,7 +331,7 @@ class TorchaxCheckpointer:
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a whole step and compares every byte with the bytes that were saved.
 
-        An intact step then counts as verified, also for later programs unless this checkpointer is
+        Marks an intact step as verified; later programs see the mark unless this checkpointer is
         ``read_only``. No preservation policy deletes the newest verified durable step. Live state
         does not change.
 
@@ -373,7 +373,7 @@ class TorchaxCheckpointer:
         return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
-        """Records metrics of the current step, which are fetched only if the step is saved.
+        """Records metrics of the current step; their values are fetched only at a save.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -381,7 +381,7 @@ class TorchaxCheckpointer:
         self._loop.record(metrics)
 
     def should_save(self, step: int) -> bool:
-        """Returns whether ``save(step)`` would save, because of the policy or of a preemption."""
+        """Returns whether ``save(step)`` would save the step, due to the policy or a preemption."""
         return self._saves.should_save(as_step(step))
 
     @guarded(trains=True)
@@ -440,7 +440,7 @@ class TorchaxCheckpointer:
     # --- listing and deleting steps -----------------------------------------------------------
 
     def all_steps(self, tier: TierName | None = None) -> list[int]:
-        """Returns the existing steps, ascending. Lists the directories at each call; opens no step.
+        """Returns the existing steps, ascending. Each call lists the directories and opens no step.
 
         Args:
           tier: "durable" or "local" (TierError if it does not exist); None lists all tiers.
@@ -491,7 +491,7 @@ class TorchaxCheckpointer:
         self._tiers.delete(as_step(step), tier)
 
     def stats(self) -> Stats:
-        """Returns counts and times of all saves and restores so far, on any thread."""
+        """Returns counts and times of saves and restores so far. May be called on any thread."""
         return self._telemetry.stats()
 
     # --- ending --------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class StepTypeError(StepError, TypeError):
 
 
 class TierError(CheckpointError, ValueError):
-    """The checkpointer lacks the requested tier, or its options do not allow a restore from it."""
+    """The requested tier does not exist, or the checkpointer's options forbid a restore from it."""
 
 
 class UninitializedLeafError(CheckpointError, ValueError):

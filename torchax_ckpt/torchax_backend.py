@@ -177,7 +177,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a CPU tensor as a bitwise numpy copy. Call ``to_numpy`` within ``native_torch``."""
+    """Copies a CPU tensor bit for bit into numpy. Call ``to_numpy`` within ``native_torch``."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype in _BIT_TWINS:
         integers, dtype = _BIT_TWINS[tensor.dtype]
@@ -186,7 +186,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
-    """Returns numpy copies of 0-d CPU tensors, by ``id(tensor)``.
+    """Copies 0-d CPU tensors; returns a dict from ``id(tensor)`` to a tensor's numpy copy.
 
     Call ``scalars_to_numpy`` within ``native_torch``. All tensors of one dtype are copied together,
     because a thousand separate copies, of step counters for example, would take longer than the

@@ -299,8 +299,8 @@ def export(
     """Writes the weights of a step to files for other programs; writes tied weights only once.
 
     Weights keep their names in torch and their dtypes. A directory of safetensors files has the
-    layout of Hugging Face. The command bounds its memory for models of any size. If an export as pt
-    or dcp exceeds the bound, the disk needs room for two copies of it while the command runs.
+    layout of Hugging Face. The command limits its memory, whatever the size of the model. An export
+    as pt or dcp that is larger than this limit needs disk space for two copies while it runs.
     """
     from torchax_ckpt.cli import convert
 

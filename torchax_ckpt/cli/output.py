@@ -146,5 +146,5 @@ def committed_at(committed: CommittedStep) -> str | None:
 
 
 def number(value: Any) -> str:
-    """Formats the value of a metric; a float has six digits, other values become JSON."""
+    """Formats the value of a metric; a float gets six significant digits, other values JSON."""
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)

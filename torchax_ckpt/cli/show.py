@@ -69,7 +69,7 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Returns, for each step, which preservation rules of the last program keep the step.
+    """Returns, for each step, the last program's preservation rules that keep the step.
 
     The next save deletes a step that no rule keeps. The result is None if no program has recorded
     its preservation rules, or if there are no steps.

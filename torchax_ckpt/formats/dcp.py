@@ -184,8 +184,8 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
         )
     if not _are_separable(parts):
         raise ValueError(
-            f"{key}: expected chunks that straight cuts along the dims separate, found chunks that "
-            "overlap or that no cuts separate"
+            f"{key}: expected chunks that straight cuts along the dims can separate, found chunks "
+            "that overlap or that such cuts cannot separate"
         )
     return FileTensor(dtype, shape, tuple(parts))
 

@@ -1,7 +1,7 @@
 """Imports weights from files of other programs as the first step of a new run.
 
-The import maps the tensors into memory and does not read them at once, so the host needs no memory
-for the whole model.
+The import maps the tensors into memory and never reads all of them at the same time, so the host
+needs no memory for the whole model.
 """
 
 from __future__ import annotations

@@ -209,7 +209,8 @@ class _Machine:
                 stack.append(Persistent(stack.pop()))
             case _:
                 raise ValueError(
-                    f"expected the pickle instructions of torch's metadata, found {name}"
+                    "expected only pickle instructions that torch uses for metadata, "
+                    f"found the instruction {name}"
                 )
 
     def _pop_to_mark(self) -> list[Any]:

@@ -26,7 +26,7 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 def room_for(
     leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
 ) -> Iterator[Allocate | None]:
-    """Provides memory for all leaves together, or a temporary file if they exceed the bound.
+    """Provides memory for all leaves together; if the leaves exceed the bound, a temporary file.
 
     Args:
       leaves: the leaves that will be read.

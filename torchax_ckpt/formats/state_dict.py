@@ -106,7 +106,7 @@ def read_tensors(
 
 
 def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a state dict, or a dict of them, to a file for ``torch.load(weights_only=True)``.
+    """Writes a state dict, or a dict of state dicts, for ``torch.load(weights_only=True)``.
 
     Raises:
       DirectoryError: the file exists already, or cannot be written.

@@ -53,7 +53,7 @@ def young_interval_secs(
 
 
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
-    """Returns the seconds of training between two saves that are best by Daly's formula.
+    """Returns the best time of training between two saves, in seconds, by Daly's formula.
 
     The training between two saves begins when one save stops blocking, and ends when the next save
     begins.
@@ -103,7 +103,7 @@ def best_interval(
     durable_secs: float | None = None,
     slowdown: float = 0.0,
 ) -> BestInterval:
-    """Returns the interval with the best goodput: the longer of P and Daly's interval.
+    """Returns the best interval: Daly's interval, or ``durable_secs`` (P) if that is longer.
 
     Args:
       blocking_secs: b, seconds that a save blocks the training thread.

@@ -124,7 +124,7 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The cluster, storage tiers and step time of a training run; a ``Policy`` times its saves.
+    """The cluster, storage tiers and step time of a training run; a ``Policy`` says when to save.
 
     Attributes:
       cluster: the machines of the run, and how they fail.
@@ -223,7 +223,7 @@ class OptimalInterval:
     counts_slowdown: bool = True
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns Young's interval, max(P, sqrt(2 b M))."""
+        """Returns Young's interval for saves to ``tier``; see ``young_interval_secs``."""
         return young_interval_secs(
             blocking_secs=tier.cost_secs if self.counts_slowdown else tier.blocking_secs,
             durable_secs=tier.durable_secs,

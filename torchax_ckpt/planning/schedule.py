@@ -103,13 +103,13 @@ class Schedule:
         return first_durable + int(periods) * self.saves_per_durable + m
 
     def last_local(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that the local tier has ``secs`` after the restart, or 0."""
+        """Returns the last snapshot in the local tier ``secs`` after the restart; 0 if none."""
         if self._local is None:
             return 0
         return self.last_begun(secs - self._local.durable_secs, first_durable)
 
     def last_durable(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot that the durable tier has ``secs`` after the restart, or 0."""
+        """Returns the last snapshot in the durable tier ``secs`` after the restart; 0 if none."""
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:
             return 0
@@ -118,7 +118,7 @@ class Schedule:
     def _after(self, begin_secs: float) -> float:
         """Returns the start time of the snapshot that follows the snapshot begun at ``begin_secs``.
 
-        Both start times are in seconds since a save to the durable tier began.
+        Both start times are in seconds since the latest save to the durable tier began.
         """
         tiers = [(self._durable, begin_secs)]
         if self._local is not None:

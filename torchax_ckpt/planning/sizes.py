@@ -178,7 +178,7 @@ def _num_moments(optimizer: str | float) -> float:
 
 
 def _is_tensor(value: object) -> bool:
-    """Returns whether a value of a state dict is a tensor; ``get_extra_state`` adds others."""
+    """Returns whether a value of a state dict is a tensor; extra state may be any object."""
     return hasattr(value, "numel") and hasattr(value, "dtype")
 
 

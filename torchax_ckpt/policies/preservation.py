@@ -98,7 +98,7 @@ def best_rule(policy: Any) -> BestN:
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """Returns for each checkpoint whether to keep it, by the policy or as the newest one.
+    """Returns for each checkpoint whether the policy or a rule for the newest steps keeps it.
 
     The newest checkpoint, and the newest checkpoint that is not known to be damaged, are kept
     whatever the policy returns.

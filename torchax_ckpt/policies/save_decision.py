@@ -78,8 +78,8 @@ class OptimalIntervalPolicy:
 
     Unless ``slowdown`` is given, the policy measures the slowdown: it compares the duration of
     steps with a save in flight with the duration of steps without a save. If saves follow each
-    other without a pause, the policy adds a pause as long as a save after one save in twenty, to
-    measure steps without a save.
+    other without a pause, the policy pauses after every twentieth save, for as long as a save
+    takes, to measure steps without a save.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the time of the whole save, since the rest of that time overlaps with training.
@@ -155,7 +155,7 @@ class OptimalIntervalPolicy:
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """Returns True if no save is in flight and the interval since the last snapshot passed."""
+        """Returns True if no save is in flight and the interval since the last snapshot is over."""
         self._times.completed(
             step.step,
             step.time.timestamp(),

@@ -342,7 +342,10 @@ class Processes:
         return error if json.loads(verdict)["process"] == self.index else _from_json(verdict)
 
     def _forget(self) -> None:
-        """Deletes messages of earlier rounds. Call this once all processes are in this round."""
+        """Deletes messages of earlier rounds.
+
+        Call ``_forget`` only after all processes have entered the present round.
+        """
         while len(self._rounds) > 1:
             self._client.key_value_delete(self._rounds.pop(0))
 

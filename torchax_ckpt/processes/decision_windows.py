@@ -7,9 +7,9 @@ the background. So the decisions agree even if policies, clocks and the progress
 between processes. A process that has no decision for its step yet waits for the decision.
 
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
-processes must ask for decisions at the same steps in the same order, as a training loop does. If a
-step differs from the prediction, at the start or after a restore of an older step, all processes
-wait for a new decision.
+processes must ask for decisions at the same steps in the same order, as a training loop does. All
+processes wait for a new decision at the start, and whenever a step differs from the prediction, as
+after a restore of an older step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """The decisions for every ``stride``-th step from ``first`` to ``last``.
+    """Says for the steps ``first``, ``first + stride`` and so on to ``last`` which ones to save.
 
     ``saved`` lists the steps of the window that are to be saved.
     """
@@ -101,7 +101,7 @@ class DecisionWindows:
         return self._answer
 
     def keep(self) -> None:
-        """Records that the save of the step asked for last has begun.
+        """Records that the last step for which ``ask`` was called is now being saved.
 
         ``ask`` then returns False for this step.
         """

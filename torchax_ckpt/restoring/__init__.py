@@ -1,1 +1,1 @@
-"""Restores into live objects, and loads as returned values, from a step or from files."""
+"""Restores a step or files into live objects; also loads a step and returns its state."""

@@ -132,7 +132,7 @@ def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
 def stored_starts(
     reads: Mapping[str, Read], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
-    """Returns the start indices of the shards that a host's step holds, like ``needed_starts``.
+    """Returns the start indices of the shards in a host's step, in the form of ``needed_starts``.
 
     If the host had another position in the mesh at the save, the stored start indices differ from
     the needed start indices. For a leaf that is stored whole, the result repeats the needed start
@@ -171,7 +171,7 @@ def _blocks(starts: Any) -> list[list[int]]:
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
-    """Returns reads into host memory for those of the ``names`` that the document has.
+    """Returns reads into host memory, for the leaves of the document that ``names`` lists.
 
     A host reads leaves into host memory in order to send them to other hosts.
     """

@@ -112,7 +112,7 @@ class HostSteps:
         return self._copy is not None and self._copy.is_whole(reads, num_processes)
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Returns leaf name -> array on its placement, from this host's copy or other hosts."""
+        """Returns leaf name -> array; reads this host's copy, or receives data from other hosts."""
         asked, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
@@ -138,7 +138,7 @@ class HostSteps:
     ) -> dict[str, Any]:
         """Returns the leaves that do not span hosts, from this host's copy or another host's copy.
 
-        Each host's copy holds the leaves that do not span hosts for every host.
+        Each host's copy holds all leaves that do not span hosts.
         """
         lacking = [] if values is not None else sorted(reads)
         asked = [json.loads(sent) for sent in self._processes.gather(json.dumps(lacking).encode())]

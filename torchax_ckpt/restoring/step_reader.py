@@ -142,8 +142,8 @@ def _is_whole_here(placement: Placement) -> bool:
 def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
     """Returns whether ``reads`` cover (and so can verify) every stored byte of the step.
 
-    ``reads`` are the reads of one process. The corresponding reads of the other processes in the
-    same restore count too.
+    ``reads`` are the reads of one process. ``is_whole`` also counts the corresponding reads of the
+    other processes in the same restore.
     """
     needed = set(manifest.leaves())
     # If as many processes read as saved, each process reads its own per-process state.

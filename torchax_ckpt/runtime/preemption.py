@@ -197,7 +197,7 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores the previous SIGTERM handler and wakeup descriptor, if ours are still set.
+        """Restores the previous SIGTERM handler and wakeup descriptor, unless ours were replaced.
 
         Returns:
           Our descriptors, which the caller closes after the thread has ended.

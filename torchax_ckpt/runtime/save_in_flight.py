@@ -24,7 +24,7 @@ class SaveCost:
 
 
 class SaveInFlight:
-    """A save that its own thread is writing.
+    """The state of one save in flight, which a separate thread writes.
 
     Attributes:
       is_known_overdue: whether a SaveTimeoutError for this save was raised.

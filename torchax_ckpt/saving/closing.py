@@ -49,9 +49,9 @@ class _Decisions(Protocol):
 class Closing:
     """Ends the background work of one checkpointer: saves, leases, threads, SIGTERM handling.
 
-    A ``Closing`` refers to parts of the checkpointer, never to the checkpointer itself. With such a
-    reference, the threads and exit hooks that use the ``Closing`` would prevent the garbage
-    collection of the checkpointer.
+    A ``Closing`` refers to parts of the checkpointer, never to the checkpointer itself. If a
+    ``Closing`` referred to the checkpointer, the threads and exit hooks that use the ``Closing``
+    would prevent the garbage collection of the checkpointer.
 
     Attributes:
       is_asked: whether ``close`` was called or the checkpointer was garbage-collected.
@@ -117,9 +117,7 @@ class Closing:
             self._finish_later()
 
     def concerns(self, saver: _Saver) -> bool:
-        """Returns whether another checkpointer may still write to the directory of ``saver``.
-
-        The other checkpointer is the one that this ``Closing`` ends.
+        """Returns whether this object's checkpointer may still write to the directory of ``saver``.
 
         Args:
           saver: a saver of the checkpointer that asks; its directory is the one in question.
@@ -197,9 +195,10 @@ def _is_same(path: Any, other: Any) -> bool:
 
 
 def take_over(saver: _Saver) -> None:
-    """Closes other checkpointers on the saver's directory that this process no longer uses.
+    """Closes unused checkpointers of this process that may still write to the saver's directory.
 
-    These checkpointers were garbage-collected, or their ``close`` was called but has not finished.
+    A checkpointer is unused if it was garbage-collected, or if its ``close`` was called but has not
+    finished.
 
     Args:
       saver: a saver of the checkpointer that is about to write.

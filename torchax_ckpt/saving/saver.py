@@ -3,8 +3,8 @@
 The training thread passes a captured state to the saver and continues; a separate thread writes the
 state. A tier has at most one save in flight. Program exit waits for a save in flight.
 
-A failed save leaves earlier steps intact. The next save tries again, so saving recovers when the
-storage does. The log reports failures of the same kind once, and reports when saving works again.
+A failed save leaves earlier steps intact. Later saves succeed once the storage works again. The
+log reports failures of the same kind once, and reports when saving works again.
 
 In a run of several processes, each process writes the data of its devices; process 0 commits. A
 save succeeds on all processes or fails on all processes. This module does not use torchax.
@@ -131,7 +131,7 @@ class Saver:
             self._telemetry.open([s.step for s in self._history.branches.in_place])
 
     def _take(self, step: int | None) -> None:
-        """Acquires the lease; raises LeaseError if another program has added steps meanwhile."""
+        """Acquires the lease; raises LeaseError if the directory has steps unknown to this run."""
         self._directory.claim()
         if unknown := self._history.unknown(step):
             self._directory.release()
@@ -245,7 +245,7 @@ class Saver:
         self.wait()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest unraised save failure, else one SaveTimeoutError for a late save."""
+        """Raises the oldest unraised failure; if none, SaveTimeoutError, once per late save."""
         self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:

@@ -128,7 +128,7 @@ def fetching(
 def fetch_ranked(
     pending: Pending, ranked: Iterable[str], step: int
 ) -> tuple[dict[str, Any], MetricsError | None]:
-    """Returns the fetched metrics, and the error if ``require_ranking`` refuses them, else None."""
+    """Returns the fetched metrics, and the error that ``require_ranking`` raised, or None."""
     metrics = fetch(pending)
     try:
         require_ranking(metrics, ranked, step)

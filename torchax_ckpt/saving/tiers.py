@@ -1,9 +1,9 @@
 """The tiers of a run: its durable directory, and optionally a local one for more frequent saves.
 
 The durable and the local tier work in the same way, each with its own steps, history, saver and
-policies. The tiers belong to one run, which resumes from the newest step of either tier that was
-not abandoned. If both tiers have the newest step, the run resumes from the local tier, because
-local storage is closer to the host.
+policies. The tiers belong to one run. The run resumes from its newest step that is not abandoned,
+whichever tier has this step. If both tiers have this step, the run resumes from the local tier,
+because local storage is closer to the host.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class Tiers:
             tier.saver.claim(step)
 
     def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
-        """Acquires the leases of all tiers, names the run, and waits for saves in flight.
+        """Acquires the leases of all tiers, stores the run's name, and waits for saves in flight.
 
         Waits only for saves to the given tiers.
         """
@@ -325,7 +325,7 @@ class Tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def check_for_errors(self) -> None:
-        """Raises the oldest unraised failure of a save, durable tier before local tier."""
+        """Raises the durable tier's oldest unraised save failure; if none, the local tier's."""
         for tier in self._tiers:
             tier.saver.check_for_errors()
 
@@ -367,7 +367,7 @@ class Tiers:
             self.holding(committed).saver.delete(step)
 
     def take_over(self) -> None:
-        """Closes other checkpointers on the same directories that this process no longer uses."""
+        """Closes unused checkpointers of this process that may still write to these directories."""
         for tier in self._tiers:
             take_over(tier.saver)
 

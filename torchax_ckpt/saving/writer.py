@@ -221,7 +221,7 @@ class Writer:
 
         Either all hosts or no host should have a part of the step. If another host dies without a
         report, this host keeps its part, because the other host may have committed its own part
-        before.
+        before it died.
         """
         directory, processes = self._directory, self._processes
         at = processes.agreed_time()

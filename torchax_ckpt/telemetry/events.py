@@ -102,7 +102,7 @@ class Event:
 
     @classmethod
     def of_line(cls, line: bytes) -> Event | None:
-        """Returns the event on a line, without values of unknown form; None if it is no event."""
+        """Returns a line's event, without values of unknown form; None if the line is no event."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -119,7 +119,7 @@ class Event:
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of an event without None, cut to the lengths that readers accept.
+    """Returns an event's values that are not None, each cut to the length that readers accept.
 
     A text that is too long loses its end. The value ``steps`` keeps its last ``MAX_STEPS`` members.
     """

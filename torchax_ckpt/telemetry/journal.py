@@ -63,7 +63,7 @@ class Journal:
 
     @property
     def patience_secs(self) -> float:
-        """Seconds between two appends; long on a bucket, which limits writes to one object.
+        """Seconds between two appends; longer on a bucket, because buckets limit writes per object.
 
         If the program is killed, the events that the program has not yet appended are lost.
         """
@@ -157,7 +157,7 @@ def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
 def latest_start(directory: epath.Path) -> Event | None:
     """Returns the ``started`` event of the newest run; None if the journal lacks this event.
 
-    ``latest_start`` reads one file, the oldest file of the newest run that still exists.
+    ``latest_start`` reads only one file: of the newest run's files that still exist, the oldest.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.

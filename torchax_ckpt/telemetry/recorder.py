@@ -157,7 +157,7 @@ class Telemetry:
 
     @_logs_errors
     def open(self, steps: Sequence[int]) -> None:
-        """Allows writing events to the directory, because this program has taken its lease.
+        """Allows writing events to the directory, because this program now holds the lease.
 
         Args:
           steps: the steps in the directory, which the event ``started`` records. The events of an

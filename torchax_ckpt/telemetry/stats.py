@@ -69,20 +69,20 @@ class Stats:
 
 
 class Tally:
-    """Counts events and records their numbers. Callers of a ``Tally`` must hold a lock."""
+    """Counts events and keeps their numeric values. Callers of a ``Tally`` must hold a lock."""
 
     def __init__(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
         self._values: dict[tuple[str, str], collections.deque[float]] = {}
 
     def take(self, event: Event) -> None:
-        """Counts one event and records its numbers."""
+        """Counts one event and keeps its numeric values."""
         self._counts[event.name] += 1
         for key, value in event.numbers.items():
             self.measured(event.name, key, value)
 
     def measured(self, name: str, key: str, value: float) -> None:
-        """Records the number ``key`` of an event called ``name``."""
+        """Keeps ``value``, the numeric value ``key`` of an event of the kind ``name``."""
         self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:

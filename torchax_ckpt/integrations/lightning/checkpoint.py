@@ -196,8 +196,8 @@ class TorchaxCheckpoint(Checkpoint):
 
         The values of a completed step are unchanged until an optimizer steps again. If the
         exception comes in the middle of an optimizer step, only the steps that were saved before
-        the exception remain. ``on_exception`` only logs its own errors, so that the caller sees
-        the exception that ended the training.
+        the exception remain. ``on_exception`` logs its own errors and does not raise them, so
+        that the caller sees the exception that ended the training.
         """
         if self._position is None:
             return  # Not in a fit, but in validation, test or prediction.
@@ -357,7 +357,7 @@ def _refuse_unsaved(trainer: Any) -> None:
 
 
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Returns the only optimizer, or several as a dict by position, to give to ``attach``."""
+    """Returns the value for ``attach``: the only optimizer, or a dict of several by position."""
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
