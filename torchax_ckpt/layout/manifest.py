@@ -1,4 +1,4 @@
-"""Defines and checks the manifest of a step, JSON that explains every array of the step.
+"""Defines and checks manifests. The manifest of a step is JSON that describes its arrays.
 
 A manifest has this form:
 
@@ -70,7 +70,7 @@ class Digests:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a step's manifest: the description of the state, the plan, the digests.
+    """The content of a step's manifest: the state's description, the storage plan, the digests.
 
     Attributes:
       document: component (``model``, ``optimizer``, ...) -> its node.
@@ -164,7 +164,7 @@ class Manifest:
         }
 
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns a dict from stored name to (shape, dtype), for arrays that hold wanted leaves."""
+        """Returns (shape, dtype) by stored name, for the arrays that contain ``wanted`` leaves."""
         located = self.plan.locate()
         specs = {
             name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()

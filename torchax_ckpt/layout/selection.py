@@ -90,7 +90,7 @@ class Selection:
         return False
 
     def taken(self, stored: Iterable[str], ties: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Returns a dict from selected name in the checkpoint to name in the program.
+        """Returns a dict from name in the checkpoint to name in the program, for selected tensors.
 
         Args:
           stored: names in the checkpoint.

@@ -1,4 +1,4 @@
-"""Defines the interface between parts of a training state and code that saves or restores them."""
+"""Defines the interface through which other code saves and restores parts of a training state."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Read:
 
 @dataclasses.dataclass
 class Write:
-    """One change to live objects, made after the leaves that the change needs have been read.
+    """A change to live objects. A restore first reads the leaves that the change needs.
 
     A write that runs user code in ``do`` may fail. After a failure, the ``undo`` of the failed
     write and of each earlier write runs. Writes that cannot fail have no ``undo`` and come last.
@@ -255,7 +255,7 @@ class Restoration:
             self.unfilled.extend(other.unfilled)
 
     def require_filled(self) -> None:
-        """Raises UninitializedLeafError if neither checkpoint nor ``init`` fills a meta tensor."""
+        """Raises UninitializedLeafError if a meta tensor would remain without data."""
         if not self.unfilled:
             return
         listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
@@ -278,12 +278,12 @@ class Restoration:
     @staticmethod
     @torchax_backend.native_torch()
     def apply_writes(writes: Iterable[Write], values: Values) -> None:
-        """Executes writes to live objects that cannot fail and have no undo."""
+        """Executes the given writes, which cannot fail and have no undo."""
         for write in writes:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes that run user code, or none; ``apply`` explains ``agree``."""
+        """Makes all changes that run user code, or none. For ``agree``, see ``apply``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -313,7 +313,8 @@ class Component(Protocol):
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Compares a stored node with the live object; returns the plan, and changes nothing.
 
-        ``selection`` selects tensors of models by name; components without such names ignore it.
+        ``selection`` selects tensors of models by name. A component whose state does not belong to
+        tensors of models ignores ``selection``.
         """
         ...
 
@@ -332,7 +333,7 @@ def restore_by_call(
     ``take`` is the user's code. The undo first resets the attributes of ``owner``, because ``take``
     may have set some of them before it failed, and then passes the state ``live`` to ``take``. A
     device leaf goes to the placement of the live leaf of the same name and shape, or else to the
-    default device; other leaves stay on the host. An exception of ``take`` becomes a MismatchError
+    default device; a host leaf stays on the host. An exception of ``take`` becomes a MismatchError
     that names ``where``.
     """
     arrays = live.by_name()
@@ -370,7 +371,7 @@ def restore_by_call(
 
 
 def thaw(captured: Captured) -> Any:
-    """Rebuilds the captured value; shares no mutable data with the object that was captured."""
+    """Rebuilds the captured value. The result shares no mutable data with the captured object."""
     arrays = captured.by_name()
     return decode(captured.form.node, lambda n: revive(n, arrays[n["array"]]))
 

@@ -77,7 +77,7 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """Returns a value that is equal only for leaves with equal nodes; None if no value is."""
+    """Returns a signature, or None. Leaves with equal signatures have equal nodes."""
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
     if isinstance(leaf, jax.Array):
@@ -90,7 +90,7 @@ def _signature_of(leaf: Any) -> Any:
 
 
 def same_form(abstract: Any, node: Node) -> bool:
-    """Returns whether an abstract value and a node have one type, such as number or string."""
+    """Returns whether an abstract value and a node have the same type, such as number or string."""
     return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
 
 

@@ -52,7 +52,7 @@ def freeze(value: Any, name: str) -> Array:
 
 
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
-    """Returns the arrays to store for many tensors, the same arrays that ``freeze`` returns.
+    """Does for many tensors what ``freeze`` does for one: returns the arrays to store.
 
     All 0-d CPU tensors of one dtype are copied in one operation.
     """
@@ -132,7 +132,7 @@ class Spec:
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns numpy's or ml_dtypes' name of a dtype; cached, because numpy builds it each time."""
+    """Returns the name of a dtype. Cached, because numpy builds the name again at each access."""
     return dtype.name
 
 
@@ -202,8 +202,9 @@ def require_jax_dtype(dtype: str, name: str) -> None:
     """
     if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
         raise UnsupportedLeafError(
-            f"{name}: is {dtype}, which JAX would narrow. Set jax_enable_x64, or, for load, ask "
-            "for a numpy array or a CPU tensor in the abstract state.",
+            f"{name}: is {dtype}, which JAX would convert to a narrower dtype. Set "
+            "jax_enable_x64, or, for load, ask for a numpy array or a CPU tensor in the "
+            "abstract state.",
             key_path=name,
         )
 

@@ -115,15 +115,15 @@ class ModuleComponent:
         return names.join((*self.key_path, fqn))
 
     def _user_name(self, fqn: str) -> str:
-        """Returns the tensor name for ``shardings`` and ``init``, which lacks ``model/``."""
+        """Returns a tensor's name without ``model/``, as ``shardings`` and ``init`` receive it."""
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
         """Returns a dict from the id of each tensor to the tensor's key paths below ``model``.
 
-        The last ``capture`` or ``prepare`` made the dict, and the object is the same until a name
-        changes. Walking over all modules for each optimizer would take a tenth of a save's blocking
-        time.
+        All calls return the same dict, which ``capture`` or ``prepare`` made, until a name changes.
+        To walk over all modules for each optimizer, and make a new dict, would take a tenth of a
+        save's blocking time.
         """
         return self._names
 
@@ -336,7 +336,7 @@ class ModuleComponent:
             restoration.writes.append(Write(_filler(slot, array)))
 
     def _initial(self, slot: Slot) -> jax.Array | None:
-        """Returns ``init``'s array, on the tensor's placement; None if ``init`` returns None."""
+        """Calls ``init`` for a tensor; returns the array on the tensor's placement, or None."""
         assert self._init is not None
         placement = self._placement(slot)
         expected = self._expected(slot)

@@ -90,7 +90,7 @@ class OptimizerComponent:
         if not known:
             raise AttachError(
                 f"{where}: {kind} is attached without a module, so its parameters have no names. "
-                "Attach the module that it trains in the same call of attach.",
+                "Attach the module that the optimizer trains, in the same call of attach.",
                 key_path=where,
             )
         g, i = strangers[0]
@@ -164,7 +164,7 @@ class OptimizerComponent:
                 name = names.join((*self.key_path, "state"))
                 raise UnsupportedLeafError(
                     f"{name}: holds state under {str(parameter)[:60]!r}, which is not a parameter "
-                    "of an attached module. Attach its module, or remove this state",
+                    "of an attached module. Attach this parameter's module, or remove this state",
                     key_path=name,
                 )
             stepped.append((paths[0], dict(value)))
@@ -198,8 +198,9 @@ class OptimizerComponent:
         """Compares a stored optimizer with the live one; returns the plan of the restore.
 
         A parameter that is not selected keeps its optimizer state. A parameter group gets the
-        hyperparameters that are stored for the group's selected parameters. The findings list
-        stored state that is not restored by its parameter, as ``optimizer/encoder.0.weight``.
+        hyperparameters that are stored for the group's selected parameters. If stored state is
+        not restored, the findings list the parameter of that state, in the form
+        ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
         where = names.join(self.key_path)
@@ -250,7 +251,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds writes that set each group's hyperparameters to those stored for its parameters."""
+        """Adds writes that give each group the hyperparameters stored for its parameters."""
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -302,7 +303,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds a write that restores one parameter's state, in place where live tensors fit.
+        """Adds a write that restores one parameter's state; keeps and fills live tensors that fit.
 
         If the checkpoint has no state for the parameter (the parameter was frozen, or the optimizer
         had made no step), the write removes the live state.
@@ -378,7 +379,7 @@ def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
 
 
 def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value, written into ``live`` if this is a tensor of the same spec."""
+    """Returns the stored value; fills ``live`` with it if ``live`` is a tensor of the same spec."""
 
     def leaf(child: Mapping[str, Any]) -> Any:
         value = values[child["array"]]

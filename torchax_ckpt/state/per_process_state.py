@@ -1,12 +1,13 @@
 """Saves and restores per-process state, which each process has for itself.
 
-All processes together save the arrays that lie on devices of several processes. All other state is
-local, which means that it exists once on each process. The local state of modules, optimizers and
-schedulers is equal on all processes, and process 0 saves it. The local state of the components in
-``COMPONENTS`` (data loaders, users' objects and random state) differs between processes and is
-called per-process state. Each process saves its per-process state, unless that state equals the
-per-process state of process 0. The document has the per-process states of the processes from 1 on
-under ``processes``; null means that a process has the same state as process 0:
+All processes together save the arrays that lie on devices of several processes. State that does not
+lie on devices of several processes is local: each process has its own version of that state. The
+local state of modules, optimizers and schedulers is equal on all processes, and process 0 saves it.
+The local state of the components in ``COMPONENTS`` (data loaders, users' objects and random state)
+differs between processes and is called per-process state. Each process saves its per-process state,
+unless that state equals the per-process state of process 0. The document has the per-process states
+of the processes from 1 on under ``processes``; null means that a process has the same state as
+process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 

@@ -269,7 +269,7 @@ class Finder:
 
 
 def _children(node: Node) -> dict[str, Node]:
-    """Returns a dict from key or index, as text, to child; of equal keys, the first counts."""
+    """Returns a node's children by key or index, as text; of equal keys, keeps the first child."""
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if isinstance(node, list) or tag == "tuple":
         return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}

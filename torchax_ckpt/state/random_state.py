@@ -54,10 +54,11 @@ class RandomStateComponent:
         return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Returns the plan to set torchax's key and the generators' states, after all other state.
+        """Returns the plan to set torchax's key and the generators' states.
 
-        The order matters because loading other state may draw random numbers. A check first sets
-        the states on throwaway generators, so an invalid state changes nothing.
+        A restore sets the random state last, because loading other state may draw random numbers. A
+        check first sets the random state on throwaway generators, so that an invalid random state
+        changes no live object.
         """
         restoration = Restoration()
         stored = node_checks.fields(node, "rng")
@@ -172,10 +173,11 @@ def _set(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_alone(*, on_success: bool) -> Iterator[None]:
-    """Resets the random state after the ``with`` block if it raises, or always if ``on_success``.
+    """Resets the random state after the ``with`` block.
 
-    The random numbers that user code draws within the block then have no effect on the program. For
-    example, a data loader that has not begun draws its seeds in ``state_dict()``.
+    If ``on_success`` is false, resets the random state only if the block raises. After a reset, the
+    random numbers that user code drew within the block have no effect on the program. For example,
+    ``state_dict()`` of a data loader whose iteration has not begun draws the loader's seeds.
     """
     before = _get()
     try:

@@ -1,6 +1,6 @@
 """Captures and restores objects with ``state_dict`` and ``load_state_dict``.
 
-Examples are learning-rate schedulers, data loaders and users' own objects.
+Objects with these methods are learning-rate schedulers, data loaders and users' own objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Describes what a checkpoint, or weight files, contain for a module and for an optimizer.
+"""Parses what is stored for a module or an optimizer, in a checkpoint or in weight files.
 
-A module has stored tensors, ties and extra state. An optimizer has stored parameter groups, and
-stored state by parameter name.
+``StoredModule`` holds the tensors, ties and extra state that are stored for a module.
+``StoredOptimizer`` holds the parameter groups, and the state of each parameter, that are stored for
+an optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclasses.dataclass(frozen=True)
 class StoredModule:
-    """The stored tensors and extra state for one module, by torch's names.
+    """The tensors, ties and extra state that are stored for one module, by torch's names.
 
     Attributes:
       tensors: name -> array node; the name in the node is the leaf to read.
@@ -125,7 +126,7 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """Returns torch's name, the last part of a tensor's new name.
+    """Returns the last part of a tensor's new name, which is torch's name of the tensor.
 
     Raises SelectionError unless the other parts of the new name are ``prefix``.
     """
@@ -147,7 +148,10 @@ def extra_state_key(path: str) -> str:
 
 
 def path_of_key(key: str) -> str:
-    """Returns the path of the submodule with this extra state; reverses ``extra_state_key``."""
+    """Returns the path of the submodule whose extra state has this key in a state dict.
+
+    This function reverses ``extra_state_key``.
+    """
     return key.removesuffix(EXTRA_STATE).removesuffix(".")
 
 
@@ -163,7 +167,7 @@ BY_POSITION = frozenset({"params", "param_names"})
 
 @dataclasses.dataclass(frozen=True)
 class StoredGroup:
-    """The index and the hyperparameters of one stored parameter group, without ``params``."""
+    """One stored parameter group: its index and its hyperparameters, but not its parameters."""
 
     index: int
     hyperparameters: Mapping[str, Node]
@@ -214,7 +218,7 @@ class StoredOptimizer:
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:
-        """Returns groups and state of the selected parameters, by their names in the program."""
+        """Returns the groups and state of selected parameters, by the program's parameter names."""
         taken = selection.taken(self.group_of)
         return StoredOptimizer(
             self.groups,

@@ -92,7 +92,7 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Captures each component; ``state``, if given, replaces model and optimizer."""
+        """Captures all components; ``state``, if given, takes the place of model and optimizer."""
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
@@ -138,7 +138,7 @@ class TrainingState:
 
 
 class _Group:
-    """A component that consists of several components of one kind, by the user's names for them."""
+    """Combines components of one kind, such as all schedulers; the keys are the user's names."""
 
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
         self._members = members

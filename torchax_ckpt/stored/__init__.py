@@ -1,1 +1,4 @@
-"""Reads, compares and copies stored steps as host arrays, without torch and without devices."""
+"""Reads, compares and copies stored steps.
+
+The modules of this package read arrays to the host, and use neither torch nor accelerators.
+"""

@@ -1,4 +1,4 @@
-"""Compares two stored steps: finds leaves and values that one step lacks, or that differ.
+"""Compares two stored steps: finds the leaves and values that differ or that only one step has.
 
 This module reads a few leaves at a time, so a comparison of steps of any size needs memory only for
 their largest leaf.

@@ -200,7 +200,7 @@ class StoredStep:
     ) -> Iterator[tuple[str, Index, np.ndarray]]:
         """Reads leaves piece by piece, and compares the pieces with their digests.
 
-        Leaves come in the order in which they are stored, each in one or several pieces.
+        Yields the leaves in the order in which they are stored, each leaf in one or several pieces.
         ``options.max_host_bytes`` bounds the bytes in memory at one time, but a single piece may
         exceed this bound.
 

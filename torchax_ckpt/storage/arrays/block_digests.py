@@ -53,7 +53,7 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
 def gathered(
     taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """Returns on process 0 the digests of all processes, and on any other process ``taken``.
+    """On process 0, returns the digests that all processes took; otherwise, returns ``taken``.
 
     Only process 0 writes the manifest, and therefore needs the digests of all blocks.
 
@@ -103,9 +103,9 @@ def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
     """Yields the start and the content of each part of the array that this process stores.
 
     If Orbax has already fetched a part of a device array to the host, this function uses the copy
-    that JAX keeps beside the array. If not, this function fetches the part. If replicas of a shard
-    on several processes each store a part of the shard, Orbax and this function each fetch a copy
-    of that part.
+    that JAX keeps beside the array. This function fetches each part that Orbax has not fetched
+    yet. If replicas of a shard on several processes each store a part of the shard, Orbax and this
+    function each fetch a copy of that part.
     """
     if not isinstance(array, jax.Array):
         yield (0,) * array.ndim, array

@@ -50,7 +50,7 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
 
 
 def chunk_limit(array: jax.Array | np.ndarray) -> int:
-    """Returns the limit on a chunk's bytes with which Orbax cuts chunks of ``chunk_shape``."""
+    """Returns the limit, in bytes, that makes Orbax cut an array into chunks of ``chunk_shape``."""
     return max(MAX_BYTES, _nbytes(chunk_shape(array), array))
 
 
@@ -68,12 +68,12 @@ def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, 
 
 
 def is_shared(array: jax.Array | np.ndarray) -> bool:
-    """Returns whether each replica of a shard writes one part of the shard, if it is divisible.
+    """Returns whether the replicas of a shard share the work of writing the shard.
 
-    If an array spans several processes, the replicas of a shard share the work of writing. If an
-    array is on one process, the first replica writes the whole shard: the bytes that are fetched
-    for the shard's digest are then also the bytes that are written, so they leave the device only
-    once.
+    If an array spans several processes, each replica writes one part of a shard that can be
+    divided. If an array is on one process, the first replica writes the whole shard: the bytes that
+    are fetched for the shard's digest are then also the bytes that are written, so the bytes leave
+    the device only once.
     """
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 

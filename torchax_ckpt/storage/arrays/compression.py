@@ -1,11 +1,11 @@
-"""Decides whether saves compress array data: as the user chose, or once storage proves slow.
+"""Decides whether saves compress array data, by the user's option or by the speed of storage.
 
 Compression by Zstandard makes float32 weights and optimizer moments about 8 % smaller, and bfloat16
 weights 22 % smaller. Compression shortens a save only if storage takes bytes more slowly than the
 processor compresses them. Compression also costs processor time that the training may need. If the
-user did not set ``CheckpointOptions.compression``, saves therefore begin to compress only when
-storage is several times slower than compression. ``benchmarks/compressing.py`` measures the speed
-of saves with and without compression.
+user did not set ``CheckpointOptions.compression``, saves begin to compress only when storage is
+several times slower than compression. ``benchmarks/compressing.py`` measures the speed of
+saves with and without compression.
 """
 
 from __future__ import annotations

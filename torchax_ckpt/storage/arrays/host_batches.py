@@ -82,7 +82,7 @@ class Batches(orbax_internals.StatusCallback):
             self.on_devices.set_result({})
 
     def taken(self) -> dict[str, Digests]:
-        """Returns the digests of the blocks that this process stores; waits for ``on_devices``."""
+        """Waits for ``on_devices``; returns the digests of the blocks that this process stores."""
         on_host = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
         return on_host | self.on_devices.result()
 
@@ -188,8 +188,8 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
 class _Writing:
     """The awaitable that Orbax receives from ``Batches.writing``.
 
-    Orbax awaits this object to write the arrays, and cancels the batches if Orbax gives up the
-    save.
+    Orbax awaits this object to write the arrays. If Orbax gives up the save, Orbax cancels the
+    batches.
     """
 
     def __init__(self, batches: Batches, params: Sequence[Any], write: _Write) -> None:

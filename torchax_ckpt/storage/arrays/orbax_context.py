@@ -1,4 +1,4 @@
-"""Sets up Orbax for one save or load, and makes its processes meet through ``Processes``."""
+"""Sets up Orbax for one save or load; makes the processes of a run meet through ``Processes``."""
 
 from __future__ import annotations
 
@@ -177,8 +177,9 @@ def coordination_service() -> Any:
 
 @contextlib.contextmanager
 def one_order(processes: Processes) -> Iterator[None]:
-    """Holds the lock ``one_at_a_time`` on all processes for the same save or load.
+    """Holds the lock ``one_at_a_time`` while this process saves or loads.
 
+    All processes take the lock in the same order of saves and loads, which process 0 decides.
     Call this function in a round of ``processes``.
     """
     if not processes.is_first:
@@ -193,9 +194,9 @@ def one_order(processes: Processes) -> Iterator[None]:
 def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
     """Makes Orbax treat all calls of this thread within this context as one save or load.
 
-    Where Orbax has a barrier, the processes meet in their present round of ``processes`` instead.
-    Leave the context only after Orbax has ended all work of the save or load, in the background
-    too.
+    Wherever Orbax would wait at its own barrier, the processes meet in their present round of
+    ``processes``. Leave the context only after Orbax has ended all work of the save or load,
+    including background work.
     """
     # Orbax's processes find each other's messages by the number of the operation, which each
     # process counts for itself. An operation that one process carries out alone must not be

@@ -70,7 +70,7 @@ except ImportError as error:
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """The data about one save or load that the replacements of Orbax's attributes need.
+    """The data that the replacements of Orbax's attributes need about one save or load.
 
     Attributes:
       id: replaces Orbax's number of the operation, and differs from all of Orbax's numbers.
@@ -257,7 +257,7 @@ def _raw_bytes(original: Any) -> Any:
 @_replaces(array_metadata_store, "multihost")
 @_replaces(jax_array_handlers, "jax")
 class _SingleProcessView:
-    """Stands in for a module, and reports one process during an operation of one process."""
+    """Wraps a module; its ``process_count`` is 1 while this process saves or loads on its own."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -284,7 +284,7 @@ def future_of(response: Any) -> concurrent.futures.Future[Any]:
 
 
 def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
-    """Returns the ``replica_slices`` of an array that this process stores, and their ``nbytes``."""
+    """Returns an object whose ``replica_slices`` are this process's stored parts of an array."""
     return replica_slices.get_replica_slices(
         array, replica_id=0, use_replica_parallel=use_replica_parallel
     )

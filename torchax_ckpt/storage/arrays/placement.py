@@ -97,7 +97,7 @@ class _Region:
         return low, high
 
     def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
-        """Adds a piece to this region; returns the region's array if it is complete, else None."""
+        """Adds a piece; returns the region's array if the region is complete now, else None."""
         if self.is_piece(piece):
             return host
         if not self.overlaps(piece):
@@ -206,9 +206,9 @@ class SingleLeaf(Target):
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts the bytes of a device's part along with the part's first piece.
+        """Counts the bytes of the piece; with a part's first piece, also the bytes of the part.
 
-        If the piece is the whole part, its bytes count only once.
+        If the piece is the whole part, the bytes of the piece count only once.
         """
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
@@ -267,7 +267,10 @@ class Stack(Target):
         yield from pieces
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts each piece if pieces are kept; otherwise, the whole array with its first piece."""
+        """Counts the bytes of the piece.
+
+        If the pieces are copied into one array, also counts that array with the first piece.
+        """
         if self._are_parts or self._region.is_piece(piece):
             return 0, piece.nbytes
         is_first, self._region.is_awaited = not self._region.is_awaited, True
@@ -309,7 +312,7 @@ class Stack(Target):
 
 
 class Checked(Target):
-    """Receives an array that is read only to compare it with its digests; keeps no data."""
+    """Receives an array that is only verified (compared with its digests); keeps no data."""
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
         """Yields the pieces of the whole array."""
@@ -322,7 +325,10 @@ class Checked(Target):
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
-    """Returns this process's devices for a leaf (or the host), each with its part's bounds."""
+    """Returns (device, bounds of its part) for each device of this process that holds the leaf.
+
+    A leaf that goes to the host gives one pair: its placement, and the bounds of the whole leaf.
+    """
     if isinstance(placement, Sharding):
         memory = placement.memory_kind
         return [
@@ -357,7 +363,7 @@ def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -
 
 
 def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
-    """Returns the start and the stop of an index along each dim; None is the whole array."""
+    """Returns the start and the stop of an index along each dim; for None, of the whole array."""
     if index is None:
         return tuple((0, length) for length in shape)
     return tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))

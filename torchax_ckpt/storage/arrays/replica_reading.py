@@ -1,9 +1,9 @@
 """Chooses the leaves that one replica reads from storage and sends to all other replicas.
 
-If each slice of a cluster holds one data-parallel replica, all slices would read the same bytes
-from storage. With the option ``single_replica_restore``, only the processes of the first replica
-read a replicated leaf from storage. ``move_shards`` then sends the leaf to the devices of all other
-replicas.
+Each slice of a cluster may hold one data-parallel replica. By default, all slices then read the
+same bytes from storage. With the option ``single_replica_restore``, only the processes of the first
+replica read a replicated leaf from storage. ``move_shards`` then sends the leaf to the devices of
+all other replicas.
 """
 
 from __future__ import annotations

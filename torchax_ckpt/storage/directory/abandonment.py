@@ -27,8 +27,8 @@ aside. A process that lists a directory later treats as abandoned:
       same number, so the summary of an incoming step must have listed at least one step.
 
 If several steps that are not abandoned have the same number, only one of them counts: the latest
-incoming step, or without an incoming step the step with the latest commit. All other steps of that
-number are treated as abandoned. A local tier of another run contributes no steps;
+incoming step, or without an incoming step the step with the latest commit. The steps of that
+number that do not count are treated as abandoned. A local tier of another run contributes no steps;
 ``run_identity.py`` tells which run a tier belongs to.
 
 The key of a step holds the commit time as well as the number, because a later branch may use the
@@ -74,7 +74,7 @@ class Branches:
 
     @classmethod
     def among(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
-        """Returns the steps ``found``, divided according to the keys of the abandoned steps."""
+        """Divides the steps ``found`` into steps that count and abandoned steps."""
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in abandoned}
         return cls(
@@ -97,7 +97,10 @@ class Branches:
         return list(newer)[::-1]
 
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches in which ``steps`` are abandoned, also steps new to the branches."""
+        """Returns new branches in which ``steps`` are abandoned.
+
+        ``steps`` may include steps that the present branches do not contain.
+        """
         left = tuple(steps)
         keys = {s.key for s in left}
         kept = tuple(s for s in self.committed if s.key not in keys)
@@ -126,7 +129,7 @@ class Branches:
 
     @classmethod
     def named(cls, described: Iterable[Any], directory: epath.Path) -> Branches:
-        """Rebuilds branches from the JSON of ``Branches.described``, perhaps of another process."""
+        """Rebuilds branches from the JSON that ``described`` made in any process."""
         committed, abandoned = (tuple(committed_step.named(d, directory)) for d in described)
         return cls(committed, abandoned)
 
@@ -194,7 +197,7 @@ class Abandonment:
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
-        """Records which steps of both tiers the reports of all hosts (``told``) list as abandoned.
+        """Reads the reports (``told``) of all hosts; records the abandoned steps that they list.
 
         Returns:
           For each host, the keys of the steps that it has and that no host reports as abandoned.
@@ -211,7 +214,7 @@ class Abandonment:
         return self._recorded_in(self._found())
 
     def _recorded_in(self, steps: Sequence[CommittedStep]) -> set[Key]:
-        """Returns the keys, of either tier, that the summaries of these steps list as abandoned."""
+        """Returns the keys of the abandoned steps that the summaries of ``steps`` list."""
         # Only the latest commit can list steps that are still in place, because each writer first
         # finishes setting abandoned steps aside. The clocks of several hosts may order the last
         # commits wrongly, so several summaries are read.

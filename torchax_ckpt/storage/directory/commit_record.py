@@ -70,7 +70,8 @@ def is_there(committed: CommittedStep) -> bool:
 def is_begun(path: epath.Path) -> bool:
     """Returns whether a folder in a bucket is an unfinished step, or a partly removed step.
 
-    Any other folder in the bucket that has a number as name and no commit mark is the user's.
+    A folder with neither a commit mark nor files of a step is the user's, even if its name is a
+    number.
     """
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
@@ -214,7 +215,10 @@ def read_sealed(path: epath.Path, name: str) -> bytes:
 
 
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
-    """Returns a commit mark's digests by file; {} if Orbax alone wrote the mark; None if absent."""
+    """Returns the digests in a commit mark, by file name; None if the mark is missing.
+
+    If Orbax wrote the mark without this package, the mark has no digests, and the result is {}.
+    """
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -228,7 +232,7 @@ def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
 def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:
     content = (path / name).read_bytes()
     if known and name in known and known[name] != seals.of_octets(content):
-        raise ValueError(f"{name} does not match its digest in {MARK}: one of these is damaged")
+        raise ValueError(f"{name} does not match its digest in {MARK}: {name} or {MARK} is damaged")
     return content
 
 

@@ -66,7 +66,10 @@ class AtomicRecord(Protocol):
         """
 
     def remove(self, seen: Seen) -> None:
-        """Removes the record if it is still ``seen``; leaves any other record in place."""
+        """Removes the record if its content and version are still those in ``seen``.
+
+        Does nothing if another program has replaced the record since ``seen`` was read.
+        """
 
     def is_orphaned(self) -> bool:
         """Returns whether the directory of the record was removed or moved elsewhere."""

@@ -1,15 +1,16 @@
-"""Implements the lease of a directory, which only one program at a time can hold to write there.
+"""Implements the lease of a directory; only the program that holds the lease may write there.
 
-The lease is a small file in the directory that names its holder: host, process, start of the lease,
-and last sign of life. A thread of the holder renews the sign of life every 20 s. If a program wants
-to write and finds a lease, the holder of that lease decides what happens:
+Only one program at a time can hold the lease. The lease is a small file in the directory that names
+its holder: host, process, start of the lease, and last sign of life. A thread of the holder renews
+the sign of life every 20 s. If a program wants to write and finds a lease, the holder of that lease
+decides what happens:
 
 - If the holder was a process on the same host that has ended (according to the kernel), the program
   takes the lease over immediately.
 - If the holder is a running process on the same host, the program is refused immediately.
 - If the holder is a process on another host, which cannot be examined, the program waits until the
-  last sign of life is 60 s old, and then takes the lease over. If the program sees another sign of
-  life while it waits, it is refused.
+  last sign of life is 60 s old, and then takes the lease over. If the holder gives another sign of
+  life during this wait, the program is refused.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
 The clocks of hosts that share a directory should agree to within half a minute. If the clocks
@@ -241,7 +242,7 @@ class _Hold:
             self.renew()
 
     def _is_this_process(self) -> bool:
-        """Returns whether this very process took the lease, not the process it was forked from."""
+        """Returns True in the process that took the lease, False in a process forked from it."""
         return self.holder.pid == os.getpid()
 
     def _require_this_process(self) -> None:

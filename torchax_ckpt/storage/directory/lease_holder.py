@@ -39,7 +39,7 @@ class LeaseHolder:
 
     @classmethod
     def here(cls, now: float) -> LeaseHolder:
-        """Returns a holder that describes this process and takes the lease at the time ``now``."""
+        """Returns a holder that says: this process took the lease at the time ``now``."""
         process = process_of(os.getpid())
         started = process.started if process else None
         return cls(
@@ -113,7 +113,10 @@ def process_of(pid: int) -> _Process | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Returns whether a process runs although ``/proc`` hides it, as for another user's process."""
+    """Returns whether the process ``pid``, which ``/proc`` does not show, runs nevertheless.
+
+    ``/proc`` can hide the processes of other users.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -17,13 +17,13 @@ and local directories. A step in one tier may abandon steps in both tiers. While
 read, listing raises an error: a temporary failure must not make a run resume from an older step.
 
 A bucket has no renames, so a save writes a step under the name that the step keeps, and Orbax's
-commit mark, written last, completes the step. An incoming step keeps its name on a bucket: while it
-was moved object by object, it would be incomplete. A bucket's server may carry out a request long
-after the client gave up on the answer, and a stalled writer that lost its lease may go on writing
-its step. On a bucket, a delete therefore removes only the exact object that was examined, and a
-name under which any save began is never used again. One gap remains: a stalled writer that had
-written nothing yet may later write into the step that its successor wrote. On local storage each
-save has a unique name until its commit.
+commit mark, written last, completes the step. On a bucket, an incoming step keeps its name, because
+a rename would move the step object by object, and the step would be incomplete during the move. A
+bucket's server may carry out a request long after the client gave up on the answer, and a stalled
+writer that lost its lease may go on writing its step. On a bucket, a delete therefore removes only
+the exact object that was examined, and a name under which any save began is never used again. One
+gap remains: a stalled writer that had written nothing yet may later write into the step that its
+successor wrote. On local storage each save has a unique name until its commit.
 
 Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
 of several processes, process 0 holds the lease, and commits and deletes steps for all processes.
@@ -228,7 +228,10 @@ class RunDirectory:
         self._lease.release()
 
     def recover(self) -> None:
-        """Finishes or removes the saves and deletions that a killed process left unfinished."""
+        """Cleans up after a killed process.
+
+        Finishes its renames, and removes the files that its saves and deletions left behind.
+        """
         with self._translated("clean up"):
             self.fence()
             visible = self._visible()

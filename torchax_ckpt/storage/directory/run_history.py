@@ -1,4 +1,4 @@
-"""Keeps in memory which steps a run continues from and which steps it abandons.
+"""Keeps in memory which steps belong to a run's branch and which steps the run abandons.
 
 Process 0 lists the directory once for all processes. From then on only this run writes to the
 directory, so the run tracks its steps without listing again. ``abandonment.py`` decides which
@@ -96,7 +96,7 @@ class RunHistory:
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Abandons the steps whose keys are not in ``keys``, because some host lacks them."""
+        """Abandons each step whose key is not in ``keys``, because some host lacks that step."""
         missing = (s for s in self.branches.committed if s.key not in keys)
         self._replace(self.branches.leaving(missing))
 
@@ -118,7 +118,7 @@ class RunHistory:
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
-        """Records that the step in flight is committed, and readable even if its save fails."""
+        """Records that the step in flight is committed, whether or not the save then succeeds."""
         self._landed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:

@@ -9,12 +9,13 @@ this word, never from a directory that a user gave as a local tier by mistake.
 
 A host may also be absent while the run continues without it, and return with steps that the run has
 abandoned. Every program that saves therefore gives the run a new name, which an absent host does
-not learn. The local directories get the new name first, beside the present name. If the program is
-killed at any moment, each local directory therefore still has the name that is in the durable
-directory. A program that saves without a local tier removes the run's name.
+not learn. The local directories get the new name before the durable directory does, and keep the
+present name beside the new name. If the program is killed at any moment, each local directory
+therefore still has the name that is in the durable directory. A program that saves without a local
+tier removes the run's name.
 
-As with the lease, a program replaces the name by compare-and-swap, because a bucket may carry out a
-request long after its answer was lost.
+A program replaces the name by compare-and-swap (``compare_and_swap.py``), because a bucket's server
+may carry out a request long after the program has stopped waiting for the answer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
 
 
 def is_before(local: epath.Path, durable: epath.Path) -> bool:
-    """Returns whether ``local`` is a local tier of the run of the directory ``durable``."""
+    """Returns whether ``local`` is a local tier of the run that the directory ``durable`` holds."""
     return any(run in names(local, is_local=True) for run in names(durable))
 
 
@@ -102,7 +103,7 @@ def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-    """Yields the record that holds a run's name, and the present content, for a replacement.
+    """Opens the record of a run's name for replacement; yields the record and its present content.
 
     Raises:
       DirectoryError: this package did not write the present file, or another program replaces it.

@@ -152,7 +152,7 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
 
 
 def _filesystem(path: epath.Path) -> Any:
-    """Returns the gcsfs instance that epath uses, after clearing its caches."""
+    """Clears the caches of the gcsfs instance that epath uses, and returns the instance."""
     filesystem = backend.fsspec_backend.fs(path)
     filesystem.invalidate_cache()
     return filesystem
@@ -174,7 +174,7 @@ class _Settings:
         )
 
     def use(self, filesystem: Any, user: object) -> None:
-        """Applies the settings of this package until ``user`` and all other users are deleted."""
+        """Applies this package's settings until all objects passed as ``user`` are deleted."""
         with self._lock:
             if self._num_users == 0:
                 self._had_cache = filesystem.dircache.use_listings_cache

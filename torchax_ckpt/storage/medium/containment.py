@@ -79,7 +79,7 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:
-    """Returns whether a folder is not a link, and its ``file`` passes ``is_plain_file``."""
+    """Returns whether a folder is no link and ``is_plain_file`` accepts the folder's ``file``."""
     if location.is_bucket(folder):
         return True
     try:
@@ -109,8 +109,8 @@ def beyond_memory(
 ) -> CheckpointError:
     """Returns the error for leaves that this host's memory cannot hold.
 
-    The error says that the step is damaged if storage holds fewer bytes than the leaves need there,
-    and otherwise that the host has too little memory.
+    If storage holds fewer bytes than the leaves need there, the error says that the step is
+    damaged. Otherwise the error says that the host has too little memory.
 
     Args:
       step_path, step: the step.

@@ -64,10 +64,10 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 def reading_context() -> ts.Context:
     """Returns TensorStore's settings for reading.
 
-    The settings allow parallel file access, and a cache for the index of an OCDBT database. By
-    default TensorStore repeats a failed request to a bucket for 15 minutes; the settings limit this
-    time to two minutes. Writes use Orbax's own settings, which are constants that no option
-    changes.
+    The settings for reading turn on parallel file access, and a cache for the index of an OCDBT
+    database. By default TensorStore repeats a failed request to a bucket for 15 minutes; the
+    settings for reading limit this time to two minutes. Writes use Orbax's own settings, which are
+    constants that no option changes.
     """
     return ts.Context(
         {

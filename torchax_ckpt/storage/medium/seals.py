@@ -39,7 +39,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     if nbytes > MAX_JSON_BYTES:
         raise ValueError(
             f"the JSON of a step may have at most {MAX_JSON_BYTES >> 20} MiB, found "
-            f"{nbytes / 2**20:.0f} MiB. Save less in its largest part, "
+            f"{nbytes / 2**20:.0f} MiB. Save less in the JSON's largest part, "
             f"{max(content, key=lambda key: len(_text(content[key])))!r}"
         )
     return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}

@@ -95,7 +95,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Returns the error in the chain of ``error`` that storage reported; ``error`` if none."""
+    """Finds the error that storage reported, in the chain of ``error``; else returns ``error``."""
     for link in _chain(error):
         if isinstance(link, CheckpointError):
             if link.__cause__ is None:
