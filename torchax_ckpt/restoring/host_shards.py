@@ -79,8 +79,8 @@ def specs(document: Mapping[str, Node]) -> dict[str, Any]:
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
     """Returns the reads, with each leaf's sharding at the save in place of the requested sharding.
 
-    The shardings are on the current mesh. A read stays unchanged if ``specs`` lacks its leaf, or if
-    the current mesh does not allow the sharding that the leaf had at the save.
+    The shardings are on the current mesh. A read keeps the requested sharding if ``specs`` lacks
+    the leaf, or if the current mesh does not allow the sharding that the leaf had at the save.
     """
     found = dict(reads)
     for name, read in reads.items():

@@ -238,7 +238,7 @@ class Tiers:
         return {key: here[key] for key in on_any & here.keys()} | elsewhere
 
     def opened(self, committed: CommittedStep) -> Source:
-        """Opens a step for reading. Call ``opened`` only within a round of the processes.
+        """Opens a step for reading. Call ``opened`` only inside ``with processes.round(...)``.
 
         Raises:
           ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.

@@ -62,8 +62,9 @@ class DeviceMemory:
     are made, and again when they are freed. Once a device has run out of memory, the class always
     counts the whole peak.
 
-    The bound can be too low in one case. If the program begins to need more memory, but not more
-    than the program and the copies together needed before, no statistic shows the growth.
+    The bound of the program's memory can be too low in one case. If the program begins to need more
+    memory, but not more than the program and the copies together needed before, no statistic shows
+    the growth.
 
     Several threads may use one object of this class at the same time.
 

@@ -1,8 +1,8 @@
 """Computes how stored arrays are cut into chunks (units of storage) and blocks (units of digests).
 
-A read takes whole chunks and whole blocks, so chunks and blocks are cut alike. Orbax cuts the
-chunks, and torchax_ckpt sets the limit on the size of a chunk. This module computes which chunks
-Orbax will choose, and cuts the blocks to match.
+A read takes whole chunks and whole blocks. Chunks and blocks therefore have common boundaries.
+Orbax cuts the chunks, and torchax_ckpt sets the limit on the size of a chunk. This module computes
+which chunks Orbax will choose, and cuts the blocks to match.
 """
 
 from __future__ import annotations
