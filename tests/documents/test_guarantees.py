@@ -39,7 +39,7 @@ TESTED = {
         "restoring/test_going_back.py"
         "::test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming",
     ],
-    "The run resumes from the newest readable": [
+    "The run resumes from the newest step": [
         "storage/arrays/test_block_digests.py"
         "::test_attach_goes_on_from_the_newest_step_without_damage",
     ],
