@@ -57,8 +57,8 @@ class TorchaxCheckpointer:
                 ckpt.save(step, metrics={"loss": loss})
             ckpt.save(total, force=True)
 
-    Call the methods on the training thread, because torchax keeps the random key and its modes per
-    thread. A method raises CallError if it is called where it cannot work, such as in jit. From
+    Call the methods on the training thread, because torchax keeps its random key and its settings
+    per thread. A method raises CallError if it is called where it cannot work, such as in jit. From
     ``attach`` or the first ``save`` until ``close``, a SIGTERM does not end the process
     immediately: the next ``save`` saves its step and waits until the step is durable, and
     ``reached_preemption`` returns True (see ``preemption_grace_secs`` of ``CheckpointOptions``).
@@ -222,10 +222,10 @@ class TorchaxCheckpointer:
 
         Compares the whole step with the objects first, so that a mismatch changes no live state.
         The steps newer than the restored step are renamed to ``abandoned-N`` once a new step is
-        durable, and no run resumes from them.
-
-        To continue a run with another head or renamed tensors, call ``attach(..., resume=False)``
-        and then ``restore``. To start a new run from another run's weights, see ``warm_start``.
+        durable, and no run resumes from them. To continue a run after you replaced the head of the
+        model or renamed its tensors, call ``attach(..., resume=False)``, then ``restore`` with
+        ``exclude`` or ``rename``. To start a new run from another run's weights, see
+        ``warm_start``.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
@@ -295,12 +295,12 @@ class TorchaxCheckpointer:
         *,
         tier: TierName | None = None,
     ) -> Any:
-        """Reads a step and returns its functional state. Changes neither live state nor storage.
+        """Reads a step and returns its content. Changes neither attached objects nor storage.
 
-        Returns a step of attached modules as ``{"model": {name: tensor}, ...}``. Also reads steps
-        that Orbax alone wrote. On several processes with ``single_replica_restore`` or a local
-        tier, call ``load`` on the training thread only, because processes then send each other
-        values over the device network.
+        Returns the state that ``save(state=)`` saved, or ``{"model": {name: tensor}, ...}`` for
+        attached modules. Also reads steps that Orbax alone wrote. On several processes with
+        ``single_replica_restore`` or a local tier, call ``load`` on the training thread only,
+        because processes then send each other values over the device network.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
@@ -373,7 +373,7 @@ class TorchaxCheckpointer:
         return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
-        """Records metrics of the current step; their values are fetched only at a save.
+        """Records metrics of the current step; only a save fetches metrics from the devices.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -395,11 +395,11 @@ class TorchaxCheckpointer:
     ) -> bool:
         """Saves the step if the policy says so, in the background.
 
-        Changes after ``save`` do not alter what is saved. ``save`` waits neither for devices nor
-        for storage, with three exceptions: the first save acquires the directory; a save waits for
-        an earlier save that is still in flight; a snapshot by "transfer" waits until the arrays are
-        on the host. After a preemption notice, ``save`` saves the step whatever the policy says and
-        waits until it is durable.
+        Changes that training makes after ``save`` do not alter the saved step. ``save`` waits
+        neither for devices nor for storage, with three exceptions: the first save acquires the
+        directory's lease; a save waits for an earlier save that is still in flight; a save with
+        ``snapshot="transfer"`` waits until the arrays are on the host. After a preemption notice,
+        ``save`` saves the step whatever the policy says and waits until the step is durable.
 
         Args:
           step: completed optimizer steps.

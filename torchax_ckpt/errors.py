@@ -1,9 +1,9 @@
 """The error classes of this package, which form one tree::
 
     CheckpointError                 base of all of them
-    ├── AttachError                 a call in the wrong order, or with objects that do not match
+    ├── AttachError                 a call in the wrong order, or objects that cannot be attached
     ├── BackendError                the installed torchax or Orbax lacks expected internals
-    ├── CallError                   a call on another thread, in a fork, in jit, in another call
+    ├── CallError                   a call that cannot work, such as on a wrong thread or in jit
     ├── ClosedError                 a call after close()
     ├── CorruptCheckpointError      a committed step that is damaged
     ├── DirectoryError              a directory that cannot be read or written
@@ -78,7 +78,11 @@ class BackendError(CheckpointError, ImportError):
 
 
 class CallError(CheckpointError, RuntimeError):
-    """A method was called on a wrong thread, in a forked process, in jit or in another call."""
+    """A method of a checkpointer was called where it cannot work.
+
+    That is on a wrong thread, in a forked process, in jit, or on a thread on which another method
+    of the same checkpointer is still running.
+    """
 
 
 class ClosedError(CheckpointError, RuntimeError):
@@ -142,7 +146,7 @@ class SaveTimeoutError(CheckpointError, TimeoutError):
 
 
 class SelectionError(CheckpointError, ValueError):
-    """A selection of tensors, of a step or of a location is invalid; nothing was changed.
+    """``include``, ``exclude``, ``rename``, ``step`` or ``at`` is invalid; nothing was changed.
 
     Examples: a pattern that matches nothing, a rename that gives two tensors one name, or a step
     number for a source that has no steps.

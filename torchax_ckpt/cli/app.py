@@ -130,10 +130,10 @@ def diff(
 ) -> int:
     """Compares two steps to the bit; for a directory, compares its newest step.
 
-    Lists leaves and values that only one step has, leaves that differ in kind, dtype or shape, and,
-    for leaves with different elements, how many elements differ and by how much at most. Two NaNs
-    are equal. Leaves that differ only in the bits of equal values (NaN payloads, signs of zero) are
-    listed too.
+    Lists leaves (arrays) and plain values (hyperparameters, counters) that only one step has, plain
+    values that differ, leaves that differ in kind, dtype or shape, and, for leaves with different
+    elements, how many elements differ and by how much at most. Two NaNs are equal. Leaves that
+    differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
     from torchax_ckpt.cli import diff
 
@@ -339,7 +339,7 @@ def import_(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Writes weights of another program as step 0 of a new run, from which attach continues.
+    """Writes weights of another program as step 0 of a new run; attach continues from step 0.
 
     The optimizer and all other attached objects start anew, because only weights are imported. The
     command holds the directory's lease while it writes.

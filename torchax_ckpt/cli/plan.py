@@ -280,7 +280,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _option_secs(option: str, text: str | None, known: float | None) -> float:
-    """Returns the seconds of an option, or the measured seconds ``known`` if it is omitted.
+    """Returns the seconds of an option, or the measured seconds ``known`` if none was given.
 
     Raises:
       UsageError: the option is not a time, or was neither given nor measured.

@@ -69,9 +69,10 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Returns, for each step, the last program's preservation rules that keep the step.
+    """Returns, for each step, which preservation rules of the newest program keep the step.
 
-    The next save deletes a step that no rule keeps. The result is None if no program has recorded
+    The newest program is the program that started last and recorded events in the directory. The
+    next save deletes a step that no rule keeps. The result is None if that program has not recorded
     its preservation rules, or if there are no steps.
     """
     started = latest_start(run.path)

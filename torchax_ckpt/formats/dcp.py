@@ -191,8 +191,9 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
 
 
 def _are_separable(parts: Sequence[FilePart]) -> bool:
-    """Returns whether straight cuts, each along one dim, can separate all parts from each other.
+    """Returns whether repeated cuts can separate all parts from each other.
 
+    A cut divides a group of parts into those before and those from an index of one dim on.
     Separable parts do not overlap, and the parts into which a mesh divides a tensor are always
     separable. A search for cuts is faster than comparing each of many parts with every other part.
     """

@@ -122,7 +122,7 @@ def _require_empty(run: RunDirectory) -> None:
 
 
 def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the manifest node of the array ``name``, as a save writes it for a torchax tensor."""
+    """Returns a manifest entry for the array ``name``, like that of a saved torchax tensor."""
     array = arrays[name]
     return {
         "array": name,

@@ -77,7 +77,13 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
 def _state_dict(
     node: Node, where: str, tensor: Callable[[str], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """Converts an optimizer's node to torch's state dict; ``where`` is the node's key path."""
+    """Converts a stored optimizer to torch's state dict.
+
+    Args:
+      node: the part of the manifest that describes the optimizer.
+      where: key path of this part, for error messages.
+      tensor, by_name: as for ``Optimizers.state_dicts``.
+    """
     optimizer = StoredOptimizer.of_node(node, where)
     key_of = {name: name if by_name else i for i, name in enumerate(optimizer.group_of)}
 

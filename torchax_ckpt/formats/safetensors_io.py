@@ -1,7 +1,7 @@
 """Reads and writes safetensors files.
 
 The writer writes the header first, then the tensors piece by piece, in any order. Therefore the
-writer needs memory for one piece only, where the safetensors library needs memory for all tensors.
+writer needs memory for only one piece; the safetensors library needs memory for all tensors.
 
 The reader accepts one safetensors file, or several files with an index in Hugging Face's form.
 Before the reader uses a file, the safetensors library checks the file's header, offsets and sizes.
@@ -70,7 +70,7 @@ class _File:
         return self.path.with_name(f"{self.path.name}.{os.getpid()}{_PARTIAL}")
 
     def header(self, ties: Mapping[str, str]) -> bytes:
-        """Returns the header of the file, which precedes the tensors, and sets ``offsets``."""
+        """Returns the file's header, which precedes the tensors; sets the attribute ``offsets``."""
         described: dict[str, object] = {
             # Hugging Face's loaders require "format". safetensors.torch.save_model writes the ties
             # in this form.
@@ -107,8 +107,8 @@ def export_safetensors(
 ) -> list[Path]:
     """Writes weights to safetensors files in Hugging Face's form.
 
-    A tied weight is written once, under its first name. Each file of tensors has a temporary name
-    until it is complete. The index is written last.
+    A tied weight is written once, under its name in ``weights.leaves``. Each file of tensors
+    has a temporary name until it is complete. The index is written last.
 
     Args:
       stored: the step.
@@ -251,7 +251,10 @@ _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
 
 
 def is_safetensors(path: Path) -> bool:
-    """Returns whether the path is a file, or a directory of safetensors in Hugging Face's form."""
+    """Returns whether the path is a file of any kind, or a directory with safetensors.
+
+    Such a directory contains ``model.safetensors`` or ``model.safetensors.index.json``.
+    """
     return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
 
 

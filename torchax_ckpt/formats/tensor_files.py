@@ -1,7 +1,7 @@
 """Describes where files of other programs contain tensors, and reads regions of the tensors.
 
 A tensor's bytes are read only on request, and only those of the requested region. A restore
-therefore needs host memory for the parts of this host's devices, not for the whole model.
+therefore needs host memory for the regions that this host's devices hold, not for the whole model.
 """
 
 from __future__ import annotations

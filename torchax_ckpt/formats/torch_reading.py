@@ -36,7 +36,7 @@ _MAX_DEPTH = 64
 
 
 def is_torch_file(path: Path) -> bool:
-    """Returns whether the path is a file of torch, judged by its suffix or its first bytes."""
+    """Returns whether ``torch.save`` wrote the file, judged by its suffix or its first bytes."""
     if not path.is_file() or path.suffix in _SUFFIXES:
         return path.is_file()
     try:

@@ -37,14 +37,14 @@ class BareLoop:
 class BarePosition:
     """The position of a ``BareLoop`` after its last completed step.
 
-    ``BarePosition`` records the position, because the loop may fetch the next batch, which moves
+    ``BarePosition`` records the position, because the loop may fetch the next batch, which advances
     the loader, before the completed step is saved.
 
     Attributes:
       step: ``loop.global_step`` at the last ``hold``.
-      dataloader: a wrapper of the loop's loader, or a dict of wrappers. Within ``as_held``, a
-        wrapper's ``state_dict`` returns the loader's state at the last ``hold``; otherwise, it
-        returns the loader's present state.
+      dataloader: a wrapper of the loop's loader, or a dict of wrappers. Until the first call of
+        ``as_held``, a wrapper's ``state_dict`` returns the loader's present state; from then on,
+        ``state_dict`` returns the loader's state at the last ``hold`` before ``as_held``.
     """
 
     def __init__(self, loop: BareLoop, module: torch.nn.Module) -> None:
@@ -61,7 +61,10 @@ class BarePosition:
 
     @property
     def is_current(self) -> bool:
-        """True if no tensor has changed since ``hold``, so that the held step can be saved."""
+        """True if the step that ``hold`` recorded last can still be saved.
+
+        It can be saved until a tensor of the module or of an optimizer changes.
+        """
         return self._held is not None and self._held.is_unchanged
 
     def hold(self) -> None:
@@ -73,7 +76,11 @@ class BarePosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Restores settings, random state and loaders of the last ``hold`` within the context."""
+        """Restores the state at the last call of ``hold`` until the context ends.
+
+        Schedulers, parameter groups and random generators get their state at that call. Wrappers of
+        loaders return the loaders' state at that call from ``state_dict``.
+        """
         assert self._held is not None
         with self._held.put_back():
             for loader, state in zip(self._wrapped, self._of_loaders, strict=True):
@@ -93,7 +100,7 @@ class BarePosition:
 
 
 class _Loader:
-    """Wraps a stateful loader; ``state_dict`` returns ``held``, an earlier state, if it is set."""
+    """Wraps a stateful loader; ``state_dict`` returns the earlier state ``held`` if one is set."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

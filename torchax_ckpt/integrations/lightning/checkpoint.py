@@ -40,8 +40,8 @@ class TorchaxCheckpoint(Checkpoint):
     stateful loaders, random state, and the state of other callbacks, the datamodule and the
     module's ``on_save_checkpoint``. The number of a step is ``trainer.global_step``. The callback
     asks the save policy about a step after all hooks and the validation of the step's batch; if the
-    batch is the last of an epoch, the callback asks after the end of the epoch. A batch in which no
-    optimizer steps has no step number. Whatever the policy says, the callback also saves the last
+    batch is the last of an epoch, the callback asks after the end of the epoch. A batch without an
+    optimizer step has no step number. Whatever the policy says, the callback also saves the last
     step of the training; each step for which validation or the end of an epoch logged the monitored
     metric; and, on SIGTERM or an exception, the last completed step.
 
@@ -241,7 +241,7 @@ class TorchaxCheckpoint(Checkpoint):
         return self.checkpointer
 
     def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
-        """Saves the Trainer's step at ``moment``, if the step is new and the policy says so."""
+        """Saves the Trainer's step at ``moment`` if the policy says so; asks once for each step."""
         if moment is Moment.START:
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
@@ -371,7 +371,8 @@ def _is_on_device(value: Any) -> bool:
 def _is_same(value: Any, seen: Any) -> bool:
     """True if two values are the same logged tensor or object.
 
-    Lightning returns a newly detached tensor at each access, so tensors are compared by memory.
+    Lightning returns a newly detached tensor at each access, so two tensors are the same
+    if they share their memory; their elements are not compared.
     """
     if value is seen:
         return True

@@ -18,8 +18,8 @@ class HeldStep:
 
     ``HeldStep`` does not copy tensors, but detects a change to a tensor. ``HeldStep`` copies the
     random state and the settings, which are the state of schedulers and the hyperparameters of
-    parameter groups, because these can change before the next step. ``put_back`` restores random
-    state and settings temporarily.
+    parameter groups, because these can change before the next step. Within a ``with`` block of
+    ``put_back``, random state and settings have the values that they had at the completed step.
 
     Args:
       module: the module in training.
@@ -56,7 +56,11 @@ class HeldStep:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Restores settings and random state of the held step while the context is open."""
+        """Restores settings and random state of the held step until the ``with`` block ends.
+
+        Settings are the state of schedulers and the hyperparameters of parameter groups. The end of
+        the block sets them and the random state to their values before the block.
+        """
         rng = RandomState()
         random_state, settings = rng.state_dict(), self._settings_now()
         try:
@@ -91,7 +95,10 @@ class HeldStep:
                 yield tensor, tensor._version
 
     def _settings_now(self) -> dict[str, list[Any]]:
-        """Returns the present settings without copying them, so the result may change later."""
+        """Returns the state of schedulers and the hyperparameters of parameter groups.
+
+        The result is not a copy, so it may change later.
+        """
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "groups": [{n: v for n, v in g.items() if n != "params"} for g in self._groups],

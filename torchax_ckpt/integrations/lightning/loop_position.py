@@ -2,7 +2,7 @@
 
 Training can resume bit for bit only from a point between two batches: after everything that belongs
 to one batch, including module hooks, schedulers and validation, and before Lightning fetches the
-next batch, which moves the loader and may draw random numbers. Lightning calls no hook
+next batch, which advances the loader and may draw random numbers. Lightning calls no hook
 between the end of one batch and the fetch of the next batch. During a fit, this module therefore
 wraps the methods of the Trainer's loops that return between two batches.
 
@@ -41,10 +41,10 @@ class LoopPosition:
     """The position of a Trainer after its last optimizer step.
 
     A checkpoint stores the position under the name ``stateful/lightning``. Between two optimizer
-    steps Lightning fetches batches, accumulates gradients and ends epochs, while modules and
-    optimizers do not change. A save therefore stores loops, loaders and callbacks as the last call
-    of ``hold`` recorded them, not as they are at the save. Within ``as_held``, the last step can be
-    saved at any time before the next optimizer step.
+    steps Lightning fetches batches, accumulates gradients and ends epochs, while the tensors of
+    modules and optimizers do not change. A save therefore stores loops, loaders and callbacks as
+    the last call of ``hold`` recorded them, not as they are at the save. Until the next optimizer
+    step, a save in a ``with`` block of ``as_held`` stores the state after the last optimizer step.
 
     Attributes:
       step: ``trainer.global_step`` at the last ``hold``.
@@ -66,13 +66,21 @@ class LoopPosition:
 
     @property
     def is_due(self) -> bool:
-        """True if the Trainer has advanced since the last call of ``hold``."""
+        """True if ``hold`` should record the present position.
+
+        This is so if an optimizer has stepped since the last call of ``hold``, or if that call came
+        before the validation of the step's batch.
+        """
         is_halfway = self.moment is Moment.BEFORE_VALIDATION
         return self._trainer.global_step > self.step or is_halfway
 
     @property
     def is_current(self) -> bool:
-        """True if no tensor has changed since ``hold``, so that the held step can be saved."""
+        """True if the step that ``hold`` recorded last can still be saved.
+
+        It can be saved until an optimizer begins a step or a tensor of the module or of an
+        optimizer changes.
+        """
         if self._held is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
@@ -107,8 +115,9 @@ class LoopPosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Restores schedulers, parameter groups and random state of the last ``hold`` temporarily.
+        """Restores the state at the last call of ``hold`` until the ``with`` block ends.
 
+        Schedulers, parameter groups and random generators get their state at that call.
         The checkpointer saves schedulers, parameter groups and random state from the live objects,
         which may have changed after ``hold``. A scheduler, for example, may step in a batch that
         only accumulates gradients, in a validation, or at the end of an epoch.
@@ -144,8 +153,9 @@ class LoopPosition:
         """Moves the Trainer to the restored position.
 
         Call ``resume`` at the point of a fit at which Lightning itself would restore its loops.
-        Lightning restores the loaders later, when it creates them. ``_start`` sets counters and
-        random state once more before the first batch.
+        Lightning restores the loaders later, when it creates them. Later
+        still, before the first batch, a wrapper that ``watch`` installs restores the random state,
+        because Lightning's set-up draws random numbers.
         """
         trainer, restored = self._trainer, self._restored
         self._held = self._hold()
@@ -168,9 +178,10 @@ class LoopPosition:
         trainer.callback_metrics.update(restored["metrics"])
 
     def _start(self) -> None:
-        """Sets counters, loaders and random state to the restored position, after the set-up.
+        """Restores the prefetched batch and the random state, after Lightning's set-up of the fit.
 
         Lightning's set-up draws random numbers, so the random state is restored after the set-up.
+        Sets flags of Lightning's loops, so that the loops continue at the restored moment.
         """
         if self._held is None:
             return
