@@ -1,4 +1,4 @@
-"""The options of a checkpointer, whose constructors refuse invalid values."""
+"""Defines ``CheckpointOptions`` and ``LocalTier``, whose constructors refuse invalid values."""
 
 from __future__ import annotations
 

@@ -55,7 +55,10 @@ def split(name: str) -> tuple[str, ...]:
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a text can be a leaf's name: not empty, and without invalid characters."""
+    """Returns whether a text can be a leaf's name.
+
+    A name is not empty, and contains no ``*``, no control character and no lone surrogate.
+    """
     return bool(text) and not _FOREIGN.search(text)
 
 

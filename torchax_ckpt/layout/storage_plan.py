@@ -124,10 +124,12 @@ def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tupl
 
 
 def _unused(pattern: str, taken: Collection[str]) -> str:
-    """Returns a stack name for a pattern, distinct from the names in ``taken``.
+    """Returns a name for a new stack, distinct from the names in ``taken``.
 
-    Several stacks, whose leaves differ in shape or sharding, can have the same pattern; a suffix
-    makes their names distinct.
+    The stack's name is ``pattern``, the name of a member with ``*`` in place of the indices, such
+    as ``layers.*.wq.weight``. Several stacks can have the same pattern, because their leaves differ
+    in shape or sharding or would make one stack too large. If ``taken`` contains the pattern, a
+    suffix makes the stack's name distinct.
     """
     if pattern not in taken:
         return pattern

@@ -6,8 +6,9 @@ R is the time from a failure until training continues. Failures are independent 
 the training (a Poisson process).
 
 If steps take longer by a fraction s while a save is in flight, a save costs
-b + (P - b) s / (1 + s) seconds of training. All formulas use the result of ``save_cost_secs`` in
-place of b.
+b + (P - b) s / (1 + s) seconds of training, which ``save_cost_secs`` returns. ``best_interval`` and
+``expected_goodput`` put this cost in place of every b in their formulas, also of the b in P - b.
+The other functions use the b that the caller gives as ``blocking_secs``.
 """
 
 from __future__ import annotations

@@ -89,7 +89,12 @@ class Schedule:
         return begin_secs + _times(rest - disturbed, self._local_interval)
 
     def last_begun(self, secs: float, first_durable: int) -> int:
-        """Returns the number of the last snapshot begun ``secs`` after the restart; 0 if none."""
+        """Returns the number of the last snapshot that has begun by a given time; 0 if none.
+
+        Args:
+          secs: the given time, in seconds since the restart.
+          first_durable: the number of the first snapshot that goes to the durable tier.
+        """
         if secs < self.training_secs:
             return 0
         rest = secs - self.begin_secs(first_durable, first_durable)
@@ -103,13 +108,19 @@ class Schedule:
         return first_durable + int(periods) * self.saves_per_durable + m
 
     def last_local(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot in the local tier ``secs`` after the restart; 0 if none."""
+        """Returns the number of the last snapshot committed in the local tier; 0 if none.
+
+        Only snapshots committed by ``secs`` seconds after the restart count.
+        """
         if self._local is None:
             return 0
         return self.last_begun(secs - self._local.durable_secs, first_durable)
 
     def last_durable(self, secs: float, first_durable: int) -> int:
-        """Returns the last snapshot in the durable tier ``secs`` after the restart; 0 if none."""
+        """Returns the number of the last snapshot committed in the durable tier; 0 if none.
+
+        Only snapshots committed by ``secs`` seconds after the restart count.
+        """
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:
             return 0

@@ -1,8 +1,9 @@
 """Converts preservation policies to and from JSON, and tells which rule keeps which step.
 
-A run records its preservation rules as JSON among its events, so that tools can tell from the
-directory why a step is kept. Rules that are neither this library's nor Orbax's are recorded by name
-only. The directory is untrusted: JSON that describes no valid rule counts as an unknown rule.
+A run writes its preservation rules as JSON to the log of events in its directory, so that tools can
+tell from the directory why a step is kept. Rules that are neither this library's nor Orbax's are
+recorded by name only. The directory is untrusted: JSON that describes no valid rule counts as an
+unknown rule.
 """
 
 from __future__ import annotations

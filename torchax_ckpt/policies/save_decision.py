@@ -44,8 +44,9 @@ _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 
-    Replaces Orbax's policy of the same name. Each call of Orbax's policy takes an operation number
-    from Orbax, and a save in flight would use this number as its own.
+    Replaces Orbax's policy of the same name. Orbax numbers its saves and loads with one counter.
+    Each call of Orbax's policy increments the counter, and Orbax may then take the new number for
+    the number of a save in flight. This class leaves the counter unchanged.
 
     Attributes:
       minimum_interval_secs: the least number of seconds between two checkpoints; None for no limit.
@@ -78,8 +79,9 @@ class OptimalIntervalPolicy:
 
     Unless ``slowdown`` is given, the policy measures the slowdown: it compares the duration of
     steps with a save in flight with the duration of steps without a save. If saves follow each
-    other without a pause, the policy pauses after every twentieth save, for as long as a save
-    takes, to measure steps without a save.
+    other without a pause, the policy waits after every twentieth save before it allows the next
+    save. The wait takes about as long as a save, and the policy measures steps without a save
+    during the wait.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the time of the whole save, since the rest of that time overlaps with training.

@@ -83,7 +83,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which commits, moves and deletes for all processes."""
+        """Whether this is process 0, which commits, moves and deletes steps for all processes."""
         return self.index == 0
 
     @property
@@ -92,7 +92,7 @@ class Processes:
         return False
 
     def agreed_time(self) -> int | None:
-        """Returns None, as only process 0 commits steps. See ``PerHostProcesses.agreed_time``."""
+        """Returns None: only process 0 commits steps, so no commit time has to be agreed on."""
         return None
 
     @contextlib.contextmanager

@@ -79,8 +79,9 @@ def specs(document: Mapping[str, Node]) -> dict[str, Any]:
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
     """Returns the reads, with each leaf's sharding at the save in place of the requested sharding.
 
-    The shardings are on the current mesh. A read keeps the requested sharding if ``specs`` lacks
-    the leaf, or if the current mesh does not allow the sharding that the leaf had at the save.
+    The returned shardings are on the current mesh. A read keeps the requested sharding if
+    ``specs`` lacks the leaf, or if the current mesh does not allow the sharding that the leaf had
+    at the save.
     """
     found = dict(reads)
     for name, read in reads.items():
@@ -162,7 +163,13 @@ def stored_starts(
 
 
 def _blocks(starts: Any) -> list[list[int]]:
-    """Returns, for each device of a host, its shard's grid position among the host's shards."""
+    """Returns, for each device of a host, the position of the device's shard in a grid.
+
+    The host's shards of one leaf form this grid. A position has one index for each dim.
+
+    Args:
+      starts: for each device, the index in the leaf at which the device's shard begins.
+    """
     try:
         along = [sorted(set(dim)) for dim in zip(*starts, strict=True)]
         return [[dim.index(at) for dim, at in zip(along, s, strict=True)] for s in starts]

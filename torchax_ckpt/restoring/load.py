@@ -1,4 +1,8 @@
-"""Loads a step's functional state, or the states of its components, and returns them."""
+"""Loads a step's functional state, or the states of its components, and returns them.
+
+Functional state is a pytree that a program passed to ``save(state=...)``. Components are attached
+objects, such as a model and an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,9 @@ def load_state(
     processes: Processes,
 ) -> Any:
     """Returns a step's functional state or, for a step without one, the states of its components.
+
+    Functional state is a pytree that a program passed to ``save(state=...)``. Components are
+    attached objects, such as a model and an optimizer.
 
     Args:
       committed: the step.
@@ -99,9 +106,10 @@ def _load_foreign(
 
 
 def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
-    """Raises MismatchError if the step lacks a leaf, or has the leaf with another shape or dtype.
+    """Raises MismatchError unless the step has every leaf of ``abstract_state``.
 
-    Orbax raises no error for a missing or different leaf: Orbax casts the values, or returns the
+    The shape and dtype of each leaf must also be those in ``abstract_state``. Orbax raises no
+    error: if a leaf differs, Orbax casts the values; if the step lacks a leaf, Orbax returns the
     abstract leaf itself.
     """
     stored = foreign.foreign_metadata(committed)

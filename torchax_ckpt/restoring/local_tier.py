@@ -90,7 +90,8 @@ class HostSteps:
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         """Ignores this host's copy from now on if its arrays contradict its manifest.
 
-        Also ignores this host's copy if the copy's parts do not fit this host's devices. A host
+        Also ignores this host's copy if the copy's parts of leaves have other shapes than the parts
+        that this host needs, or are divided differently among this host's devices. A host
         whose copy is ignored receives its part from another host.
         """
         if self._copy is None:

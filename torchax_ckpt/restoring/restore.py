@@ -106,7 +106,14 @@ def restore_attached(
 def report_of(
     step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
 ) -> RestoreReport:
-    """Returns a ``RestoreReport`` made from the findings and the tensor selection of a restore."""
+    """Returns the ``RestoreReport`` of a restore.
+
+    Args:
+      step: the restored step; None for files.
+      findings: the differences between the source and the live objects.
+      selection: which tensors the restore selected.
+      is_verified: whether every stored byte of the step was compared with its digest.
+    """
     return RestoreReport(
         step,
         missing=tuple(findings.missing),

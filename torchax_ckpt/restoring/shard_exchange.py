@@ -14,12 +14,13 @@ from torchax_ckpt.snapshot.move_shards import Rounds
 
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
-    """Returns successive permutes, after which each process has the part that it needs.
+    """Returns permutes that, executed one after another, give each process the part that it needs.
 
-    In one permute, a process sends to at most one process, and receives from at most one process. A
-    received part replaces the part that the receiving process had. No part is lost while a process
-    still needs it: a process that has the part that it needs receives no other part, and can send
-    its part to another process in the next permute.
+    A permute is a tuple of pairs (index of the sender, index of the receiver). In one permute, a
+    process sends to at most one process, and receives from at most one process. A received part
+    replaces the part that the receiving process had. No part is lost while a process still needs
+    the part: a process that has the part that it needs receives no other part, and can send its
+    part to another process in the next permute.
 
     Args:
       needs: for each process, the part that it needs.

@@ -24,7 +24,10 @@ from torchax_ckpt.stored.stored_step import about, digests_of, parse_manifest, r
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
-    """Returns the manifest of a step, after checking that each leaf can be rebuilt.
+    """Returns a step's manifest, after checking that all leaves can be made from their arrays.
+
+    JAX and torch must support the dtype, and the random key type if any, that the manifest records
+    for each leaf.
 
     Raises:
       ForeignCheckpointError: the step has no manifest, because Orbax alone wrote it.
@@ -36,7 +39,11 @@ def read_manifest(committed: CommittedStep) -> Manifest:
 
 
 def require_made(committed: CommittedStep, manifest: Manifest) -> None:
-    """Raises CorruptCheckpointError unless every leaf of the step can be rebuilt."""
+    """Raises CorruptCheckpointError unless all leaves of a step can be made from their arrays.
+
+    JAX and torch must support the dtype, and the random key type if any, that the manifest records
+    for each leaf.
+    """
     with about(committed):
         node_checks.check_document(manifest.document)
 
@@ -108,7 +115,7 @@ class StoredLeaves:
 def require_plausible(
     committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
 ) -> None:
-    """Raises if stored arrays contradict the manifest. Call this before memory is allocated.
+    """Raises if stored arrays contradict the manifest. Call this before allocating the leaves.
 
     Raises:
       CorruptCheckpointError: an array does not exist, has another dtype or shape, or has a layout

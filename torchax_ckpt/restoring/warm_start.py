@@ -1,7 +1,8 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Each kind of source is converted to a ``StoredModule`` and a function that reads leaves. The code
-that compares and writes leaves is shared with restores.
+Each kind of source is converted to a ``StoredModule``, which lists the tensors that the source has,
+and to a function that reads leaves. The code that compares and writes leaves is shared with
+restores.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ def warm_start(
     compared before any tensor of the model is changed. Unless ``restore_in_budget`` is set, all
     weights are also read before any tensor is changed, so a model that is not on ``"meta"``
     temporarily takes twice its memory. Files are read in the parts that the devices need, and each
-    part goes directly to its device. If the source is a checkpoint, its digests are compared as in
-    every restore.
+    part goes directly to its device. If the source is a checkpoint, the data that is read is
+    compared with the checkpoint's digests, as in every restore.
 
     A pattern names a tensor, or a module and everything in it; ``*`` matches any characters, as few
     as possible. ``include`` and ``exclude`` are patterns for the model's names. For example,
-    ``exclude="*.lora_A"`` excludes tensors that the source lacks. ``rename`` maps the source's
-    names to the model's, and copies the text that each ``*`` matches:
+    use ``exclude="*.lora_A"`` if the model has tensors of this name and the source has none.
+    ``rename`` maps the source's names to the model's, and copies the text that each ``*`` matches:
     ``{"transformer.h.*.attn": "layers.*.attention"}``. If several patterns of ``rename`` match a
     name, the first of them applies.
 

@@ -38,7 +38,7 @@ _EMPTY = torch.ops.aten.empty.memory_format
 
 
 def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns an empty tensor on the requested device.
+    """Returns an uninitialized tensor on the requested device, as ``torch.empty`` does in torch.
 
     Without this patch, a program that requests a tensor on the CPU gets a tensor on ``"jax"``.
     Metrics, including those of ``self.log``, deep-copy their initial values, and ``copy.deepcopy``
