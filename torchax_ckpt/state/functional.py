@@ -33,9 +33,11 @@ _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
 class FunctionalState:
     """Captures functional state, whose structure rarely changes between steps.
 
-    A capture reuses the form of the last capture while the structure, the kinds, shapes and dtypes
-    of the arrays, and all other values stay the same. With a reused form, a capture only takes
-    references to device arrays and copies host arrays.
+    The form of a capture consists of the node of the state and the names of its leaves. A capture
+    reuses the form of the previous capture if the structure of the pytree is the same, each array
+    has the same type, shape and dtype, and each leaf that is not an array is an equal int, bool,
+    string or bytes object. A capture that reuses a form builds no nodes: it only takes references
+    to device arrays and copies host arrays.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,10 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """Returns a signature, or None. Leaves with equal signatures have equal nodes."""
+    """Returns a value that determines the content of a leaf's node; None if there is no such value.
+
+    If two leaves at the same position in the state have equal signatures, their nodes are equal.
+    """
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
     if isinstance(leaf, jax.Array):
@@ -90,7 +95,11 @@ def _signature_of(leaf: Any) -> Any:
 
 
 def same_form(abstract: Any, node: Node) -> bool:
-    """Returns whether an abstract value and a node have the same type, such as number or string."""
+    """Returns whether a value has the type that a stored node represents.
+
+    Types are, for example, number (int or float), string and list. The value comes from the
+    abstract state, which the user passed to ``load``.
+    """
     return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
 
 
@@ -190,7 +199,10 @@ class Request:
 
 
 def as_read(abstract: Any) -> Read | None:
-    """Returns a Read without a name for an abstract leaf; None for a plain Python value."""
+    """Returns the spec and placement of a leaf of the abstract state, as a ``Read``.
+
+    The name in the ``Read`` is empty. Returns None if the leaf is a plain Python value.
+    """
     if not isinstance(abstract, _ARRAYS):
         return None
     spec = describe(abstract, "")

@@ -119,11 +119,11 @@ class ModuleComponent:
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """Returns a dict from the id of each tensor to the tensor's key paths below ``model``.
+        """Returns a dict from ``id(tensor)`` to the tensor's key paths, without their first key.
 
-        All calls return the same dict, which ``capture`` or ``prepare`` made, until a name changes.
-        To walk over all modules for each optimizer, and make a new dict, would take a tenth of a
-        save's blocking time.
+        ``capture`` and ``prepare`` make a new dict only if the module's names or tensors changed.
+        All optimizers share the dict, because making the dict for each optimizer would take a tenth
+        of the time for which a save blocks training.
         """
         return self._names
 
@@ -149,7 +149,7 @@ class ModuleComponent:
         return self._combined([tensors, *extra])
 
     def _capture_tensors(self) -> Captured:
-        """Captures the tensors; builds their node again only if a name, type or shape changed."""
+        """Captures the tensors; builds the node again only if a name, type or shape changed."""
         self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
@@ -336,7 +336,7 @@ class ModuleComponent:
             restoration.writes.append(Write(_filler(slot, array)))
 
     def _initial(self, slot: Slot) -> jax.Array | None:
-        """Calls ``init`` for a tensor; returns the array on the tensor's placement, or None."""
+        """Returns what ``init`` returns for a tensor: None, or an array, put on its placement."""
         assert self._init is not None
         placement = self._placement(slot)
         expected = self._expected(slot)

@@ -1,4 +1,4 @@
-"""Captures and restores the state and hyperparameters of optimizers, by parameter names.
+"""Captures and restores optimizers: the state of each parameter, and the hyperparameters.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
 [{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
@@ -303,7 +303,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds a write that restores one parameter's state; keeps and fills live tensors that fit.
+        """Adds a write that restores one parameter's state, in place for tensors of equal spec.
 
         If the checkpoint has no state for the parameter (the parameter was frozen, or the optimizer
         had made no step), the write removes the live state.
@@ -356,10 +356,10 @@ class OptimizerComponent:
 
 
 def _same(a: Node, b: Node) -> bool:
-    """Returns whether two hyperparameter nodes have the same value, as far as the manifest shows.
+    """Returns whether the manifest shows that a hyperparameter of two groups has the same value.
 
-    Tensors of two groups count as different values, because the manifest does not contain values of
-    tensors.
+    If the hyperparameter is a tensor, returns False, because the manifest does not contain the
+    values of tensors.
     """
     return a == b
 

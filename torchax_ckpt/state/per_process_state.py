@@ -134,7 +134,7 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 
 
 def count_of(document: Mapping[str, Node]) -> int | None:
-    """Returns how many processes saved the document; None if all of them had the same state."""
+    """Returns how many processes saved the document; None if their per-process states are equal."""
     if PROCESSES not in document:
         return None
     return 1 + len(node_checks.fields(document[PROCESSES], PROCESSES))

@@ -244,7 +244,8 @@ class _TooDeepError(Exception):
 class Finder:
     """Finds a node by the keys and indices that lead to it from the root.
 
-    The finder lists the children of a node only once, however many nodes it finds.
+    The finder keeps a list of the children of each node that it passes, so that a later search
+    through the same node does not list the children again.
 
     Args:
       root: the root node. It must not change while the finder is in use.
@@ -305,7 +306,7 @@ def _key(node: Node) -> Any:
 
 
 def key_part(entry: Any) -> str:
-    """Converts one entry of a JAX key path to the key that leaf names contain for it."""
+    """Returns the text that stands in a leaf name for one entry of a JAX key path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

@@ -56,9 +56,9 @@ class RandomStateComponent:
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Returns the plan to set torchax's key and the generators' states.
 
-        A restore sets the random state last, because loading other state may draw random numbers. A
-        check first sets the random state on throwaway generators, so that an invalid random state
-        changes no live object.
+        A restore sets the random state last, because loading other state may draw random numbers.
+        Before a restore changes any live object, it sets the stored random state on throwaway
+        generators, and raises an error if the stored random state is invalid.
         """
         restoration = Restoration()
         stored = node_checks.fields(node, "rng")
@@ -81,7 +81,9 @@ class RandomStateComponent:
 
 
 class RandomState:
-    """The random state that ``attach`` saves, for programs that restore it themselves.
+    """Gets and sets the random state, for programs that restore the random state themselves.
+
+    A checkpointer saves the same random state, unless ``attach`` was called with ``rng=False``.
 
     The random state consists of the calling thread's torchax key and the states of torch's, numpy's
     and Python's generators. A program can draw the same random numbers again::
@@ -176,8 +178,9 @@ def left_alone(*, on_success: bool) -> Iterator[None]:
     """Resets the random state after the ``with`` block.
 
     If ``on_success`` is false, resets the random state only if the block raises. After a reset, the
-    random numbers that user code drew within the block have no effect on the program. For example,
-    ``state_dict()`` of a data loader whose iteration has not begun draws the loader's seeds.
+    random numbers that user code drew within the block have no effect on the program. User code may
+    draw random numbers in unexpected places: for example, ``state_dict()`` of a data loader draws
+    the loader's seeds if the loader's iteration has not begun.
     """
     before = _get()
     try:

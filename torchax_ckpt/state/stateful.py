@@ -56,7 +56,11 @@ class StatefulComponent:
         return encoded(self.value.state_dict(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Returns the plan to call ``load_state_dict``; an undo loads the present state again."""
+        """Returns the plan to call ``load_state_dict`` with the stored state.
+
+        Also captures the object's state now. If the restore fails, the undo loads this captured
+        state.
+        """
         restoration = Restoration()
 
         def take(state: Any) -> None:

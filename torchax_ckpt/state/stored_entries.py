@@ -126,9 +126,9 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """Returns the last part of a tensor's new name, which is torch's name of the tensor.
+    """Returns torch's name of a tensor, which is the last key in the tensor's new leaf name.
 
-    Raises SelectionError unless the other parts of the new name are ``prefix``.
+    Raises SelectionError unless the keys before the last key are ``prefix``.
     """
     with contextlib.suppress(ValueError):  # an escape that is not valid UTF-8
         *model, fqn = names.split(new)

@@ -92,7 +92,11 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Captures all components; ``state``, if given, takes the place of model and optimizer."""
+        """Captures all components.
+
+        If the caller passes functional state as ``state``, captures ``state`` instead of the
+        attached models and optimizers.
+        """
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
@@ -183,7 +187,7 @@ def _component(
 
 
 def _as_mapping(value: Any) -> Any:
-    """Converts a list of schedulers to a dict by position; returns any other value unchanged."""
+    """Converts a list to a dict with the keys "0", "1", ...; returns any other value unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return {str(index): member for index, member in enumerate(value)}
     return value

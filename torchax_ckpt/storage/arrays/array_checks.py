@@ -144,7 +144,9 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
 
 
 def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
-    """Raises if the arrays, or a chunk that is larger than its array, exceed this host's memory.
+    """Raises if a read of a step's arrays would need more memory than this host has.
+
+    Checks the total size of the arrays, and the size of each chunk that is larger than its array.
 
     Args:
       step_path, step: the step.

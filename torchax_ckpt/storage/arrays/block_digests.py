@@ -153,7 +153,7 @@ def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
 
 
 def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
-    """Returns whether each block is contiguous in memory, directly after the block before."""
+    """Returns whether memory holds the blocks one after the other, in C order of the blocks."""
     cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
     return shape[cut + 1 :] == block[cut + 1 :]
 

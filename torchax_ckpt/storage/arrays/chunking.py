@@ -27,9 +27,9 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
 
     This function repeats Orbax's own computation. As long as a chunk is too large, Orbax shortens
     one dim to its next smaller divisor: the longest dim among those in which the written shape is
-    smaller than the array. Orbax shortens a dim in which the written shape equals the array only
-    after all other dims have length 1. A caller of Orbax can set the size at which Orbax stops,
-    but cannot exclude a dim from the cutting.
+    smaller than the array. If all of those dims have length 1, Orbax shortens the longest of the
+    remaining dims. A caller of Orbax can set the size at which Orbax stops, but cannot exclude a
+    dim from the cutting.
     """
     written = _written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:

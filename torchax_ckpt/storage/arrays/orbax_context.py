@@ -1,4 +1,8 @@
-"""Sets up Orbax for one save or load; makes the processes of a run meet through ``Processes``."""
+"""Sets up Orbax for one save or load.
+
+Where Orbax would wait for other processes at its own barrier, the processes wait for each other
+through ``Processes``, the library's own channel between the processes of a run.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,8 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     delete again. The server may then carry out the first delete after the write, and even after the
     step was reported durable.
 
-    The dict ``fences`` is an attribute of the class, because Orbax caches path objects.
+    The dict ``fences`` (path of a step -> fence) is an attribute of the class. A path object cannot
+    hold the fence itself, because Orbax caches path objects.
     """
 
     fences: ClassVar[dict[str, Callable[[], None]]] = {}

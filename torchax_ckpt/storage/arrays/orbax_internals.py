@@ -257,7 +257,7 @@ def _raw_bytes(original: Any) -> Any:
 @_replaces(array_metadata_store, "multihost")
 @_replaces(jax_array_handlers, "jax")
 class _SingleProcessView:
-    """Wraps a module; its ``process_count`` is 1 while this process saves or loads on its own."""
+    """Wraps a Python module; ``process_count()`` is 1 while this process saves or loads alone."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

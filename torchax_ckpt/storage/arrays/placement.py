@@ -88,7 +88,7 @@ class _Region:
         return all(a < b for a, b in zip(low, high, strict=True))
 
     def _common(self, piece: Piece) -> tuple[list[int], list[int]]:
-        """Returns where the overlap of this region with a piece starts and stops."""
+        """Returns start and stop, in the whole array, of the overlap of this region and a piece."""
         low = [max(a, b) for a, b in zip(self.start, piece.start, strict=True)]
         high = [
             min(a + n, b + m)
@@ -118,7 +118,7 @@ class _Region:
 
 
 class Target:
-    """Receives the pieces of one array as they are read, and stores each leaf once it is complete.
+    """Receives the pieces of one array; adds each leaf to ``leaves`` when the leaf is complete.
 
     Args:
       name: the stored name.
@@ -206,7 +206,7 @@ class SingleLeaf(Target):
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts the bytes of the piece; with a part's first piece, also the bytes of the part.
+        """Returns the bytes of the piece, and the bytes of all parts whose first piece this is.
 
         If the piece is the whole part, the bytes of the piece count only once.
         """
@@ -325,7 +325,7 @@ class Checked(Target):
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
-    """Returns (device, bounds of its part) for each device of this process that holds the leaf.
+    """Returns (device, bounds of the device's part) for each of this process's devices with a part.
 
     A leaf that goes to the host gives one pair: its placement, and the bounds of the whole leaf.
     """
@@ -363,14 +363,14 @@ def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -
 
 
 def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
-    """Returns the start and the stop of an index along each dim; for None, of the whole array."""
+    """Returns (start, stop) of the slice for each dim; an index of None means the whole array."""
     if index is None:
         return tuple((0, length) for length in shape)
     return tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns a new host array, aligned so that a CPU device takes it over without a copy.
+    """Returns a new host array, aligned so that JAX can use its memory on CPU without a copy.
 
     A device may use the array's own memory, because no other code writes to the array, and because
     JAX does not reuse donated memory that JAX does not own.

@@ -341,7 +341,10 @@ class _Window:
         self._reading.append((piece_bytes, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Waits for the oldest pieces and parts until ``nbytes`` fit or nothing is in flight."""
+        """Waits until ``nbytes`` more fit within the limit, or nothing is in flight any more.
+
+        Waits for pieces to be read and for parts to reach their devices, oldest first.
+        """
         while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
             self._finish_oldest()
 

@@ -22,14 +22,18 @@ aside. A process that lists a directory later treats as abandoned:
     - the steps listed in the summaries of the latest commits in the directory;
     - the steps listed in the summaries of the run's other tier;
     - the steps that other hosts report (each host reads the summaries in its own local tier only);
-    - if the summary of an incoming step is damaged, the steps that were committed before it and
-      have its number or a higher one. An incoming step waits to replace an abandoned step of the
-      same number, so the summary of an incoming step must have listed at least one step.
+    - if the summary of an incoming step is damaged, all steps that were committed earlier than the
+      incoming step and whose number is at least the incoming step's number.
 
-If several steps that are not abandoned have the same number, only one of them counts: the latest
-incoming step, or without an incoming step the step with the latest commit. The steps of that
-number that do not count are treated as abandoned. A local tier of another run contributes no steps;
-``run_identity.py`` tells which run a tier belongs to.
+An incoming step is a committed step N in a folder named ``incoming-N``, because an older folder had
+the name ``N`` when step N was saved (see ``run_directory.py``). The older folder usually holds an
+abandoned step, which the summary of the incoming step lists. If this summary is damaged, the last
+rule of the list above replaces it.
+
+If several steps that are not abandoned have the same number, only one of them counts: if any of
+them is an incoming step, the incoming step that was committed last; otherwise, the step that was
+committed last. The steps of that number that do not count are treated as abandoned. A local tier
+of another run contributes no steps; ``run_identity.py`` tells which run a tier belongs to.
 
 The key of a step holds the commit time as well as the number, because a later branch may use the
 number again. Listing a directory changes nothing in it. ``run_directory.py`` sets abandoned steps
@@ -185,9 +189,9 @@ class Abandonment:
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Returns the abandoned ``steps`` that a program may set aside before it saves a step.
 
-        The result never has a step of the durable tier that only the summary of a local step lists
-        as abandoned. The local step may be lost with its host, and the run then continues from the
-        durable step.
+        If this directory is the durable tier, the result has only steps that a summary in the
+        durable tier lists as abandoned. A summary in a local tier is not enough: the local tier may
+        be lost with its host, and the run may then have to continue from the durable step.
         """
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
