@@ -246,7 +246,8 @@ def unwrap_jittable(
 def prng_key() -> jax.Array:
     """Returns the random key that torchax keeps for this thread.
 
-    The random key is typed at first, and a raw uint32[2] array after ``env.manual_seed``.
+    At first, the random key is a typed JAX key (``jax.random.key``). After ``env.manual_seed``, the
+    random key is an array of type uint32[2].
     """
     return torchax.default_env().prng_key
 
@@ -258,7 +259,10 @@ def set_prng_key(key: jax.Array) -> None:
 
 
 def torchax_mesh(value: object) -> tuple[jax.sharding.Mesh, Any] | None:
-    """Returns the JAX mesh and sharder of a ``torchax.mesh_util.Mesh``; None for other objects."""
+    """Returns the JAX mesh and sharder of a ``torchax.mesh_util.Mesh``; None for other objects.
+
+    The sharder, a function from a tensor's name and shape to its PartitionSpec, may be None.
+    """
     from torchax import mesh_util
 
     if isinstance(value, mesh_util.Mesh):

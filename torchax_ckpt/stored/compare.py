@@ -1,7 +1,7 @@
 """Compares two stored steps: finds the leaves and values that differ or that only one step has.
 
-This module reads a few leaves at a time, so a comparison of steps of any size needs memory only for
-their largest leaf.
+This module reads only a few leaves of the two steps at a time. The memory that a comparison needs
+therefore depends on the size of the largest leaf, and not on the size of the steps.
 """
 
 from __future__ import annotations
@@ -205,7 +205,10 @@ _ABSENT = object()
 
 
 def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yields the differences between two manifest documents, arrays excluded."""
+    """Yields the differences between the documents of two manifests, arrays excluded.
+
+    The document of a manifest is the JSON tree that describes the whole state.
+    """
     try:
         left, right = dict(_plain(a, ())), dict(_plain(b, ()))
     except RecursionError:
@@ -224,7 +227,12 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
 
 
 def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields path and value of every value at or below a manifest node, arrays excluded."""
+    """Yields (path, value) for each value in a part of a manifest's JSON tree, except arrays.
+
+    Args:
+      node: the part of the tree.
+      path: the path of ``node`` in the tree.
+    """
     if isinstance(node, dict):
         if "array" in node:
             return

@@ -149,7 +149,7 @@ def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> Non
 
 
 def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Yields the path, relative to the step, of each file of a step except its marks."""
+    """Yields the relative path of each file of a step, except commit mark and mark ``verified``."""
     for child in (step / below if below else step).iterdir():
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():

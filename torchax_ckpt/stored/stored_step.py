@@ -35,7 +35,7 @@ Index = tuple[slice, ...]
 
 @contextlib.contextmanager
 def about(committed: CommittedStep) -> Iterator[None]:
-    """Adds the step and its path to errors that the block raises."""
+    """Adds step and path to a CorruptCheckpointError or MismatchError of the ``with`` block."""
     try:
         yield
     except (CorruptCheckpointError, MismatchError) as error:
@@ -49,7 +49,9 @@ def about(committed: CommittedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_there(committed: CommittedStep) -> Iterator[None]:
-    """Reports a step that is deleted during a read as not found, not as corrupt.
+    """Replaces an error that the ``with`` block raises because the step was deleted.
+
+    The replaced error says that the step is damaged or that a file is missing.
 
     Raises:
       StepNotFoundError: the step was deleted.
@@ -176,7 +178,7 @@ class StoredStep:
 
     @property
     def stored_bytes(self) -> int:
-        """The size of all arrays in bytes, uncompressed."""
+        """The total size of the step's leaves in bytes, uncompressed."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
     @functools.cached_property
@@ -294,7 +296,7 @@ class StoredStep:
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
-    """Returns the shardings that Orbax recorded, by stored key; {} if there is no record."""
+    """Returns the shardings that Orbax recorded, by the arrays' Orbax keys; {} without a record."""
     with step_files.as_corrupt(committed, "shardings"):
         try:
             content = commit_record.read_sealed(committed.path, commit_record.SHARDINGS)

@@ -30,7 +30,7 @@ class Hook:
         self.call = _Call(self)
 
     def outlive(self) -> None:
-        """Keeps the hook alive for the last events, after the checkpointer is finalized."""
+        """Keeps the hook alive for the remaining events of a garbage-collected checkpointer."""
         self.call.kept = self
 
 

@@ -155,7 +155,7 @@ def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def latest_start(directory: epath.Path) -> Event | None:
-    """Returns the ``started`` event of the newest run; None if the journal lacks this event.
+    """Returns the ``started`` event of the newest run; None if no such event is found.
 
     ``latest_start`` reads only one file: of the newest run's files that still exist, the oldest.
 

@@ -91,7 +91,10 @@ class Telemetry:
         return self._thread is not None
 
     def skipped(self, step: int) -> None:
-        """Records that training reached a step and did not save it."""
+        """Notes the step that training reached, and counts one more step that was not saved.
+
+        ``skipped`` sends no event: later events report the step and the count.
+        """
         worker = self._worker
         worker.num_skipped += 1
         worker.step = step
@@ -247,7 +250,10 @@ class _Worker:
         self._reported_secs = 0.0
 
     def run(self) -> None:
-        """Delivers and writes events until ``Telemetry.close`` sends the end marker."""
+        """Passes events from the queue to the hook and the journal, until the end marker comes.
+
+        ``Telemetry.close`` puts the end marker into the queue.
+        """
         is_ending = False
         while not is_ending:
             is_ending = self._take()
@@ -256,9 +262,9 @@ class _Worker:
                 self._write()
 
     def _take(self) -> bool:
-        """Waits for events, or until the next write is due, and delivers the events to the hook.
+        """Waits until events come or a write of the journal is due; passes events to the hook.
 
-        Returns True once the end marker has come.
+        Returns True once the end marker has come from the queue.
         """
         waits = self._lines and self.may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if waits else _REACHED_SECS
@@ -304,7 +310,10 @@ class _Worker:
             self._is_hook_broken = True
 
     def _report_reached(self) -> None:
-        """Records ``reached`` with the current step, if no event of the last minute had a step."""
+        """Records the event ``reached``, if it is due, with the latest step that training reached.
+
+        The event is due if no event of the last minute had a step number and this step is new.
+        """
         is_due = time.monotonic() - self._reported_secs >= _REACHED_SECS
         if self.may_write and is_due and self.step != self._reported_step:
             event = Event("reached", time.time(), self.step, {"num_skipped": self.num_skipped})

@@ -69,7 +69,10 @@ class Stats:
 
 
 class Tally:
-    """Counts events and keeps their numeric values. Callers of a ``Tally`` must hold a lock."""
+    """Counts events and keeps their numeric values.
+
+    A ``Tally`` is not thread-safe: all threads that call its methods must hold the same lock.
+    """
 
     def __init__(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()

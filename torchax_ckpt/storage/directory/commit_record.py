@@ -51,9 +51,10 @@ _MAX_TIME = 2**63 - 1
 
 
 def is_marked(path: epath.Path) -> bool:
-    """Returns whether a step is complete: on a bucket if it has a commit mark, locally always.
+    """Returns whether a step is complete; always True for a step on a local path.
 
-    On a local path, a folder gets the name of a step only when the step is complete.
+    On a local path, a folder gets the name of a step only when the step is complete. In a bucket,
+    a step is complete once it has a commit mark.
     """
     return not location.is_bucket(path) or (path / MARK).exists()
 
@@ -79,7 +80,10 @@ def is_begun(path: epath.Path) -> bool:
 
 
 class CommitTimes:
-    """Reads the commit times of steps; warns once about each folder that only looks like a step."""
+    """Reads the commit times of steps.
+
+    Warns once about each local folder that has the name of a step but is no committed step.
+    """
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -173,7 +177,8 @@ def _was_committed(path: epath.Path) -> bool:
 def item_names(path: epath.Path) -> set[str]:
     """Returns the names of the items that a step had at its commit, from the commit record.
 
-    Some of the returned items may have been lost since the commit.
+    An item is a part of a step, such as its arrays or its manifest. Some of the returned items may
+    have been lost since the commit.
     """
     items = json.loads((path / _RECORD).read_text()).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
@@ -237,11 +242,12 @@ def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> 
 
 
 def remove_leftover(path: epath.Path) -> None:
-    """Removes the files of a failed save as far as possible; Orbax may still be writing files.
+    """Removes the files of a failed save.
 
-    On a bucket, the program whose save failed may only be stalled, and may write more files of the
-    step at any time. An empty object (``BEGUN``) therefore remains under the step's name in the
-    bucket, so that no program uses the name again.
+    On a local path, files remain if Orbax still writes files during the removal; a later cleanup
+    removes them. On a bucket, the program whose save failed may only be stalled, and may write more
+    files of the step at any time. An empty object (``BEGUN``) therefore remains under the step's
+    name in the bucket, so that no program uses the name again.
     """
     if location.is_bucket(path):
         bucket.remove(path)

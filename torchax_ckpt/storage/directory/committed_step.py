@@ -1,4 +1,4 @@
-"""Defines a committed step, and the names of the items of a step."""
+"""Defines a committed step, and the names of a step's items: arrays, manifest, summary."""
 
 from __future__ import annotations
 

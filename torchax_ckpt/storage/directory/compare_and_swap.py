@@ -157,7 +157,7 @@ class _LocalRecord:
 
 
 class _BucketRecord:
-    """A record in a bucket, accessed through gcsfs with its credentials and its retries."""
+    """A record in a bucket, accessed through gcsfs with the credentials and retries of gcsfs."""
 
     def __init__(self, url: str) -> None:
         self._bucket, _, self._key = url.partition("://")[2].partition("/")

@@ -1,9 +1,9 @@
 """Implements the lease of a directory; only the program that holds the lease may write there.
 
-Only one program at a time can hold the lease. The lease is a small file in the directory that names
-its holder: host, process, start of the lease, and last sign of life. A thread of the holder renews
-the sign of life every 20 s. If a program wants to write and finds a lease, the holder of that lease
-decides what happens:
+Only one program at a time can hold the lease. The lease is a small file in the directory. The file
+records the holder's host and process, the start of the lease, and the holder's last sign of life. A
+thread of the holder renews the sign of life every 20 s. If a program wants to write and finds a
+lease, the holder of that lease decides what happens:
 
 - If the holder was a process on the same host that has ended (according to the kernel), the program
   takes the lease over immediately.
@@ -16,8 +16,8 @@ decides what happens:
 The clocks of hosts that share a directory should agree to within half a minute. If the clocks
 differ more, a holder may lose its lease early, and then stops writing.
 
-The lease is also a fence: a holder that stalled for longer than 60 s may have lost the lease. The
-holder therefore reads the lease again right before any of its changes becomes visible, and stops if
+A holder that stalled for longer than 60 s may have lost the lease without noticing it. Every holder
+therefore reads the lease again right before any of its changes becomes visible, and stops if
 another program has taken the lease over. A gap remains between this read and the rename or upload
 that makes the change visible.
 """
@@ -170,7 +170,7 @@ class Lease:
 
 
 class _Hold:
-    """A lease that this process took, and that a thread renews until it is released or lost."""
+    """A lease that this process took; a thread renews the lease until it is released or lost."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Hold:
         self._thread.start()
 
     def is_orphaned(self) -> bool:
-        """Returns whether the directory, with the lease in it, was removed."""
+        """Returns whether the lease's directory was removed or moved; False in a forked process."""
         return self._is_this_process() and self._record.is_orphaned()
 
     def confirm(self) -> None:

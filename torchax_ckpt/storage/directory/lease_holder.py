@@ -72,7 +72,11 @@ class LeaseHolder:
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_alive(self) -> bool | None:
-        """Returns whether the holder's process runs; None if this process cannot tell (yet)."""
+        """Returns whether the holder's process runs; None if unknown.
+
+        The answer is unknown for a process on another host, and for a killed process while some of
+        its threads have not ended.
+        """
         if self.kernel is None or self.kernel != this_kernel():
             return None
         process = process_of(self.pid)

@@ -22,8 +22,8 @@ a rename would move the step object by object, and the step would be incomplete 
 bucket's server may carry out a request long after the client gave up on the answer, and a stalled
 writer that lost its lease may go on writing its step. On a bucket, a delete therefore removes only
 the exact object that was examined, and a name under which any save began is never used again. One
-gap remains: a stalled writer that had written nothing yet may later write into the step that its
-successor wrote. On local storage each save has a unique name until its commit.
+gap remains: a stalled writer that lost its lease before its first write may later write into a step
+that the next lease holder wrote. On local storage each save has a unique name until its commit.
 
 Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
 of several processes, process 0 holds the lease, and commits and deletes steps for all processes.
@@ -115,7 +115,7 @@ class RunDirectory:
         return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
-        """Lists the committed steps with this number or a higher one, abandoned steps included.
+        """Lists the committed steps numbered ``first`` or higher, including abandoned steps.
 
         Returns no steps for a local tier of another run.
         """
@@ -178,7 +178,7 @@ class RunDirectory:
             permissions.prove_writable(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
-        """Returns a list with the name of the run, or []; checks the lease first.
+        """Checks the lease; returns a list with the name of the run, or [] if the run has no name.
 
         Call this method on a durable directory only.
         """
@@ -230,7 +230,7 @@ class RunDirectory:
     def recover(self) -> None:
         """Cleans up after a killed process.
 
-        Finishes its renames, and removes the files that its saves and deletions left behind.
+        Finishes the process's renames; removes the files that its saves and deletions left behind.
         """
         with self._translated("clean up"):
             self.fence()
@@ -268,7 +268,7 @@ class RunDirectory:
         raise AssertionError("unreachable: the count never ends")
 
     def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
-        """Makes a written step visible, under its number or, if that is taken, as an incoming step.
+        """Makes step N visible under the name ``N``, or ``incoming-N`` if the name ``N`` is in use.
 
         Args:
           step: the step's number.
@@ -299,9 +299,9 @@ class RunDirectory:
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
-        """Renames an incoming step to its number, after setting aside the step of that number.
+        """Renames the step ``incoming-N`` to ``N``, after setting aside the step named ``N``.
 
-        Returns the step with its present path. On a bucket the step keeps its path.
+        Returns the step with its present path. In a bucket, this method renames nothing.
         """
         if self._is_bucket:
             return incoming

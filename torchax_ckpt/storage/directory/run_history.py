@@ -96,7 +96,10 @@ class RunHistory:
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Abandons each step whose key is not in ``keys``, because some host lacks that step."""
+        """Abandons each step whose key (number and commit time) is not in ``keys``.
+
+        The caller passes the keys of the steps that all hosts have.
+        """
         missing = (s for s in self.branches.committed if s.key not in keys)
         self._replace(self.branches.leaving(missing))
 
@@ -118,7 +121,10 @@ class RunHistory:
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
-        """Records that the step in flight is committed, whether or not the save then succeeds."""
+        """Records that the step of the current save is committed.
+
+        The save can still fail afterwards, for example because another process reports an error.
+        """
         self._landed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:

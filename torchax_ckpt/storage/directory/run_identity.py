@@ -42,7 +42,7 @@ def new() -> str:
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """Returns the names of the run to which a durable directory or local tier belongs, or [].
+    """Returns the run's names in the file ``run`` of a directory; [] if no valid name is there.
 
     A local tier may have two names: the run's present name and its next name.
     """
@@ -56,7 +56,7 @@ def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
 
 
 def is_before(local: epath.Path, durable: epath.Path) -> bool:
-    """Returns whether ``local`` is a local tier of the run that the directory ``durable`` holds."""
+    """Returns whether ``local`` is a local tier of the run in the durable directory ``durable``."""
     return any(run in names(local, is_local=True) for run in names(durable))
 
 

@@ -71,7 +71,7 @@ class Verified:
         return (committed.path / MARK).exists() if found is None else found
 
     def named(self, steps: Iterable[CommittedStep]) -> str:
-        """Returns a text with the five newest steps not known to be damaged, oldest first."""
+        """Returns, for messages, the five newest steps not known to be damaged, oldest first."""
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 

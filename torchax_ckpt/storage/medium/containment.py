@@ -91,7 +91,7 @@ def is_plain(folder: epath.Path, file: str) -> bool:
 
 
 def is_plain_file(path: epath.Path) -> bool:
-    """Returns whether a file is regular and of an expected size, or missing.
+    """Returns True if a file is regular and of an expected size, or if the file is missing.
 
     The folder of the file may be a link, which a user may have made on purpose.
     """
@@ -109,8 +109,8 @@ def beyond_memory(
 ) -> CheckpointError:
     """Returns the error for leaves that this host's memory cannot hold.
 
-    If storage holds fewer bytes than the leaves need there, the error says that the step is
-    damaged. Otherwise the error says that the host has too little memory.
+    If storage holds fewer bytes than ``least``, the error says that the step is damaged. Otherwise
+    the error says that the host has too little memory.
 
     Args:
       step_path, step: the step.

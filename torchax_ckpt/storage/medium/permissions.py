@@ -79,7 +79,7 @@ def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
 
 @contextlib.contextmanager
 def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
-    """Keeps a step's folder closed to other users during a block, and opens it at the end.
+    """Keeps a step's folder closed to other users during a ``with`` block; opens it at the end.
 
     If the process is killed during the block, the step's folder stays closed.
 

@@ -75,7 +75,7 @@ _NETWORK = (
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Returns whether an error during a read means that storage cannot be read now.
+    """Returns whether a read failed because storage cannot be read now, not because of damage.
 
     Returns False if the data is damaged or is not what was asked for. A missing file counts as
     damage. A missing permission, an I/O error or a network failure may be temporary.
@@ -142,10 +142,10 @@ def explained(error: BaseException, path: Any) -> str:
 
 
 def without_locals(error: BaseException) -> BaseException:
-    """Clears the stack frames of an error's traceback, and returns the error to be kept.
+    """Clears the stack frames of an error's traceback, and returns the error.
 
-    Uncleared frames would keep their local variables alive, perhaps a copy of a whole state on
-    the devices.
+    A program that keeps an error with uncleared frames also keeps the frames' local variables
+    alive, perhaps a copy of a whole state on the devices.
     """
     if error.__traceback__ is not None:  # the frame that caught it still runs and cannot be cleared
         error.__traceback__ = error.__traceback__.tb_next
