@@ -44,8 +44,8 @@ os.register_at_fork(after_in_child=_note_fork)
 class Calls:
     """The calls that are running on one checkpointer, at most one per thread.
 
-    The thread that makes the first call with ``trains=True`` is the only thread that may make calls
-    with ``trains=True``.
+    A call with ``trains=True`` belongs on the training thread. The training thread is the thread
+    that makes the first call with ``trains=True``; no other thread may make such calls.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,10 @@ S = TypeVar("S", bound=_HasCalls)
 def guarded(
     *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator that raises CallError if the method is called where it cannot work.
+    """Returns a decorator for methods; a decorated method raises CallError if it cannot work.
+
+    A method cannot work on a wrong thread, in a forked process, inside a function that JAX traces,
+    or inside another call on the same thread, as when a signal handler calls it.
 
     Args:
       trains: whether the method belongs on the training thread; or a function that returns this

@@ -1,4 +1,8 @@
-"""The log of background failures: logs each kind of failure once, until the action works again."""
+"""The log of failures of background work, such as saves.
+
+An action, such as saving, may fail repeatedly. ``FailureLog`` logs an error when an action begins
+to fail with one kind of failure, and logs the repetitions at level DEBUG only.
+"""
 
 from __future__ import annotations
 

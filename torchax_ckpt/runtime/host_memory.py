@@ -2,8 +2,9 @@
 
 In a container, the kernel ends a process whose control group uses more than its limit, however much
 memory the machine has. The limit of a control group also applies to all groups inside it. So the
-limit of a process is the smallest limit of its own group and the enclosing groups, as far as these
-groups are mounted.
+limit of a process is the smallest limit of its own group and the groups that enclose this group.
+This module ignores groups that lie outside the mounted part of the control-group file system,
+because the process cannot read their limits.
 
 Each call of ``host_memory_bytes`` or ``available_host_bytes`` reads the limits anew, because limits
 can change, and because a process can be moved to another group. Reading the limits takes a fraction
@@ -119,7 +120,9 @@ def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
 def _mounted(
     mounts: Sequence[str], kind: str, controller: str | None = None
 ) -> list[tuple[str, Path]]:
-    """Returns (mounted folder, mount point) for each mount of the given kind of file system.
+    """Returns (root, mount point) for each mount of the given kind of file system.
+
+    The root is the folder of the file system that appears at the mount point.
 
     Args:
       mounts: lines of ``mountinfo``: ``36 35 98:0 /root /mount/point rw shared:1 - kind source

@@ -173,9 +173,10 @@ class _Watch:
         return self._pipe is not None
 
     def _take_wakeup_fd(self) -> None:
-        """Sets our pipe as Python's wakeup file descriptor for signals.
+        """Sets the write end of this object's pipe as Python's wakeup file descriptor for signals.
 
-        Keeps the previous wakeup descriptor, so that the thread can relay signals to it.
+        Keeps the previous wakeup descriptor, so that the thread that reads the pipe can also write
+        each signal to the previous descriptor.
         """
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -197,10 +198,14 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores the previous SIGTERM handler and wakeup descriptor, unless ours were replaced.
+        """Restores the previous SIGTERM handler and the previous wakeup descriptor.
+
+        If other code has since replaced the handler of this object, the other code's handler
+        stays. If other code has since replaced the descriptor, the other code's descriptor stays.
 
         Returns:
-          Our descriptors, which the caller closes after the thread has ended.
+          The file descriptors of this object, which the caller closes after the thread that reads
+          the pipe has ended.
         """
         assert self._pipe is not None
         (*ours, write_end), self._pipe = self._pipe, None
@@ -237,7 +242,8 @@ class _Watch:
         """Records a SIGTERM, and ends the process at a second SIGTERM.
 
         The Python signal handler and the thread that reads the pipe each receive a SIGTERM at most
-        once. The handler may receive a SIGTERM late, so the time between two signals is measured
+        once. A SIGTERM less than ``_ONE_NOTICE_SECS`` (0.1 s) after the first one does not count as
+        a second SIGTERM. The handler may receive a SIGTERM late, so this time is measured
         separately for the handler and the thread.
         """
         now = time.monotonic()

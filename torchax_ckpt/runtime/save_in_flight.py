@@ -24,7 +24,7 @@ class SaveCost:
 
 
 class SaveInFlight:
-    """The state of one save in flight, which a separate thread writes.
+    """The state of one save in flight. A separate thread carries out the save.
 
     Attributes:
       is_known_overdue: whether a SaveTimeoutError for this save was raised.
@@ -32,7 +32,7 @@ class SaveInFlight:
       blocking_secs: seconds from the start of the save until the training thread continued; valid
         once ``handed_over`` is set.
       transferred: set once all arrays are on the host.
-      thread: the thread that writes.
+      thread: the thread that carries out the save.
 
     Args:
       step: the saved step.

@@ -67,9 +67,11 @@ class Decisions:
             )
 
     def begun(self) -> None:
-        """Records that the save of the step that was decided last has begun.
+        """Records that the last step for which ``should_save`` was called is now being saved.
 
-        In a run of several processes, ``should_save`` then returns False for this step.
+        In a run of several processes, ``should_save`` keeps its answer for this step, so the
+        answer becomes False. In a run of one process, ``should_save`` asks the policy at each call,
+        so ``begun`` does nothing.
         """
         if self._windows is not None:
             self._windows.keep()
@@ -80,7 +82,7 @@ class Decisions:
         return self._windows is not None and self._windows.has_begun
 
     def close(self) -> None:
-        """Ends the background thread that receives decisions; later calls have no effect."""
+        """Ends the background thread that receives decisions; may be called more than once."""
         if self._windows is not None:
             self._windows.close()
 

@@ -69,7 +69,12 @@ class Loop:
     def steps(
         self, total: int, save: SaveStep, reached_preemption: Callable[[], bool]
     ) -> Iterator[int]:
-        """Yields the number of each step up to ``total``, and saves after each loop body."""
+        """Yields the step numbers from the one after ``position`` up to and including ``total``.
+
+        After each loop body, calls ``save`` for the step, with ``force=True`` at step ``total``. If
+        the body restored a step, the iteration instead continues after the restored step. If the
+        run got a preemption notice, the iteration ends after the save.
+        """
         step = self.position or 0
         while step < total:
             step = (self.position or 0) + 1

@@ -137,7 +137,7 @@ class SaveCalls:
         fetch_metrics: Callable[[], Any],
         began: float,
     ) -> Capture:
-        """Captures the current values of all leaves, and a description of their pytrees."""
+        """Captures the current value of each leaf, and a description of each component."""
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]

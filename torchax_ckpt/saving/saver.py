@@ -1,4 +1,4 @@
-"""The saver of one tier: writes each captured state until its step is durable or has failed.
+"""The saver of one tier: writes captured states as durable steps, one after another.
 
 The training thread passes a captured state to the saver and continues; a separate thread writes the
 state. A tier has at most one save in flight. Program exit waits for a save in flight.
@@ -245,7 +245,7 @@ class Saver:
         self.wait()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest unraised failure; if none, SaveTimeoutError, once per late save."""
+        """Raises the oldest unraised failure; else SaveTimeoutError, once for each late save."""
         self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
@@ -269,7 +269,7 @@ class Saver:
         )
 
     def _watch(self, save: SaveInFlight) -> None:
-        """Logs a late save's stage and stack at its time limit, and whenever its age doubles."""
+        """Logs a late save's stage and call stack at the time limit, and when its age doubles."""
         limit = self._options.save_timeout_secs
         assert limit is not None
         while True:
@@ -315,7 +315,7 @@ class Saver:
             del capture  # the traceback of a stored error refers to this frame
 
     def _tidy(self, durable: CommittedStep) -> None:
-        """After a commit, moves abandoned steps aside and deletes steps that no policy keeps."""
+        """Deletes steps no policy keeps; renames abandoned steps (a local tier deletes them)."""
 
         def tidy() -> list[Any]:
             history = self._history

@@ -302,9 +302,10 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """Stores the run's new name in both tiers; without a local tier, removes the stored name.
+        """Stores a new name of the run in both tiers; without a local tier, removes the name.
 
-        A local tier without the run's current name does not count as part of the run. See
+        Each program that saves to a local tier gives the run a new name. A local tier that lacks
+        the current name does not count as part of the run. See
         ``storage/directory/run_identity.py``.
         """
         with self.processes.round("naming the run"):
@@ -367,7 +368,11 @@ class Tiers:
             self.holding(committed).saver.delete(step)
 
     def take_over(self) -> None:
-        """Closes unused checkpointers of this process that may still write to these directories."""
+        """Closes unused checkpointers of this process that may still write to a tier's directory.
+
+        A checkpointer is unused if it was garbage-collected, or if its ``close`` was called but has
+        not finished.
+        """
         for tier in self._tiers:
             take_over(tier.saver)
 

@@ -1,8 +1,9 @@
 """The writer of one save: writes a captured state as a durable step, on all processes of the run.
 
 Each process writes the shards of its devices. Process 0 also writes the data that is equal on all
-processes. Only process 0 names the step, commits the step, and deletes the step if the read-back
-finds damage.
+processes. Only process 0 chooses the name of the step's folder, commits the step, and deletes the
+step if reading the step back shows damage. In a local tier of a run of several processes, each
+process does the work of process 0 in its own directory.
 """
 
 from __future__ import annotations
@@ -164,7 +165,10 @@ class Writer:
         return durable, summary
 
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
-        """Cleans up; returns the new step's folder name, and the run's known steps as JSON."""
+        """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
+
+        The steps of the run include abandoned steps that were not set aside yet.
+        """
         recover()
         known = committed_step.described(self._history.branches.in_place)
         return self._directory.path_for(step).name, known
@@ -173,9 +177,9 @@ class Writer:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.
 
         In a run of several processes, Orbax does not accept an array that lies on the devices of
-        one process only. Process 0 writes the arrays that lie on its own devices only as host
-        arrays. If each host writes its own directory, each process writes its shards of the arrays
-        that lie on the devices of several processes.
+        one process only. Process 0 therefore copies each such array of its own to the host, and
+        writes the copy. If each host writes its own directory, each process writes its shards of
+        the arrays that lie on the devices of several processes.
         """
         plan, arrays = capture.snapshot.stored(self._any_process)
         if capture.per_process is None:

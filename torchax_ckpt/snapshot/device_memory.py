@@ -28,7 +28,7 @@ def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
 
 
 def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | None:
-    """Returns the free memory of a device in bytes; None if the device reports no statistics.
+    """Returns the free memory of a device in bytes; None if it is unknown.
 
     For a CPU device, the result is the host's available memory. For other devices, the result is
     the memory limit minus the peak of memory use so far. The peak is subtracted instead of the
@@ -59,8 +59,8 @@ class DeviceMemory:
     program needs without copies. For a peak that was reached while copies existed, the bound is the
     peak minus the size of the copies. For a peak that was reached without copies, the bound is the
     whole peak. To know whether copies existed at a peak, the class reads the statistics when copies
-    are made, and again when they are freed. Once a device has run out of memory, the class always
-    counts the whole peak.
+    are made, and again when they are freed. Once any device has run out of memory, the class no
+    longer uses the bounds: it assumes that the program needs the whole peak on every device.
 
     The bound of the program's memory can be too low in one case. If the program begins to need more
     memory, but not more than the program and the copies together needed before, no statistic shows
@@ -142,7 +142,13 @@ class DeviceMemory:
     def _free(
         self, device: jax.Device, count: int, host_bytes: Callable[[], int | None]
     ) -> int | None:
-        """Returns the free bytes of ``device``, one of ``count`` devices; None if unknown."""
+        """Returns the free bytes of a device; None if unknown.
+
+        Args:
+          device: the device.
+          count: the number of devices that share the host's memory, if ``device`` is a CPU.
+          host_bytes: returns the available bytes of the host's memory; None if unknown.
+        """
         beyond_peak = _free_beyond_peak(self._stats(device))
         if beyond_peak is None:
             free = host_bytes() if device.platform == "cpu" else None

@@ -9,20 +9,21 @@ which placement each leaf goes. These are the functions, from the cheapest to th
 - ``sum_over_replicas`` sends the shards of one replica to all others, in one all-reduce.
 - ``reshard`` changes the sharding of leaves on one mesh; XLA picks the collectives.
 
-``permute_over_processes``, ``sum_over_replicas`` and ``reshard`` each need a program of their own:
+No single program can replace those of ``permute_over_processes``, ``sum_over_replicas`` and
+``reshard``, for these reasons:
 
-- Collective permutes need log2(n) rounds to reach n replicas, and each round sends every byte. An
-  all-reduce sends every byte less than twice, whatever the number of replicas.
-- After an all-reduce, all devices of a group hold the same shards. Hosts that exchange parts of an
-  array need different shards, and a host that already has its part should neither send nor receive,
-  so these hosts use permutes.
+- Collective permutes reach n replicas only after log2(n) successive permutes, each of which sends
+  every byte. An all-reduce sends every byte less than twice, whatever the number of replicas.
+- After an all-reduce, all devices that took part in it hold the same shards. Hosts that exchange
+  parts of an array need different shards, and a host that already has its part should neither send
+  nor receive, so these hosts use permutes.
 - Permutes and all-reduces send whole shards, but a change of sharding can require parts of shards.
 
 ``permute_over_processes`` and ``sum_over_replicas`` arrange the devices in a grid, in which each
-device has a slot for one shard. One function, ``_grid_program``, builds the programs of both. All
-functions but ``put`` and ``move`` are collectives: every process must call them with the same
-targets, on its training thread. The collective functions move the leaves in chunks, one chunk after
-the other.
+device has a slot for one shard. One function, ``_grid_program``, builds the programs of
+``permute_over_processes`` and ``sum_over_replicas``. All functions but ``put`` and ``move`` are
+collectives: every process must call them with the same targets, on its training thread. The
+collective functions move the leaves in chunks, one chunk after the other.
 
 A program that could change values moves the bits of the values as integers (see ``bitcast``).
 """
@@ -67,9 +68,10 @@ _ON_GRID = PartitionSpec((_ROW, _COLUMN))
 def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
     """Moves arrays to their placements; returns a dict from name to moved array.
 
-    One batched transfer moves all arrays for which ``_crosses_processes`` returns False. Host
-    arrays that go to devices are copied, so that the result does not alias memory that the caller
-    may change.
+    If this process has the whole of an array that goes to devices of several processes, ``move``
+    moves this array. One batched transfer moves the other arrays that go to devices. Host arrays
+    that go to devices are copied, so that the result does not alias memory that the caller may
+    change.
     """
     result = dict(arrays)
     batched: dict[str, Sharding | None] = {}
@@ -99,8 +101,8 @@ def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
 def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
     """Returns whether this process has the whole array and the sharding spans several processes.
 
-    For an array that every process has whole, ``jax.device_put`` would first compare the values of
-    all processes on the devices.
+    ``move`` makes the shards of such an array without ``jax.device_put``, because
+    ``jax.device_put`` would first compare the values of all processes on the devices.
     """
     is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
     return is_here and not sharding.is_fully_addressable
@@ -126,8 +128,8 @@ def permute_over_processes(
 ) -> None:
     """Sends shards between processes; ``rounds`` says which process sends to which process.
 
-    A shard goes to the device that has the same position among the receiving process's devices in
-    the mesh as the sending device has among those of its process.
+    The shard on the k-th device of the sending process goes to the k-th device of the receiving
+    process. The devices of each process are numbered in the order of the mesh.
 
     Args:
       leaves: leaf -> an array of the shards on the devices of this process; empty if the process
@@ -208,7 +210,7 @@ def sum_program(grid: Mesh) -> Program:
 
 @functools.lru_cache(maxsize=64)
 def permute_program(grid: Mesh, rounds: Rounds) -> Program:
-    """Returns the program that sends shards between the rows of a grid, in the given rounds."""
+    """Returns the program that sends shards between a grid's rows by the permutes in ``rounds``."""
 
     def permute(bits: jax.Array) -> jax.Array:
         for pairs in rounds:
@@ -372,7 +374,7 @@ def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Ar
 
 
 def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Yields leaves in chunks, one for each run of a program; all processes get equal chunks."""
+    """Yields leaves in chunks, one per run of a program; all processes get the same chunks."""
     chunk: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
     for name, target in targets.items():

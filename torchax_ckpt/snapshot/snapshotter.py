@@ -7,7 +7,7 @@ snapshot is taken in one of three ways:
   save has fetched it, the save fails. The save never stores wrong values, because reading a deleted
   array raises an error.
 - ``copy`` enqueues copies on the devices before any later computation. The copies are stacked as
-  the storage plan says. They cost device memory, but making them does not block.
+  the storage plan says. The copies cost device memory, but making them does not block.
 - ``transfer`` holds the arrays themselves, and blocks the training thread until the save has
   fetched them.
 
@@ -23,10 +23,10 @@ one.
 
 Each process chooses the way of its snapshots by itself, but all processes must store the leaves in
 the same layout. After each process has its snapshot, the processes agree on whether one of them
-lacks memory for stacks. The processes agree on the threads of the saves, so that training never
-waits for other processes. A process that has already stacked its copies cannot unstack them.
-If one process lacks memory for stacks and another process has already stacked its copies, the save
-fails on all processes, and later saves do not stack.
+lacks memory for stacks. The threads of the saves exchange the messages of this agreement, so that
+training never waits for other processes. A process that has already stacked its copies cannot
+unstack them. If one process lacks memory for stacks and another process has already stacked its
+copies, the save fails on all processes, and later saves do not stack.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes snapshots by reference, copy or transfer, as the mode and the program require.
+    """Takes snapshots by reference, copy or transfer, by the rules in the module's docstring.
 
     Args:
       mode: see the module's docstring.
@@ -156,7 +156,8 @@ class Snapshotter:
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
         """Returns a snapshot of the leaves.
 
-        The training thread calls this method, which does not block.
+        The training thread calls this method, which does not block, even for a snapshot by
+        ``transfer``: there, the caller blocks until the save has fetched the arrays.
 
         Raises:
           OutOfMemoryError: the mode is "copy", and the devices have no memory for copies.
@@ -195,7 +196,7 @@ class Snapshotter:
         return Snapshot("copy", names, (), self._planner, self._memory, (plan, ready))
 
     def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[Way, str]:
-        """Returns the way to take a snapshot, such as ``copy``, and the reason for the log."""
+        """Returns the way to take a snapshot, such as ``copy``, and why this way was chosen."""
         if self._mode != "auto":
             return self._mode, "the options require it"
         if self._donates is None and self._samples:
@@ -220,10 +221,11 @@ class Snapshotter:
 
 
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
-    """Returns the smallest device array of each part of the state that a step donates as a whole.
+    """Returns the smallest device array of each part of the state.
 
     A part is a component (``model``, ``optimizer``, ...) or a top-level entry of the functional
-    state.
+    state. One array per part suffices, because a training step is assumed to donate all arrays of a
+    part or none.
     """
     smallest: dict[tuple[str, ...], jax.Array] = {}
     for name, array in zip(names, arrays, strict=True):

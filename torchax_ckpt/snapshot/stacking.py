@@ -156,7 +156,7 @@ def _parts(array: Any) -> list[Any]:
 
 
 def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> jax.Array:
-    """Joins parts, as ``_parts`` returns them, to an array of the given shape and sharding."""
+    """Makes an array of this shape and sharding from ``parts``, as ``_parts`` would return them."""
     if sharding.is_fully_addressable:
         return parts[0]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)

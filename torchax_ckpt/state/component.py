@@ -95,7 +95,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """The structure of a captured component: its node, and the names of its leaves in order.
+    """The structure of a component: its description as JSON (the node) and its leaf names in order.
 
     A component returns the same form at each save as long as its structure is unchanged, so callers
     may cache what they derive from a form, and compare forms by identity.
@@ -328,13 +328,13 @@ def restore_by_call(
     owner: object,
     take: Callable[[Any], Any],
 ) -> Write:
-    """Returns the write that passes a node's value to user code; adds reads of the node's leaves.
+    """Returns a write that passes the value that ``node`` describes to ``take``, the user's code.
 
-    ``take`` is the user's code. The undo first resets the attributes of ``owner``, because ``take``
-    may have set some of them before it failed, and then passes the state ``live`` to ``take``. A
-    device leaf goes to the placement of the live leaf of the same name and shape, or else to the
-    default device; a host leaf stays on the host. An exception of ``take`` becomes a MismatchError
-    that names ``where``.
+    Adds reads of the value's leaves to ``restoration``. The undo first resets the attributes of
+    ``owner``, because ``take`` may have set some of them before it failed, and then passes the
+    state ``live`` to ``take``. A device leaf goes to the placement of the live leaf of the same
+    name and shape, or else to the default device; a host leaf stays on the host. An exception of
+    ``take`` becomes a MismatchError that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
