@@ -1,6 +1,6 @@
 """Restores: compares a step with the live objects, reads it, then changes all objects or none.
 
-Each process reads the leaves that its own devices and host memory need. Before any process makes a
+Each process reads the parts of leaves that its own devices and its host memory will hold. Before any process makes a
 change that it cannot undo, all processes confirm that they have succeeded so far.
 """
 
