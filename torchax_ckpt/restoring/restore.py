@@ -1,7 +1,8 @@
 """Restores: compares a step with the live objects, reads it, then changes all objects or none.
 
-Each process reads the parts of leaves that its own devices and its host memory will hold. Before any process makes a
-change that it cannot undo, all processes confirm that they have succeeded so far.
+Each process reads the parts of leaves that its own devices and its host memory will hold. Before
+any process makes a change that it cannot undo, all processes confirm that they have succeeded so
+far.
 """
 
 from __future__ import annotations
