@@ -173,7 +173,7 @@ class _Machine:
             self._build(name, argument)
 
     def _build(self, name: str, argument: Any) -> None:
-        """Interprets an instruction that fills a list, dict or set, or creates a name or a record."""
+        """Interprets an instruction that fills a list, dict or set, or creates a name or record."""
         stack = self.stack
         match name:
             case "APPEND" | "APPENDS":
