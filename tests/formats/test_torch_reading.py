@@ -204,7 +204,7 @@ def test_no_more_is_read_than_a_file_describes_itself_in(tmp_path: Path) -> None
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", bytes(torch_reading._MAX_DESCRIPTION_BYTES + 1))
     with pytest.raises(
-        CorruptCheckpointError, match="expected at most 33554432 bytes, uncompressed"
+        CorruptCheckpointError, match="expected an uncompressed file of at most 33554432 bytes"
     ):
         open_torch_file(path)
 

@@ -356,7 +356,7 @@ def test_an_optimal_interval_needs_failures_to_be_optimal_for() -> None:
     run = Run(
         cluster=cluster(1000, num_slices=2), durable=BUCKET, local=RAMDISK
     )  # the other slice always has a copy
-    with pytest.raises(PlanError, match=r"OptimalInterval: .* no failure .* FixedInterval"):
+    with pytest.raises(PlanError, match=r"OptimalInterval: .* No failure .* FixedInterval"):
         simulate(run, TwoTier(local=OptimalInterval(), durable=OptimalInterval()))
 
 

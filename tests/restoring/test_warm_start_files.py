@@ -369,7 +369,7 @@ def test_what_is_no_source_is_named(directory: Path, origins: Any) -> None:
     model = mlp()
     with pytest.raises(StepNotFoundError, match="found none of them"):
         warm_start(model, directory)
-    with pytest.raises(SelectionError, match="files have no steps"):
+    with pytest.raises(SelectionError, match="files of weights have no steps"):
         warm_start(model, origins[0]["hub"], step=3)
     with pytest.raises(SelectionError, match="neither by torch.save nor"):
         warm_start(model, origins[0]["hub"], at="model")

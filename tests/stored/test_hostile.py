@@ -629,7 +629,7 @@ RECORDS: list[Change] = [
 def test_a_commit_record_without_a_time_is_damaged(run: Path, change: Change) -> None:
     edit_json(run / str(DAMAGED) / "_CHECKPOINT_METADATA", change)
     unseal(run)
-    refused(run, "_CHECKPOINT_METADATA: expected a commit time, found")
+    refused(run, "_CHECKPOINT_METADATA: expected the time of the step's commit")
 
 
 def test_a_commit_record_that_is_not_what_was_sealed_is_damaged(run: Path) -> None:

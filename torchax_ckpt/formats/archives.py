@@ -104,8 +104,8 @@ def described(tensor: Any) -> Described:
     shape, steps = ints_of(size), ints_of(strides)
     if len(steps) != len(shape) or type(begin) is not int or begin < 0:
         raise ValueError(
-            "expected a tensor with an offset of at least 0 and one stride for each dim, "
-            "found another offset or number of strides"
+            "expected a tensor for which the archive states an offset of at least 0 and one stride "
+            "per dim, found a tensor with an invalid offset or another number of strides"
         )
     return Described(dtype, shape, text_of(key), begin, steps)
 
@@ -150,8 +150,9 @@ class Archive:
             or (tensor.begin + reach) * itemsize > info.file_size
         ):
             raise ValueError(
-                "expected an uncompressed storage that holds a tensor of shape "
-                f"{list(tensor.shape)}, found a storage of {info.file_size} bytes"
+                f"expected a tensor of shape {list(tensor.shape)} in an uncompressed file inside "
+                f"the archive, found a file of {info.file_size} bytes that is compressed or too "
+                "small for the tensor"
             )
         header = _LOCAL_HEADER.unpack(self._section.read_at(info.header_offset, _LOCAL_HEADER.size))
         data = self._section.offset + info.header_offset + _LOCAL_HEADER.size + sum(header)
@@ -163,8 +164,9 @@ class Archive:
         info = self._zip.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self._section.max_bytes:
             raise ValueError(
-                f"{name}: expected at most {self._section.max_bytes} bytes, uncompressed, for a "
-                f"file inside the archive, found {info.file_size} bytes"
+                f"{name}: expected an uncompressed file of at most {self._section.max_bytes} bytes "
+                f"inside the archive, found a file of {info.file_size} bytes that is compressed or "
+                "too large"
             )
         return self._zip.read(info)
 
@@ -224,7 +226,7 @@ class _Section(io.RawIOBase):
         if len(buffer) > self.max_bytes:
             raise ValueError(
                 f"expected an archive that lists its files in at most {self.max_bytes} bytes, "
-                f"found a list of {len(buffer)} bytes"
+                f"found a list of files of {len(buffer)} bytes"
             )
         count = max(0, min(len(buffer), self._length - self._position))
         data = self.read_at(self._position, count)

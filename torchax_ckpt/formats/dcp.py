@@ -153,8 +153,8 @@ def _chunks(
             raise UnsupportedLeafError(f"{folder}: {fqn}: is compressed or transformed")
         if not (type(offset) is type(length) is int and offset >= 0 < length):
             raise ValueError(
-                f"{fqn}: expected the offset and the length of a chunk, in bytes, in {file}, found "
-                "other values"
+                f"{fqn}: expected a byte offset of at least 0 and a positive length for each chunk "
+                f"of this tensor, found an invalid offset or length for a chunk in {file}"
             )
         yield (fqn, ints_of(key["offset"])), (file, offset, length)
 
@@ -171,8 +171,8 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
         ends = (s + n for s, n in zip(start, lengths, strict=True))
         if any(end > n for end, n in zip(ends, shape, strict=True)):
             raise ValueError(
-                f"{key}: expected chunks within the shape {list(shape)}, found one that reaches "
-                "beyond it"
+                f"{key}: expected chunks within the shape {list(shape)}, found a chunk that "
+                "reaches beyond this shape"
             )
         if math.prod(lengths):
             file, offset, length = chunks[key, start]
@@ -184,8 +184,8 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
         )
     if not _are_separable(parts):
         raise ValueError(
-            f"{key}: expected chunks that straight cuts along the dims can separate, found chunks "
-            "that overlap or that such cuts cannot separate"
+            f"{key}: expected chunks that result from cutting the tensor, and then each piece, "
+            "straight through along one dim, found chunks that overlap or were cut in another way"
         )
     return FileTensor(dtype, shape, tuple(parts))
 

@@ -149,7 +149,8 @@ def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
     if not np.array_equal(narrow, array):
         raise UnsupportedLeafError(
             f"{name}: the tensor is {array.dtype.name}, which JAX converts to {narrow.dtype.name}, "
-            f"and has values outside the range of {narrow.dtype.name}. Leave it out of the files"
+            f"and has values outside the range of {narrow.dtype.name}. Leave this "
+            "tensor out of the files"
         )
     return narrow
 

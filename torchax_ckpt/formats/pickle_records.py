@@ -88,10 +88,14 @@ def read_records(pickled: bytes, path: str) -> Any:
             machine.step(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{path}: expected metadata as torch writes it: {error!s:.200}", path=path
+            f"{path}: cannot read torch's metadata in this file: {error!s:.200}. Copy the file "
+            "again, or save it again with torch",
+            path=path,
         ) from error
     raise CorruptCheckpointError(
-        f"{path}: expected complete metadata, found a file that is cut off", path=path
+        f"{path}: expected torch's complete metadata in this file, found metadata that is cut off. "
+        "Copy the file again",
+        path=path,
     )
 
 
@@ -187,7 +191,8 @@ class _Machine:
                     stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
                 elif not isinstance(stack[-1], Record):  # Records are objects of subclasses of dict
                     raise ValueError(
-                        "expected a dict for the pickle instruction SETITEMS, found no dict"
+                        f"the pickle instruction {name} in torch's metadata: expected a dict to "
+                        "which it adds items, found a value of another type"
                     )
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
@@ -203,14 +208,15 @@ class _Machine:
                     stack[-1].state = state
                 elif not isinstance(stack[-1], Pairs):  # no caller needs a state dict's _metadata
                     raise ValueError(
-                        "expected an object for the pickle instruction BUILD, found none"
+                        "the pickle instruction BUILD in torch's metadata: expected an object "
+                        "whose state it sets, found a value of another type"
                     )
             case "BINPERSID":
                 stack.append(Persistent(stack.pop()))
             case _:
                 raise ValueError(
-                    "expected only pickle instructions that torch uses for metadata, "
-                    f"found the instruction {name}"
+                    "expected only those pickle instructions with which torch writes metadata, "
+                    f"found the pickle instruction {name}"
                 )
 
     def _pop_to_mark(self) -> list[Any]:
@@ -226,7 +232,8 @@ def _name(module: Any, last: Any) -> Name:
     # be exponentially larger than the pickle.
     if not (type(module) is type(last) is str) or len(module) + len(last) > _MAX_NAME_CHARS:
         raise ValueError(
-            "expected the name of a global, as two strings of together at most "
-            f"{_MAX_NAME_CHARS} characters, found another value or a longer name"
+            "expected the name of a global (a class or function) in torch's metadata, as two "
+            f"strings of together at most {_MAX_NAME_CHARS} characters, found a value of another "
+            "type or a longer name"
         )
     return Name(f"{module}.{last}")

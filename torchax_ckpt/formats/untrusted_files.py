@@ -46,7 +46,10 @@ def in_folder(folder: Path, name: Any) -> Path:
       ValueError: the name leads out of the folder, or is not a file name.
     """
     if type(name) is not str:
-        raise ValueError(f"expected the name of a file as a string, found a {type(name).__name__}")
+        raise ValueError(
+            "expected a string as the name of each file that the checkpoint lists, found a "
+            f"{type(name).__name__}"
+        )
     if Path(name).name != name or name in ("", ".."):
         raise ValueError(f"{name!r:.80} is not a file name")
     return folder / name

@@ -50,7 +50,7 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
         raise MismatchError(
             f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
             f"at {place!r}, found leaves at {', '.join(_places(stored))}. Pass one of these "
-            "key paths as at",
+            "key paths in the argument at",
             missing=(place,),
             step=stored.committed.step,
             path=stored.committed.path,

@@ -153,10 +153,10 @@ def _training_secs(
     )
     if not interval_secs < math.inf:
         raise PlanError(
-            f"{type(policy).__name__}: expected a finite interval, found {interval_secs!r}, "
-            "because no failure of this cluster makes a restart read the tier of this policy; "
-            "use FixedInterval for this tier, or change process_fraction or cluster_fraction of "
-            "the Cluster"
+            f"{type(policy).__name__}: expected a finite interval between saves, found "
+            f"{interval_secs!r}. No failure of this cluster makes a restart read the tier of this "
+            "policy, so the policy finds no best interval. Use FixedInterval for this tier, or "
+            "change process_fraction or cluster_fraction of the Cluster"
         )
     training_secs = max(interval_secs, tier.durable_secs) - tier.cost_secs
     if run.step_secs is not None:  # saves begin between steps

@@ -150,13 +150,18 @@ def stored_starts(
         if starts is None:
             continue
         if name not in found:
-            raise ValueError(f"{name}: expected the whole leaf, found one host's part of it")
+            raise ValueError(
+                f"{name}: expected the whole leaf in this host's copy of the step, found one "
+                "host's part of the leaf. Read the step from the durable tier (tier='durable')"
+            )
         part = host_part(reads[name].placement, reads[name].spec.shape)  # type: ignore[arg-type]
         is_alike = list(part.shape) == nodes[name]["shape"]
         if not is_alike or _blocks(starts) != _blocks(found[name]):
             raise ValueError(
-                f"{name}: expected the part that this host's devices need, found a part of another "
-                "shape, or one divided differently among devices"
+                f"{name}: expected the part of the leaf that this host's devices need, found in "
+                "this host's copy of the step a part that has another shape, or that is divided "
+                "differently among the devices. Use the mesh with which the step was saved, or the "
+                "durable tier (tier='durable')"
             )
         found[name] = starts
     return found

@@ -164,9 +164,10 @@ class HostSteps:
         flags = self._processes.gather(b"" if value is None else b"1")
         if not any(flags):
             raise self._unreadable(
-                "no host has an undamaged copy that fits the request. No host alone stores whole "
-                "leaves: call load with an abstract_state whose shardings span all hosts, or read "
-                "the step from the durable tier (tier='durable')"
+                "no host has an undamaged copy of this step that contains what this load or "
+                "restore asks for. No host alone stores whole leaves: call load with an "
+                "abstract_state whose shardings span all hosts, or read the step from the durable "
+                "tier (tier='durable')"
             )
         first = next(index for index, flag in enumerate(flags) if flag)
         sent = value if value is not None and first == self._index else b""

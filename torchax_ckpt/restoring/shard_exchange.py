@@ -32,7 +32,9 @@ def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[i
       LookupError: no process has a part that is needed.
     """
     if not set(needs) <= set(holds):
-        raise LookupError("a part that some process needs is on no process")
+        raise LookupError(
+            "no process has a part of the state that another process needs; restore another step"
+        )
     holds, rounds = list(holds), []
     while lacking := [i for i, part in enumerate(needs) if holds[i] != part]:
         free: dict[str | None, list[int]] = collections.defaultdict(list)

@@ -151,7 +151,10 @@ def warm_start(
     path = Path(source)
     if opening.is_known(path):
         if step is not None:
-            raise SelectionError(f"{path}: files have no steps: expected step=None, found {step}")
+            raise SelectionError(
+                f"{path}: expected step=None, because files of weights have no steps, found "
+                f"step={step}. Leave out the argument step"
+            )
         files = opening.open_files(path, at)
         with processes.round("taking weights from files"):
             return start(_of_files(files, str(path), cast, options))

@@ -90,10 +90,11 @@ class Calls:
                 raise CallError(
                     f"{call.name} was called on thread {_name(thread)}, but this checkpointer "
                     f"belongs to thread {_name(self._training_thread)}, which used it first: "
-                    "torchax keeps its random key and modes per thread, and transfers between "
-                    "processes over their devices must not interleave with those of the training. "
-                    "Call attach, save and restore on the training thread. In a run of several "
-                    "processes with single_replica_restore or a local tier, call load there too."
+                    "torchax keeps its random key and modes per thread, and the checkpointer's "
+                    "transfers between devices of several processes must not interleave with "
+                    "transfers of the training. Call attach, save and restore on the training "
+                    "thread. In a run of several processes with single_replica_restore or a local "
+                    "tier, also call load on the training thread."
                 )
         self._running[thread] = call
 

@@ -108,7 +108,7 @@ class Tiers:
                 raise TierError(
                     "on several processes, a local tier restores all leaves together, but "
                     "restore_in_budget restores leaves in parts that differ between processes: "
-                    "use one of the two"
+                    "give either local=LocalTier(...) or restore_in_budget=True, not both"
                 )
             saves = self._connect(f"local saves {durable.path}")
             self._replica_axis = local.replica_axis

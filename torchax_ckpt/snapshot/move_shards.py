@@ -182,8 +182,9 @@ def process_grid(mesh: Mesh) -> Mesh:
     if len({len(row) for row in rows.values()}) != 1:
         counts = {process: len(row) for process, row in rows.items()}
         raise ValueError(
-            "expected a mesh with equally many devices of each process, found these numbers of "
-            f"devices by process: {counts}"
+            "local tier: expected a mesh in which all processes have equally many devices, found "
+            f"these numbers of devices by process: {counts}. Use a mesh with equally many devices "
+            "of each process, or the durable tier (tier='durable')"
         )
     return Mesh(np.array(list(rows.values())), (_ROW, _COLUMN))
 

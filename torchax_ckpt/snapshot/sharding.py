@@ -100,7 +100,10 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
       ValueError: the sharding has no mesh, or the host's devices do not form a block of the mesh.
     """
     if not isinstance(sharding, NamedSharding):
-        raise ValueError(f"expected an array whose sharding is a NamedSharding, found {sharding}")
+        raise ValueError(
+            "local tier: expected a NamedSharding for an array that spans several hosts, found "
+            f"{sharding}. Give the array a NamedSharding"
+        )
     mesh = sharding.mesh.local_mesh
     part = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     per_dim = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]

@@ -95,9 +95,10 @@ class Snapshot:
         if agree(self._ready is not None and plan != flat):
             self._planner.stack_no_more()
             raise SaveError(
-                "the save failed, because the devices of one process have no memory for stacks of "
-                "leaves, and another process has already stacked its copies. From the next save "
-                "on, leaves are copied and stored one by one. Save again"
+                "the save failed: one process has no device memory in which to stack leaves (to "
+                "join several leaves into one array), and another process has already stacked the "
+                "leaves of this save. From the next save on, leaves are copied and stored one by "
+                "one. Save again"
             )
         if stored is not None and plan == flat:
             return plan, stored

@@ -158,8 +158,8 @@ def describe(value: Any, name: str) -> Spec:
                 array = torchax_backend.buffer(value)
             except RuntimeError as error:  # the value is a view of a deleted tensor
                 raise refuse(
-                    f"its buffer was donated to a jitted step and is gone: {error}. Save the "
-                    "tensors that the step returned"
+                    f"the buffer of this tensor was donated to a jitted step and is gone: {error}. "
+                    "Save the tensors that the step returned"
                 ) from error
             if isinstance(array, jax.core.Tracer):
                 raise refuse(_TRACER)
@@ -180,7 +180,10 @@ def describe(value: Any, name: str) -> Spec:
         return Spec("jax", dtype_name(value.dtype), tuple(value.shape), is_weak=weak)
     require_storable(value.dtype)
     if not value.dtype.isnative:
-        raise refuse(f"has dtype {value.dtype}, in non-native byte order; convert it with astype")
+        raise refuse(
+            f"an array of dtype {value.dtype}, which is not in native byte order, cannot be "
+            "stored; convert the array with astype"
+        )
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise refuse(f"is a {type(value).__name__}, a subclass of numpy.ndarray")
     kind = "numpy_scalar" if isinstance(value, np.generic) else "numpy"

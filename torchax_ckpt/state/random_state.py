@@ -134,7 +134,10 @@ def _check(state: Mapping[str, Any]) -> None:
 
 def _try_key(key: Any) -> None:
     if not isinstance(key, jax.Array):
-        raise TypeError(f"expected a JAX array as torchax's key, found a {type(key).__name__}")
+        raise TypeError(
+            "random state: expected a JAX array as torchax's random key, found a "
+            f"{type(key).__name__}. Use the state that RandomState().state_dict() returned"
+        )
     jax.eval_shape(jax.random.split, key)
 
 
@@ -160,8 +163,9 @@ def _try_python(state: Any) -> None:
     random.Random().setstate(state)
     if not isinstance(state[2], float | None):
         raise TypeError(
-            "expected a float or None as the next Gaussian of Python's generator, found a "
-            f"{type(state[2]).__name__}"
+            "random state: expected a float or None as the number that Python's random.gauss keeps "
+            f"for its next call, found a {type(state[2]).__name__}. Use the state that "
+            "random.getstate() returned"
         )
 
 

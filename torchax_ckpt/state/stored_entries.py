@@ -136,8 +136,9 @@ def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
             return fqn
     form = f"{names.join(prefix)}/ followed by torch's name" if prefix else "torch's name alone"
     raise SelectionError(
-        f"rename: {old} of the checkpoint would become {new}: expected {form} as the new name, "
-        "percent-encoded. To take another model's weights, use warm_start(at=...)",
+        f"rename: {old} of the checkpoint would become {new}: expected {form} as the new name. "
+        "Inside the names of model and tensor, write %25 for %, %2F for / and %2A for *. To take "
+        "another model's weights, use warm_start(at=...)",
         key_path=old,
     )
 

@@ -213,7 +213,8 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
         left, right = dict(_plain(a, ())), dict(_plain(b, ()))
     except RecursionError:
         raise CorruptCheckpointError(
-            "one of the two manifests nests deeper than any valid manifest: its step is damaged"
+            "one of the two compared manifests nests deeper than any valid manifest, so the step "
+            "with this manifest is damaged. Compare undamaged steps"
         ) from None
     for path in sorted({*left, *right}):
         in_a, in_b = left.get(path, _ABSENT), right.get(path, _ABSENT)

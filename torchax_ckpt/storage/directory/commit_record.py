@@ -138,8 +138,9 @@ def read_time(path: epath.Path) -> int:
     for name in (_RECORD, MARK):
         if not containment.is_plain(path, name):
             raise ValueError(
-                f"{path / name}: expected a regular file of at most {seals.MAX_JSON_BYTES} bytes, "
-                "not below a link, found a link, another kind of file or a larger file"
+                f"{path / name}: expected a regular file of at most {seals.MAX_JSON_BYTES} bytes "
+                "in a folder that is not a symbolic link, found another kind of file, a larger "
+                "file, or a symbolic link as the file or as its folder"
             )
     try:
         known = _stored_digests(path)
@@ -155,7 +156,10 @@ def read_time(path: epath.Path) -> int:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / _RECORD}: was damaged: {error!s:.100}") from error
     if type(found) is not int or not LOST < found <= _MAX_TIME:
-        raise ValueError(f"{path / _RECORD}: expected a commit time, found {found!r:.40}")
+        raise ValueError(
+            f"{path / _RECORD}: expected the time of the step's commit, in nanoseconds since 1970, "
+            f"found {found!r:.40}: the file is damaged"
+        )
     return found
 
 
