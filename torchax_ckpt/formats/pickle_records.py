@@ -220,7 +220,7 @@ class _Machine:
                 )
 
     def _pop_to_mark(self) -> list[Any]:
-        """Pops the stack down to its newest mark; returns the values above the mark, in order."""
+        """Removes the newest mark and all values above it; returns these values, oldest first."""
         members: list[Any] = []
         while (last := self.stack.pop()) is not _MARK:
             members.append(last)

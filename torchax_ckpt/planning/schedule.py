@@ -110,7 +110,7 @@ class Schedule:
     def last_local(self, secs: float, first_durable: int) -> int:
         """Returns the number of the last snapshot committed in the local tier; 0 if none.
 
-        Only snapshots committed by ``secs`` seconds after the restart count.
+        Ignores snapshots that are committed later than ``secs`` seconds after the restart.
         """
         if self._local is None:
             return 0
@@ -119,7 +119,7 @@ class Schedule:
     def last_durable(self, secs: float, first_durable: int) -> int:
         """Returns the number of the last snapshot committed in the durable tier; 0 if none.
 
-        Only snapshots committed by ``secs`` seconds after the restart count.
+        Ignores snapshots that are committed later than ``secs`` seconds after the restart.
         """
         begun = secs - self._durable.durable_secs - self.begin_secs(first_durable, first_durable)
         if begun < 0:

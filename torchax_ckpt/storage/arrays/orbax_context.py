@@ -62,8 +62,8 @@ class _LaterJson(ocp.handlers.JsonHandler):
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     """A path for Orbax that checks a step's fence before Orbax writes the step's commit mark.
 
-    A fence is a function that raises if the step must not be committed. The path also adds digests
-    to the text of the commit mark (``commit_record.sealing``).
+    A fence is a function that raises if the step must not be committed. The path also adds the
+    digests of Orbax's metadata files to the text of the mark (``commit_record.sealing``).
 
     On a bucket the path ignores Orbax's request to delete a file before Orbax writes it; the write
     replaces the file in any case. If the server answers a delete slowly, the client sends the
