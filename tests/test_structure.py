@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +169,37 @@ def test_integrations_use_what_users_use(path: Path) -> None:
             for alias in node.names:
                 _, *rest = f"{node.module}.{alias.name}".split(".")
                 assert rest[0] in ("integrations", *torchax_ckpt.__all__), f"{path}: {rest}"
+
+
+# Functions outside of ``device_program`` that compute with JAX, and why no program runs there.
+COMPUTING = {
+    "bitcast.py": "called inside of registered programs",
+    "move_shards.py _grid_program": "called by functions that are registered",
+    "leaf.py _no_keys": "an empty array, for abstract random keys only",
+    "torchax_backend.py check_internals": "the self-test of two elements, before anything else",
+}
+# What JAX answers from dtypes alone, and what keeps the array that it is given.
+ANSWERED = {"issubdtype", "iinfo", "finfo", "dtype", "key_data", "wrap_key_data", "key_impl"}
+
+
+def test_programs_on_devices_are_registered() -> None:
+    """Whatever computes on devices is a program that ``make test-tpu`` compiles."""
+    found = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for function in tree.body:
+            name = getattr(function, "name", "")
+            marks = [ast.unparse(mark) for mark in getattr(function, "decorator_list", [])]
+            if any(mark.startswith("device_program") for mark in marks):
+                continue
+            for node in ast.walk(function):
+                called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                of_jax = re.match(
+                    r"(jnp|jax\.lax|jax\.random|jax\.nn)\.(\w+)$|jax\.(jit|shard_map)$", called
+                )
+                if of_jax and of_jax[2] not in ANSWERED:
+                    found.add(path.name if path.name in COMPUTING else f"{path.name} {name}")
+    assert found == set(COMPUTING)
 
 
 def test_nothing_is_pickled_or_evaluated() -> None:

@@ -26,6 +26,7 @@ from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.snapshot import stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
+from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 
 NAMES = [f"state/layers.{i}.w" for i in range(5)]
@@ -160,7 +161,7 @@ def test_copies_never_take_what_the_program_is_known_to_need(
 ) -> None:
     accelerator = Accelerator(limit=limit, unit=4)
     memory = Watched(accelerator)
-    memory.holds([jnp.zeros(1)])
+    memory.holds(bytes_on_devices([jnp.zeros(1)]))
     copies: list[jax.Array] = []
     for what, units in done:
         if what == "copy":
@@ -173,7 +174,7 @@ def test_copies_never_take_what_the_program_is_known_to_need(
         elif what == "hold":
             accelerator.step(units)
             accelerator.in_use = units
-        fits = memory.holds([jnp.zeros(units or 1)])
+        fits = memory.holds(bytes_on_devices([jnp.zeros(units or 1)]))
         accelerator.need = max(accelerator.need, accelerator.in_use)
         there, peak = accelerator.num_copied, accelerator.peak
         assert not fits or accelerator.need + there + units <= limit
@@ -190,7 +191,7 @@ def test_after_memory_was_exhausted_the_whole_peak_counts(
     assert held.way == "copy"
     del held
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
-        patch.setattr(stacking, "_copy_onto", exhausted)
+        patch.setattr(stacking, "copy_program", exhausted)
         assert take(snapshotter).way == "transfer"
     assert "taken by transfer: the devices ran out of memory" in caplog.text
     assert take(snapshotter).way == "transfer"
@@ -212,8 +213,8 @@ def test_copies_that_do_not_fit_are_said_and_change_nothing(
     with ckpt:
         ckpt.save(1, state=state, force=True)
         with monkeypatch.context() as patch:
-            patch.setattr(stacking, "_copy_onto", exhausted)
-            patch.setattr(stacking, "_stack_onto", exhausted)
+            patch.setattr(stacking, "copy_program", exhausted)
+            patch.setattr(stacking, "stack_program", exhausted)
             said = rf"expected (\d+) bytes free .*found {UNIT} bytes.*snapshot=\"auto\""
             with pytest.raises(OutOfMemoryError, match=said) as caught:
                 ckpt.save(2, state=state, force=True)
@@ -242,7 +243,7 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
 ) -> None:
     accelerator = Accelerator(peak=12 if how == "does not fit" else 9)
     if how == "is exhausted":
-        monkeypatch.setattr(stacking, "_stack_onto", exhausted)
+        monkeypatch.setattr(stacking, "stack_program", exhausted)
     ckpt = TorchaxCheckpointer(directory)
     ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
     state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}
@@ -302,9 +303,9 @@ def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: free)
     memory = DeviceMemory()
     arrays = list(start().values())
-    assert memory.holds(arrays)
+    assert memory.holds(bytes_on_devices(arrays))
     copies = [jnp.copy(array) for array in arrays]
     memory.took(copies)
     del copies
     free = 3 * 8 * UNIT
-    assert not memory.holds(arrays)
+    assert not memory.holds(bytes_on_devices(arrays))

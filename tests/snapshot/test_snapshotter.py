@@ -22,9 +22,9 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
+from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
-from torchax_ckpt.snapshot.stacking import Planner
 from torchax_ckpt.storage.arrays import write_step
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)

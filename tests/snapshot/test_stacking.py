@@ -32,7 +32,8 @@ from torchax_ckpt.layout.storage_plan import (
     plan_leaves,
 )
 from torchax_ckpt.options import SnapshotMode
-from torchax_ckpt.snapshot.stacking import Planner, execute
+from torchax_ckpt.snapshot.planner import Planner
+from torchax_ckpt.snapshot.stacking import execute
 
 LAYOUTS = ("auto", "stacked", "flat")
 

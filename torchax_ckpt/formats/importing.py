@@ -18,7 +18,8 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.snapshot.stacking import Planner, execute
+from torchax_ckpt.snapshot.planner import Planner
+from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep

@@ -8,13 +8,12 @@ far.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import UnusableStateError
 from torchax_ckpt.layout.selection import Selection
@@ -23,6 +22,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.step_reader import Source
 from torchax_ckpt.snapshot.device_memory import free_device_bytes
+from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import Findings, Read, Restoration, Values, Write
@@ -212,9 +212,9 @@ def _parts(
 ) -> Iterator[list[Write]]:
     """Yields the writes in groups of at most ``part_bytes`` per device, or of one larger write."""
     part: list[Write] = []
-    size = 0
+    size, sizes = 0, _device_bytes(reads)
     for write in writes:
-        more = sum(_device_bytes(reads[name]) for name in write.needs)
+        more = sum(sizes[name] for name in write.needs)
         if part and size + more > part_bytes:
             yield part
             part, size = [], 0
@@ -224,9 +224,13 @@ def _parts(
         yield part
 
 
-def _device_bytes(read: Read) -> int:
-    """Returns the bytes that a leaf takes on each of its devices; 0 for a host array."""
-    if isinstance(read.placement, Sharding):
-        shard = read.placement.shard_shape(read.spec.shape)
-        return math.prod(shard) * np.dtype(read.spec.dtype).itemsize
-    return read.spec.nbytes if read.placement is Local.DEFAULT_DEVICE else 0
+def _device_bytes(reads: Mapping[str, Read]) -> dict[str, int]:
+    """Returns the bytes that each leaf takes on each of its devices; 0 for a host array."""
+    default = SingleDeviceSharding(jax.local_devices()[0])
+    targets = {}
+    for name, read in reads.items():
+        sharding = default if read.placement is Local.DEFAULT_DEVICE else read.placement
+        if isinstance(sharding, Sharding):
+            dtype = np.dtype(read.spec.dtype)
+            targets[name] = jax.ShapeDtypeStruct(read.spec.shape, dtype, sharding=sharding)
+    return {**dict.fromkeys(reads, 0), **shard_bytes(targets)}

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import MetricsError
+from torchax_ckpt.snapshot.device_programs import copied
 
 Pending = Mapping[str, Any]
 """Metrics by name: JSON values, and device scalars that are not fetched yet."""
@@ -83,7 +83,7 @@ def _is_real(dtype: Any) -> bool:
 def hold(pending: Pending) -> dict[str, Any]:
     """Returns the metrics with copied device scalars, as a jitted step may donate the originals."""
     return {
-        name: jnp.copy(_check(name, value)) if isinstance(value, jax.Array) else value
+        name: copied(_check(name, value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
     }
 

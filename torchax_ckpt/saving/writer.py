@@ -24,9 +24,10 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Snapshot
-from torchax_ckpt.snapshot.stacking import Array, beside
+from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.state.per_process_state import PerProcessState, joined
 from torchax_ckpt.storage.arrays import block_digests, write_step
 from torchax_ckpt.storage.arrays.compression import Compression

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
 
 from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 
 Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
 
@@ -84,9 +84,8 @@ class DeviceMemory:
         self._copy_bytes: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
 
-    def holds(self, arrays: Iterable[Any]) -> bool:
-        """Returns whether the devices have memory for copies of the device arrays in ``arrays``."""
-        needed = _bytes_on_devices(arrays)
+    def holds(self, needed: Mapping[jax.Device, int]) -> bool:
+        """Returns whether each device has memory for the bytes that copies need there."""
         with self._lock:
             free = self._free_of_each(needed)
             return all(
@@ -94,9 +93,8 @@ class DeviceMemory:
                 for device, num_bytes in needed.items()
             )
 
-    def described(self, arrays: Iterable[Any]) -> str:
-        """Returns, as text, the needed and the free bytes of the device with the least to spare."""
-        needed = _bytes_on_devices(arrays)
+    def described(self, needed: Mapping[jax.Device, int]) -> str:
+        """Returns a text: the bytes needed and free on the device with the least to spare."""
         with self._lock:
             free = self._free_of_each(needed)
         short = min(needed, key=lambda d: math.inf if (f := free[d]) is None else f - needed[d])
@@ -114,7 +112,7 @@ class DeviceMemory:
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return
-        taken = _bytes_on_devices(on_devices)
+        taken = bytes_on_devices(on_devices)
         weakref.finalize(on_devices[0], self._forget_copies, taken).atexit = False
         with self._lock:
             self._copy_bytes.update(taken)
@@ -173,17 +171,3 @@ class DeviceMemory:
             program = max(in_use, peak if is_new else 0) - copied
             self._program_peak[device] = max(program, self._program_peak.get(device, 0))
             self._last_peak[device] = peak
-
-
-def _bytes_on_devices(arrays: Iterable[Any]) -> dict[jax.Device, int]:
-    """Returns, for each device of this process, how many bytes the arrays take on the device."""
-    by_sharding: dict[Sharding, int] = collections.defaultdict(int)
-    for array in arrays:
-        if isinstance(array, jax.Array):
-            shape = array.sharding.shard_shape(array.shape)
-            by_sharding[array.sharding] += math.prod(shape) * array.dtype.itemsize
-    needed: dict[jax.Device, int] = collections.defaultdict(int)
-    for sharding, num_bytes in by_sharding.items():
-        for device in sharding.addressable_devices:
-            needed[device] += num_bytes
-    return needed

@@ -33,7 +33,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -43,6 +42,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
+from torchax_ckpt.snapshot.device_programs import (
+    Program,
+    device_program,
+    reshaped,
+    zeros_on,
+)
+from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local, Placement, auto_axes, shards_of
 
 Targets = Mapping[str, jax.ShapeDtypeStruct]
@@ -50,8 +56,6 @@ Targets = Mapping[str, jax.ShapeDtypeStruct]
 
 Rounds = tuple[tuple[tuple[int, int], ...], ...]
 """Successive permutes, each as pairs (sending process, receiving process)."""
-
-Program = Callable[..., tuple[jax.Array, ...]]
 
 # Bounds of the leaves that one program moves: their number, which determines the compile time, and
 # their bytes per device, which determine how much memory the program needs.
@@ -200,7 +204,7 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, target.dtype, sharding=NamedSharding(grid, _ON_GRID))
 
 
-@functools.lru_cache(maxsize=256)
+@device_program(maxsize=256)
 def sum_program(grid: Mesh) -> Program:
     """Returns the program that sends one row's shards to all rows of a grid.
 
@@ -209,7 +213,7 @@ def sum_program(grid: Mesh) -> Program:
     return _grid_program(grid, lambda bits: jax.lax.psum(bits, _ROW))
 
 
-@functools.lru_cache(maxsize=64)
+@device_program(maxsize=64)
 def permute_program(grid: Mesh, rounds: Rounds) -> Program:
     """Returns the program that sends shards between a grid's rows by the permutes in ``rounds``."""
 
@@ -231,10 +235,10 @@ def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Pr
     shard that the device holds afterwards.
     """
 
-    def on_device(*slots: jax.Array) -> tuple[jax.Array, ...]:
+    def checkpoint_move(*slots: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(from_bits(move_bits(to_bits(slot)), slot.dtype) for slot in slots)
 
-    return jax.jit(jax.shard_map(on_device, mesh=grid, in_specs=_ON_GRID, out_specs=_ON_GRID))
+    return jax.jit(jax.shard_map(checkpoint_move, mesh=grid, in_specs=_ON_GRID, out_specs=_ON_GRID))
 
 
 def _move_on_grids(
@@ -248,7 +252,7 @@ def _move_on_grids(
         by_grid[grids[name]][name] = target
     for grid, on_grid in by_grid.items():
         for chunk in _chunks(on_grid):
-            zeros = functools.cache(_zeros)  # leaves of one shape and dtype share their zeros
+            zeros = functools.cache(zeros_on)  # leaves of one shape and dtype share their zeros
             given = [_filled(slots(chunk[n], grid), leaves.get(n), zeros) for n in chunk]
             moved = program_on(grid)(*given)
             for (name, target), array in zip(chunk.items(), moved, strict=True):
@@ -262,19 +266,10 @@ def _filled(
     shape = slots.sharding.shard_shape(slots.shape)
     here = {} if array is None else _in_device_memory(array)
     parts = [
-        here[device].reshape(shape) if device in here else zeros(shape, slots.dtype, device)
+        reshaped(here[device], shape) if device in here else zeros(shape, slots.dtype, device)
         for device in slots.sharding.addressable_devices_indices_map(slots.shape)
     ]
     return jax.make_array_from_single_device_arrays(slots.shape, slots.sharding, parts)
-
-
-def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: jax.Device) -> jax.Array:
-    """Returns a shard whose bits are all zero.
-
-    The shard is made from bits, because the dtype float8_e8m0fnu has no value zero.
-    """
-    bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype))
-    return from_bits(jnp.zeros(bits.shape, bits.dtype, device=device), dtype)
 
 
 # --- parts of shards, between shardings of one mesh ---
@@ -294,14 +289,13 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
     for chunk in itertools.chain.from_iterable(map(_chunks, by_devices.values())):
         onto = [_sharding(target) for target in chunk.values()]
         given = [_relabelled(leaves[name]) for name in chunk]
-        program = reshard_program(
-            tuple(array.sharding for array in given), tuple(map(_on_auto_axes, onto))
-        )
+        sources: Any = tuple(array.sharding for array in given)
+        program = reshard_program(sources, tuple(map(_on_auto_axes, onto)))
         for (name, target), array in zip(chunk.items(), program(*given), strict=True):
             leaves[name] = _leaf(array, target)
 
 
-@functools.lru_cache(maxsize=64)
+@device_program(maxsize=64)
 def reshard_program(
     sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> Program:
@@ -318,10 +312,10 @@ def reshard_program(
         bits = jax.lax.with_sharding_constraint(bits, target)
         return from_bits(bits, array.dtype)
 
-    def on_all(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def checkpoint_reshard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(map(moved, arrays, sources, targets))
 
-    return jax.jit(on_all, out_shardings=targets)
+    return jax.jit(checkpoint_reshard, out_shardings=targets)
 
 
 def _relabelled(array: jax.Array) -> jax.Array:
@@ -358,7 +352,7 @@ def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     sharding = _sharding(target)
     shape, kind = sharding.shard_shape(target.shape), sharding.memory_kind
     shards = [
-        _in_memory(shard.data.reshape(shape), shard.device, kind) for shard in shards_of(array)
+        _in_memory(reshaped(shard.data, shape), shard.device, kind) for shard in shards_of(array)
     ]
     return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
 
@@ -378,13 +372,26 @@ def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
     """Yields leaves in chunks, one per run of a program; all processes get the same chunks."""
     chunk: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
+    sizes = shard_bytes(targets)
     for name, target in targets.items():
-        shard = _sharding(target).shard_shape(target.shape)
-        num_bytes = math.prod(shard) * target.dtype.itemsize
-        if chunk and (len(chunk) == _CHUNK or size + num_bytes > _CHUNK_BYTES):
+        if _moves_alone(target):
+            yield {name: target}
+            continue
+        if chunk and (len(chunk) == _CHUNK or size + sizes[name] > _CHUNK_BYTES):
             yield chunk
             chunk, size = {}, 0
         chunk[name] = target
-        size += num_bytes
+        size += sizes[name]
     if chunk:
         yield chunk
+
+
+def _moves_alone(target: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether a leaf is converted to bits of one byte. A program moves one such leaf alone.
+
+    For v5p chips, the TPU compiler (libtpu 0.0.42 and 0.0.52) ends the process if a program
+    converts one of several arrays to bytes, moves all of them in collectives, and a dim is not a
+    multiple of the compiler's tile.
+    """
+    bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct((), target.dtype))
+    return bits.dtype == jnp.uint8 and target.dtype != jnp.uint8

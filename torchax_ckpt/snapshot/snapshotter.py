@@ -42,7 +42,9 @@ from torchax_ckpt.errors import DonatedBufferError, OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
-from torchax_ckpt.snapshot.stacking import Array, Planner, execute, unstacked
+from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
+from torchax_ckpt.snapshot.planner import Planner, unstacked
+from torchax_ckpt.snapshot.stacking import Array, execute
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +109,10 @@ class Snapshot:
 
     def _stacked(self, plan: Plan, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
         """Returns the arrays to store, with stacks; None if the devices lack memory for stacks."""
-        members = (leaves[member] for group in plan.stacks.values() for member in group)
-        if not self._memory.holds(members):
-            return None
         try:
+            needed = self._planner.bytes_on_devices(self.names, self._arrays, copy=False)
+            if not self._memory.holds(needed):
+                return None
             stored = execute(plan, leaves, copy=False)
         # For a deleted array JAX raises ValueError from a jitted call and RuntimeError elsewhere.
         except Exception as error:
@@ -172,9 +174,10 @@ class Snapshotter:
                     raise
                 self._memory.failed()
                 if self._mode != "auto":
+                    needed = bytes_on_devices(arrays)
                     raise OutOfMemoryError(
                         "no device memory for copies of the state: "
-                        f"{self._memory.described(arrays)}. Nothing was saved, and the state is "
+                        f"{self._memory.described(needed)}. Nothing was saved, and the state is "
                         'unchanged. Use CheckpointOptions(snapshot="auto"), which transfers the '
                         "state to the host in this case, or shard the state over more devices."
                     ) from error
@@ -210,9 +213,18 @@ class Snapshotter:
             why = "the next save will show whether the program donates"
         else:
             why = "the program donates the saved arrays"
-        if self._memory.holds(arrays):
+        if self._has_room(names, arrays):
             return "copy", why
         return "transfer", f"{why}, and there is no memory for copies"
+
+    def _has_room(self, names: Sequence[str], arrays: Sequence[Array]) -> bool:
+        """Returns whether the devices have memory for copies of the leaves, stacked as planned."""
+        try:
+            return self._memory.holds(self._planner.bytes_on_devices(names, arrays, copy=True))
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            return False  # the compiler found that a program needs more memory than a device has
 
     def _log_once(self, way: Way, why: str) -> None:
         """Logs how snapshots are taken and the reason, unless both were logged before."""

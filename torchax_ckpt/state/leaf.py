@@ -173,7 +173,9 @@ def describe(value: Any, name: str) -> Spec:
         if isinstance(value, jax.core.Tracer):
             raise refuse(_TRACER)
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            dtype, more_dims, impl = _key_data(value.dtype)
+            dtype, more_dims = _key_data(value.dtype)
+            keys = value if isinstance(value, jax.Array) else _no_keys(value.dtype)
+            impl = str(jax.random.key_impl(keys))
             return Spec("key", dtype, (*value.shape, *more_dims), impl)
         require_storable(value.dtype)
         weak = bool(value.weak_type)
@@ -191,11 +193,16 @@ def describe(value: Any, name: str) -> Spec:
 
 
 @functools.cache  # asks JAX once for each dtype, because JAX caches an entry for each shape
-def _key_data(dtype: Any) -> tuple[str, tuple[int, ...], str]:
-    """Returns dtype and trailing dims of the data of random keys, and the keys' implementation."""
+def _key_data(dtype: Any) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the trailing dims of the data of random keys."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-    impl = str(jax.random.key_impl(jnp.empty((0,), dtype)))  # key_impl needs an array
-    return dtype_name(data.dtype), tuple(data.shape), impl
+    return dtype_name(data.dtype), tuple(data.shape)
+
+
+@functools.cache
+def _no_keys(dtype: Any) -> jax.Array:
+    """Returns an empty array, because JAX tells the implementation of keys only for an array."""
+    return jnp.empty((0,), dtype)
 
 
 def require_jax_dtype(dtype: str, name: str) -> None:

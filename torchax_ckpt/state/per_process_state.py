@@ -28,12 +28,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.names import PROCESSES, of_process
 from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.snapshot.device_programs import copied
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Captured
 from torchax_ckpt.state.leaf import Array
@@ -92,7 +92,7 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
             elif not isinstance(array, jax.Array):
                 local[name] = array
             elif array.is_fully_addressable:
-                local[name] = jnp.copy(array)  # a later step may donate the original
+                local[name] = copied(array)  # a later step may donate the original
             else:
                 shared[name] = array
     nodes = {name: part.form.node for name, part in captured.items() if name in COMPONENTS}

@@ -1,0 +1,110 @@
+"""The registry of the programs that this package runs on devices, and programs that several need.
+
+A function that returns a jitted program has the decorator ``device_program``. Tests compile every
+registered program for TPUs, without TPUs, and fail if a program on devices is not registered. The
+jitted functions are named ``checkpoint_*``, so that profiles of a training show what a save runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
+
+Program = Any
+"""A jitted function of arrays."""
+
+# The most arguments of one program; its compile time grows faster than linearly with them.
+MAX_ARGUMENTS = 128
+
+P = ParamSpec("P")
+
+BUILDERS: dict[str, Callable[..., Program]] = {}
+"""Name of each function that returns a program -> the function."""
+
+
+def device_program(maxsize: int) -> Callable[[Callable[P, Program]], Callable[P, Program]]:
+    """Registers a function that returns a program, and caches its last ``maxsize`` results.
+
+    The cache matters because JAX compiles a program again for each new function that it jits.
+    """
+
+    def register(build: Callable[P, Program]) -> Callable[P, Program]:
+        BUILDERS[build.__name__] = build
+        return functools.lru_cache(maxsize)(build)  # type: ignore[return-value]
+
+    return register
+
+
+@device_program(maxsize=256)
+def copy_program(sharding: Sharding) -> Program:
+    """Returns the program that copies arrays with this sharding."""
+
+    def checkpoint_copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(map(jnp.copy, arrays))
+
+    return jax.jit(checkpoint_copy, out_shardings=sharding)
+
+
+@device_program(maxsize=1024)
+def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Program:
+    """Returns the program that creates arrays of these shapes and dtypes whose bits are all zero.
+
+    It starts from bits, because float8_e8m0fnu has no value zero.
+    """
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype))
+        return from_bits(jnp.zeros(bits.shape, bits.dtype), dtype)
+
+    def checkpoint_zeros() -> tuple[jax.Array, ...]:
+        return tuple(zeros(*spec) for spec in specs)
+
+    return jax.jit(checkpoint_zeros, out_shardings=sharding)
+
+
+@device_program(maxsize=256)
+def reshape_program(shape: tuple[int, ...], sharding: Sharding) -> Program:
+    """Returns the program that changes the shape of an array on one device."""
+
+    def checkpoint_reshape(array: jax.Array) -> tuple[jax.Array]:
+        return (array.reshape(shape),)
+
+    return jax.jit(checkpoint_reshape, out_shardings=sharding)
+
+
+def copied(array: jax.Array) -> jax.Array:
+    """Returns a copy of an array whose devices all belong to this process.
+
+    The copy keeps its values if a later step donates the original.
+    """
+    (copy,) = copy_program(array.sharding)(array)
+    return copy
+
+
+def zeros_on(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+    """Returns an array on one device whose bits are all zero."""
+    (zeros,) = zeros_program(((shape, dtype),), SingleDeviceSharding(device))()
+    return zeros
+
+
+def reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns an array on one device with another shape; returns the array if it has the shape."""
+    if array.shape == shape:
+        return array
+    (other,) = reshape_program(shape, array.sharding)(array)
+    return other
+
+
+def in_chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yields the items in lists of ``size``; the last list may be shorter."""
+    iterator = iter(items)
+    while chunk := list(itertools.islice(iterator, size)):
+        yield chunk

@@ -1,0 +1,154 @@
+"""The bytes that arrays take in the memory of a device, including the padding of their layout.
+
+A TPU stores an array in tiles, for example of 8 x 128 elements. An array whose dims are not
+multiples of the tile takes more memory than its elements: float32[8, 32, 32] takes 131,072 bytes
+in place of 32,768.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Layout
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from torchax_ckpt.snapshot.device_programs import (
+    MAX_ARGUMENTS,
+    Program,
+    in_chunks,
+    zeros_program,
+)
+
+_Spec = tuple[tuple[int, ...], Any]
+"""The shape and the dtype of a shard."""
+
+# A tiled array takes a multiple of these bytes. Seen in sizes that the TPU compiler reports.
+_ALIGNMENT = 512
+# The kinds of memory that belong to the host.
+_HOST_MEMORY = ("pinned_host", "unpinned_host")
+
+
+def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Layout | None) -> int:
+    """Returns the bytes that one shard takes in memory.
+
+    Args:
+      shape: the shape of the shard.
+      dtype: the dtype of its elements.
+      layout: how the shard lies in memory, from ``array.format.layout`` or from
+        ``compiled.output_formats``; None for a dense array.
+    """
+    if layout is None or not layout.tiling:
+        return math.prod(shape) * np.dtype(dtype).itemsize
+    tile = layout.tiling[0]
+    dims = [shape[dim] for dim in layout.major_to_minor]
+    dims = [1] * (len(tile) - len(dims)) + dims
+    major, minor = dims[: -len(tile)], dims[-len(tile) :]
+    count = math.prod(major) * math.prod(-(-d // t) * t for d, t in zip(minor, tile, strict=True))
+    num_bits = layout.sub_byte_element_size_in_bits or np.dtype(dtype).itemsize * 8
+    return -(-(count * num_bits // 8) // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What is known of a compiled program before it runs.
+
+    Attributes:
+      outputs: what the program returns, as abstract arrays with the layouts that they will have.
+      temporary_bytes: the memory that each device needs for the program while it runs, besides
+        arguments and outputs.
+    """
+
+    outputs: Any
+    temporary_bytes: int
+
+
+def compiled(program: Program, *arrays: Any) -> Compiled:
+    """Compiles a program.
+
+    JAX keeps the compiled program: a call of the program with the same arrays compiles nothing.
+
+    Args:
+      program: a jitted program.
+      *arrays: the arguments, each an array or an abstract array with a sharding.
+    """
+    lowered = program.lower(*arrays)
+    executable = lowered.compile()
+    outputs = jax.tree.map(
+        lambda out, form: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=form),
+        lowered.out_info,
+        executable.output_formats,
+    )
+    return Compiled(outputs, executable.memory_analysis().temp_size_in_bytes)
+
+
+def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
+    """Returns the bytes that arrays take on each device of this process.
+
+    Args:
+      arrays: JAX arrays, and abstract arrays with a layout, as ``compiled`` returns them.
+        Other values, and arrays in the memory of the host, take no memory of devices.
+    """
+    by_sharding: dict[Sharding, int] = collections.defaultdict(int)
+    for array in arrays:
+        if not isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
+            continue
+        sharding: Any = array.sharding
+        if sharding.memory_kind in _HOST_MEMORY:
+            continue
+        if isinstance(array, jax.Array):
+            of_all = array.on_device_size_in_bytes()
+            by_sharding[sharding] += of_all // len(sharding.addressable_devices)
+        else:
+            shape = sharding.shard_shape(array.shape)
+            by_sharding[sharding] += padded_bytes(shape, array.dtype, array.format.layout)
+    taken: collections.Counter[jax.Device] = collections.Counter()
+    for sharding, num_bytes in by_sharding.items():
+        for device in sharding.addressable_devices:
+            taken[device] += num_bytes
+    return taken
+
+
+def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """Returns the bytes that each leaf will take on each of its devices.
+
+    Args:
+      targets: leaf -> its shape, its dtype, and the sharding that it will have.
+    """
+    specs: dict[str, tuple[str, _Spec]] = {}
+    by_kind: dict[str, tuple[jax.Device, set[_Spec]]] = {}
+    for name, target in targets.items():
+        sharding: Any = target.sharding
+        device = next(iter(sharding.addressable_devices), None) or min(
+            sharding.device_set, key=lambda d: d.id
+        )
+        spec = (tuple(sharding.shard_shape(target.shape)), np.dtype(target.dtype))
+        specs[name] = (device.device_kind, spec)
+        by_kind.setdefault(device.device_kind, (device, set()))[1].add(spec)
+    sizes = {
+        kind: _sizes(device, tuple(sorted(of_kind, key=str)))
+        for kind, (device, of_kind) in by_kind.items()
+    }
+    return {name: sizes[kind][spec] for name, (kind, spec) in specs.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(device: jax.Device, specs: tuple[_Spec, ...]) -> dict[_Spec, int]:
+    """Returns the bytes of arrays of these shapes and dtypes in the layout that the device chooses.
+
+    Only a compiled program shows this layout. Arrays on devices other than TPUs are dense.
+    """
+    if device.platform != "tpu":
+        return {(shape, dtype): padded_bytes(shape, dtype, None) for shape, dtype in specs}
+    sizes: dict[_Spec, int] = {}
+    for some in in_chunks(specs, MAX_ARGUMENTS):
+        program = zeros_program(tuple(some), SingleDeviceSharding(device))
+        for spec, output in zip(some, compiled(program).outputs, strict=True):
+            sizes[spec] = padded_bytes(spec[0], spec[1], output.format.layout)
+    return sizes
