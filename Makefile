@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-long test-all lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
+.PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
     torture-endurance clean
 .DEFAULT_GOAL := test
 
@@ -31,8 +31,14 @@ test-slow: $(INSTALLED)
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
 
+# Compiles what runs on devices with the TPU compiler, which PyPI's libtpu has; needs no TPU. In one
+# process, because libtpu serves only one process at a time.
+test-tpu: $(INSTALLED) $(VENV)/.installed-tpu-check
+	$(BIN)/python -m pytest -m tpu tests/tpu
+
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "slow or long or not slow"
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not tpu"
+	$(MAKE) test-tpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
