@@ -1,9 +1,10 @@
-"""Preemption: detects SIGTERM or JAX's preemption sync point; ends the process after a grace time.
+"""Detects a preemption: by SIGTERM, or with ``jax.distributed`` by JAX's preemption sync point.
 
 Without ``jax.distributed``, a thread detects SIGTERM through the wakeup file descriptor, to which
 Python's C-level signal handler writes. A Python signal handler alone would not suffice: it runs
 only when the main thread returns to Python code, and a device transfer can keep the main thread
-from Python code for seconds.
+from Python code for seconds. The thread also ends the process after
+``CheckpointOptions.preemption_grace_secs``.
 
 With ``jax.distributed``, JAX installs its own SIGTERM handler, and finds one step at which all
 processes notice the preemption. JAX's handler replaces earlier handlers without Python's knowledge.

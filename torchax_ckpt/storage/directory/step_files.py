@@ -38,7 +38,7 @@ def read_manifest(committed: CommittedStep) -> Any:
         raise ForeignCheckpointError(
             f"step {committed.step} in {committed.path} has no manifest: it was not written by "
             "torchax_ckpt, so its arrays cannot be matched with torch's names. Read it with "
-            "Checkpointer.load(step, abstract_state) and assign the result yourself.",
+            "TorchaxCheckpointer.load(step, abstract_state), and assign the result yourself.",
             step=committed.step,
             path=committed.path,
         )
