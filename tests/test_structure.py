@@ -96,7 +96,9 @@ def test_imports_point_down(path: Path) -> None:
     order = list(ROOMS)
     for name in ours(path):
         other = room_of(name) or "checkpointer"  # a public name, of any room
-        assert order.index(other) <= order.index(room), f"{room} imports {name}, above it"
+        assert order.index(other) <= order.index(room), (
+            f"{room} imports {name}, of a room further down in ROOMS"
+        )
 
 
 def test_no_files_import_each_other() -> None:

@@ -62,10 +62,11 @@ class CheckpointOptions:
         first replica read from storage and send the values over the device network to the devices
         of the other replicas. By default each replica reads from storage. Meant for combinations
         of state size and slice count for which storage is slow.
-      process_timeout_secs: how long one process of a run waits for another. It must be at least the
-        difference between the slowest and the fastest process in reading or writing their parts.
-        After this time the call or the save fails on all processes; the error names the processes
-        that are missing.
+      process_timeout_secs: how long process 0 waits for the other processes of a run. They wait for
+        process 0 up to twice as long, because process 0 may first wait for one of them. The time
+        must be at least the difference between the slowest and the fastest process in reading or
+        writing their parts. Then the call or the save fails on all processes; the error names the
+        processes that are missing.
       save_timeout_secs: after this time, the current stage of a save in flight and the stack of its
         thread are logged, and again after each doubling of the time. Callers that wait for the
         save get a SaveTimeoutError, while the save continues. None: callers wait as long as the

@@ -38,6 +38,7 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support.compare import assert_trees_identical, bits
 from support.training import P, fsdp_mesh
+from support.waiting import wait_until
 
 from torchax_ckpt import (
     CheckpointOptions,
@@ -407,8 +408,12 @@ def test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them(
         assert dict(os.environ) == before[0]
     assert ckpt.all_steps() == [1]
     del ckpt
-    gc.collect()
-    assert settings() == before
+
+    def are_back() -> bool:
+        gc.collect()
+        return settings() == before
+
+    wait_until(are_back)  # a request that has just ended may keep its user for a moment
 
 
 @pytest.mark.slow

@@ -293,10 +293,11 @@ class Processes:
         )
 
     def _missing(self, place: str) -> list[int]:
-        """Returns the indices of the late processes, which have sent no message under ``place``.
+        """Returns the indices of the processes that the others wait for at ``place``.
 
-        On a process other than 0, returns [0] if either all or none of the processes except process
-        0 have sent a message.
+        On process 0, these are the processes that have sent no message there. On another process,
+        they are the same ones if some have sent a message and some have not. Otherwise it is
+        process 0: it has not answered messages of all, or it has not begun.
         """
         found = self._client.key_value_dir_get_bytes(f"{place}/")
         there = {key.rpartition("/")[2] for key, _ in found}

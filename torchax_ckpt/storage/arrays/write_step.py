@@ -52,9 +52,9 @@ def write_step(
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = SINGLE_PROCESS,
 ) -> None:
-    """Writes and commits a step; returns when the step is durable.
+    """Writes a step, and last Orbax's commit mark; returns when both are durable.
 
-    Do not call this function on the training thread. Each process writes the shards that its
+    On a file system the step still has a temporary name; ``RunDirectory.commit`` renames it. Do not call this function on the training thread. Each process writes the shards that its
     devices hold. Process 0 also writes the host arrays and the JSON.
 
     Args:
