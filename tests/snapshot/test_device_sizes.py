@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from support import PROGRAMS
+from support.processes import run_processes
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot import device_sizes, stacking
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices, padded_bytes, shard_bytes
+from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import bytes_to_execute, execute
 
 ROWS = NamedSharding(fsdp_mesh(), P("fsdp"))
@@ -87,3 +92,55 @@ def test_what_a_plan_takes_is_known_before_it_runs_and_compiled_once(
     assert not [m for m in caplog.messages if m.startswith("Compiling")]
     assert np.array_equal(stored["layers.*.w"][:, 0, 0], np.arange(count))
     assert (stored["other"] is leaves["other"]) == (not copy)
+
+
+def test_copies_of_arrays_on_several_processes_count_on_each_device_once() -> None:
+    for (told,) in run_processes(PROGRAMS / "sizes_on_processes.py", 2):
+        assert told["is_as_predicted"]
+        assert told["shards"] == [3] * told["devices"]
+
+
+def test_a_program_that_no_device_holds_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    class TooLarge:
+        def lower(self, *arrays: Any) -> Any:
+            compiled.append(arrays)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm")
+
+    monkeypatch.setattr(stacking, "copy_program", lambda sharding: TooLarge())
+    leaves = {"w": jax.device_put(np.zeros((8, 3), np.float32), ROWS)}
+    planner, memory = Planner("auto"), DeviceMemory()
+    for _ in range(3):
+        planned = planner.planned(["w"], [leaves["w"]])
+        needed = planned.bytes_on_devices([leaves["w"]], copy=True)
+        assert needed is None
+        assert not memory.holds(needed)
+    assert len(compiled) == 1
+
+
+def test_a_backend_that_does_not_analyse_memory_is_taken_to_need_none() -> None:
+    class Executable:
+        output_formats = ()
+
+        def memory_analysis(self) -> None:
+            return None
+
+    class Lowered:
+        out_info = ()
+
+        def compile(self) -> Executable:
+            return Executable()
+
+    class Program:
+        def lower(self, *arrays: Any) -> Lowered:
+            return Lowered()
+
+    assert device_sizes.compiled(Program()).temporary_bytes == 0
+
+
+def test_a_state_in_host_memory_needs_no_device() -> None:
+    pinned = jax.device_put(np.zeros((8, 3), np.float32), ROWS.with_memory_kind("pinned_host"))
+    needed = bytes_on_devices([pinned])
+    assert DeviceMemory().holds(needed)
+    assert "no memory of devices" in DeviceMemory().described(needed)

@@ -1,4 +1,4 @@
-"""The TPU's compiler on every program that this package runs on devices.
+"""The TPU's compiler on every program that this package jits.
 
 The states are abstract arrays on the chips of a topology. This process is the topology's first
 host: an array on all chips spans several hosts, an array on the chips of one host does not.
@@ -44,6 +44,8 @@ on_sample = pytest.mark.parametrize("topology", SAMPLE, ids=lambda t: f"{t[0]}x{
 # The largest program of a save stacks 104 experts; the largest of a restore resharded on 256 chips.
 MAX_SAVE_CODE_BYTES = 4 << 20
 MAX_RESTORE_CODE_BYTES = 8 << 20
+# What stacks of many short vectors need on v5p; other chips need nothing for them.
+V5P_SCRATCH_BYTES = 8 << 20
 
 
 # --- states ---
@@ -124,17 +126,13 @@ class Programs(dict[Any, Compiled]):
         sharding = arrays[0].sharding
         kind = (program, sharding)
         if isinstance(sharding, SingleDeviceSharding):
-            (device,) = sharding.device_set
-            kind = (program.__wrapped__.__qualname__, kind_of(device))
+            device: Any = next(iter(sharding.device_set))
+            kind = (program.__wrapped__.__qualname__, id(device.client))
         key = (*kind, *((a.shape, a.dtype.name) for a in arrays))
         if key not in self.compiled:
             self.compiled[key] = compiled(program, *arrays)
         self[key] = self.compiled[key]
         return self[key].outputs
-
-
-def kind_of(device: Any) -> str:
-    return str(device.device_kind)
 
 
 def bytes_of(array: Any) -> int:
@@ -152,7 +150,8 @@ def assert_saves_alone(program: Compiled) -> None:
     if any(jnp.issubdtype(array.dtype, jnp.complexfloating) for array in program.arrays):
         scratch = 3 * program.output_bytes + program.num_arguments * (96 << 10)
     else:
-        scratch = 0
+        device: Any = next(iter(program.arrays[0].sharding.device_set))
+        scratch = V5P_SCRATCH_BYTES if device.device_kind == "TPU v5" else 0
     assert program.temporary_bytes <= scratch
     reckoned = sum(map(bytes_of, program.arrays))
     assert 0 <= program.output_bytes - reckoned <= program.table_bytes

@@ -84,8 +84,13 @@ class DeviceMemory:
         self._copy_bytes: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
 
-    def holds(self, needed: Mapping[jax.Device, int]) -> bool:
-        """Returns whether each device has memory for the bytes that copies need there."""
+    def holds(self, needed: Mapping[jax.Device, int] | None) -> bool:
+        """Returns whether each device has memory for the bytes that copies need there.
+
+        ``needed`` None means that copies need more than any device has.
+        """
+        if needed is None:
+            return False
         with self._lock:
             free = self._free_of_each(needed)
             return all(
@@ -95,6 +100,8 @@ class DeviceMemory:
 
     def described(self, needed: Mapping[jax.Device, int]) -> str:
         """Returns a text: the bytes needed and free on the device with the least to spare."""
+        if not needed:
+            return "the copies take no memory of devices"
         with self._lock:
             free = self._free_of_each(needed)
         short = min(needed, key=lambda d: math.inf if (f := free[d]) is None else f - needed[d])

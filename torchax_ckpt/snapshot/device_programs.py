@@ -1,7 +1,7 @@
 """The registry of the programs that this package runs on devices, and programs that several need.
 
 A function that returns a jitted program has the decorator ``device_program``. Tests compile every
-registered program for TPUs, without TPUs, and fail if a program on devices is not registered. The
+registered program for TPUs, without TPUs, and fail if the package jits a program elsewhere. The
 jitted functions are named ``checkpoint_*``, so that profiles of a training show what a save runs.
 """
 
@@ -81,10 +81,7 @@ def reshape_program(shape: tuple[int, ...], sharding: Sharding) -> Program:
 
 
 def copied(array: jax.Array) -> jax.Array:
-    """Returns a copy of an array whose devices all belong to this process.
-
-    The copy keeps its values if a later step donates the original.
-    """
+    """Returns a copy of an array, which keeps its values if a later step donates the original."""
     (copy,) = copy_program(array.sharding)(array)
     return copy
 

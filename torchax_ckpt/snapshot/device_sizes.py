@@ -85,7 +85,8 @@ def compiled(program: Program, *arrays: Any) -> Compiled:
         lowered.out_info,
         executable.output_formats,
     )
-    return Compiled(outputs, executable.memory_analysis().temp_size_in_bytes)
+    memory = executable.memory_analysis()  # None if the backend has no such analysis
+    return Compiled(outputs, 0 if memory is None else memory.temp_size_in_bytes)
 
 
 def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
@@ -103,8 +104,8 @@ def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
         if sharding.memory_kind in _HOST_MEMORY:
             continue
         if isinstance(array, jax.Array):
-            of_all = array.on_device_size_in_bytes()
-            by_sharding[sharding] += of_all // len(sharding.addressable_devices)
+            of_all = array.on_device_size_in_bytes()  # counts devices of other processes too
+            by_sharding[sharding] += of_all // sharding.num_devices
         else:
             shape = sharding.shard_shape(array.shape)
             by_sharding[sharding] += padded_bytes(shape, array.dtype, array.format.layout)
@@ -125,9 +126,9 @@ def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
     by_kind: dict[str, tuple[jax.Device, set[_Spec]]] = {}
     for name, target in targets.items():
         sharding: Any = target.sharding
-        device = next(iter(sharding.addressable_devices), None) or min(
-            sharding.device_set, key=lambda d: d.id
-        )
+        devices = [*sharding.addressable_devices, *jax.local_devices(), *sharding.device_set]
+        wanted = next(iter(sharding.device_set)).device_kind
+        device = next(device for device in devices if device.device_kind == wanted)
         spec = (tuple(sharding.shard_shape(target.shape)), np.dtype(target.dtype))
         specs[name] = (device.device_kind, spec)
         by_kind.setdefault(device.device_kind, (device, set()))[1].add(spec)

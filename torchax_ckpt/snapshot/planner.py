@@ -12,6 +12,7 @@ import numpy as np
 
 from torchax_ckpt.layout.storage_plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout
+from torchax_ckpt.snapshot.device_memory import is_exhausted
 from torchax_ckpt.snapshot.sharding import stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, Array, bytes_to_execute, execute
 
@@ -27,23 +28,14 @@ class Planner:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._may_stack = True
-        self._known = _Known((), [], True, Plan({}, frozenset()))
+        self._known = Planned((), [], True, Plan({}, frozenset()))
 
     def __call__(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Plan:
         """Returns the storage plan for leaves with these names and arrays."""
-        return self._plan(names, arrays).plan
+        return self.planned(names, arrays).plan
 
-    def bytes_on_devices(
-        self, names: Sequence[str], arrays: Sequence[AnyArray], *, copy: bool
-    ) -> Mapping[jax.Device, int]:
-        """Returns the bytes per device that the plan of these leaves takes; see ``execute``."""
-        known = self._plan(names, arrays)
-        if copy not in known.sizes:
-            leaves = dict(zip(names, arrays, strict=True))
-            known.sizes[copy] = bytes_to_execute(known.plan, leaves, copy=copy)
-        return known.sizes[copy]
-
-    def _plan(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> _Known:
+    def planned(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Planned:
+        """Returns the storage plan for these leaves, with what is known of it."""
         signatures = [
             (a.shape, a.dtype, None if isinstance(a, np.ndarray) else a.sharding) for a in arrays
         ]
@@ -52,7 +44,7 @@ class Planner:
             plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
             if not may_stack:
                 plan = unstacked(plan, dict(zip(names, arrays, strict=True)))
-            self._known = known = _Known(names, signatures, may_stack, plan)
+            self._known = known = Planned(names, signatures, may_stack, plan)
         return known
 
     def stack_no_more(self) -> None:
@@ -61,23 +53,44 @@ class Planner:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
-    """The last leaves of a planner and their plan.
+class Planned:
+    """Leaves, their storage plan, and the memory that the plan takes on devices.
 
-    One object holds all of it, so that a thread never combines leaves with the plan of others.
+    A planner keeps its last object of this class. Leaves and plan are one object, so that a thread
+    never combines leaves with the plan of others.
 
     Attributes:
       names, signatures: of the leaves: names, and shapes, dtypes and shardings.
       may_stack: whether the planner was allowed to stack.
       plan: the plan of the leaves.
-      sizes: whether copies are made -> the bytes that the plan takes on each device.
     """
 
     names: Sequence[str]
     signatures: list[Any]
     may_stack: bool
     plan: Plan
-    sizes: dict[bool, Mapping[jax.Device, int]] = dataclasses.field(default_factory=dict)
+    _sizes: dict[bool, Mapping[jax.Device, int] | None] = dataclasses.field(default_factory=dict)
+
+    def bytes_on_devices(
+        self, arrays: Sequence[AnyArray], *, copy: bool
+    ) -> Mapping[jax.Device, int] | None:
+        """Returns the bytes that ``execute`` takes on each device; None if no device has so many.
+
+        Compiles the programs at the first call for ``copy``, and knows the answer from then on.
+
+        Args:
+          arrays: the leaves, in the order of ``names``.
+          copy: whether ``execute`` copies the arrays that are not stacked.
+        """
+        if copy not in self._sizes:
+            leaves = dict(zip(self.names, arrays, strict=True))
+            try:
+                self._sizes[copy] = bytes_to_execute(self.plan, leaves, copy=copy)
+            except jax.errors.JaxRuntimeError as error:
+                if not is_exhausted(error):
+                    raise
+                self._sizes[copy] = None  # the compiler refuses what no device can hold
+        return self._sizes[copy]
 
 
 def _spec(array: AnyArray) -> LeafSpec:

@@ -43,7 +43,7 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
-from torchax_ckpt.snapshot.planner import Planner, unstacked
+from torchax_ckpt.snapshot.planner import Planned, Planner, unstacked
 from torchax_ckpt.snapshot.stacking import Array, execute
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,10 @@ class Snapshot:
             plan, stored = self._ready
             leaves = stored
         else:
-            plan = self._planner(self.names, self._arrays)
+            planned = self._planner.planned(self.names, self._arrays)
+            plan = planned.plan
             leaves = dict(zip(self.names, self._arrays, strict=True))
-            stored = self._stacked(plan, leaves)
+            stored = self._stacked(planned, leaves)
         flat = unstacked(plan, leaves)
         is_flat = agree(stored is None or plan == flat)
         if not is_flat and stored is not None:
@@ -107,13 +108,12 @@ class Snapshot:
         logger.info("no device memory for stacks: the leaves of this save are stored one by one")
         return flat, execute(flat, leaves, copy=False)
 
-    def _stacked(self, plan: Plan, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
+    def _stacked(self, planned: Planned, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
         """Returns the arrays to store, with stacks; None if the devices lack memory for stacks."""
         try:
-            needed = self._planner.bytes_on_devices(self.names, self._arrays, copy=False)
-            if not self._memory.holds(needed):
+            if not self._memory.holds(planned.bytes_on_devices(self._arrays, copy=False)):
                 return None
-            stored = execute(plan, leaves, copy=False)
+            stored = execute(planned.plan, leaves, copy=False)
         # For a deleted array JAX raises ValueError from a jitted call and RuntimeError elsewhere.
         except Exception as error:
             self.require_alive()
@@ -121,7 +121,7 @@ class Snapshot:
                 raise
             self._memory.failed()
             return None
-        self._memory.took(stored[name] for name in plan.stacks)
+        self._memory.took(stored[name] for name in planned.plan.stacks)
         return stored
 
     def require_alive(self) -> None:
@@ -213,18 +213,10 @@ class Snapshotter:
             why = "the next save will show whether the program donates"
         else:
             why = "the program donates the saved arrays"
-        if self._has_room(names, arrays):
+        planned = self._planner.planned(names, arrays)
+        if self._memory.holds(planned.bytes_on_devices(arrays, copy=True)):
             return "copy", why
         return "transfer", f"{why}, and there is no memory for copies"
-
-    def _has_room(self, names: Sequence[str], arrays: Sequence[Array]) -> bool:
-        """Returns whether the devices have memory for copies of the leaves, stacked as planned."""
-        try:
-            return self._memory.holds(self._planner.bytes_on_devices(names, arrays, copy=True))
-        except jax.errors.JaxRuntimeError as error:
-            if not is_exhausted(error):
-                raise
-            return False  # the compiler found that a program needs more memory than a device has
 
     def _log_once(self, way: Way, why: str) -> None:
         """Logs how snapshots are taken and the reason, unless both were logged before."""

@@ -49,7 +49,7 @@ def bytes_to_execute(
     Compiles the programs that ``execute`` runs; JAX keeps them, so ``execute`` compiles nothing
     again. A stack that is concatenated from parts counts twice, because for a moment the parts
     exist beside it. The programs run one after the other, so only the largest temporary memory
-    counts; on TPUs, only stacks of complex numbers need any.
+    counts.
 
     Args:
       plan, copy: see ``execute``.
@@ -135,7 +135,7 @@ def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> 
     """Joins parts, as ``_parts`` returns them, to an array of the given shape and sharding."""
     if sharding.is_fully_addressable:
         return parts[0]
-    if isinstance(parts[0], jax.Array):
+    if not parts or isinstance(parts[0], jax.Array):
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
     return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=sharding)
 
