@@ -65,10 +65,10 @@ TESTED = {
     "A closed checkpointer leaves no thread": [
         "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind",
     ],
-    "JAX, Orbax and gcsfs keep": [
+    "JAX, Orbax and gcsfs start": [
         "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind",
     ],
-    "The program's shared gcsfs instance": [
+    "While checkpointers use a bucket": [
         "faults/test_gcs.py"
         "::test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them",
     ],
@@ -103,7 +103,7 @@ TESTED = {
         "storage/directory/test_lease.py"
         "::test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_closed",
     ],
-    "A second program gets a": [
+    "While one program holds": [
         "storage/directory/test_lease.py::test_a_process_that_runs_on_this_host_refuses_at_once",
     ],
     "The lease of a program that died": [
