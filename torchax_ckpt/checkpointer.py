@@ -220,7 +220,7 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        First compares names, dtypes and shapes with the objects; a mismatch changes no live state.
+        Compares names, dtypes and shapes first: if it raises MismatchError, nothing has changed.
         The steps newer than the restored step are renamed to ``abandoned-N`` once a new step is
         durable, and no run resumes from them. To continue a run after you replaced the head of the
         model or renamed its tensors, call ``attach(..., resume=False)``, then ``restore`` with

@@ -300,9 +300,9 @@ def export(
     """Writes the weights of a step to files for other programs; stores each tied weight once.
 
     Weights keep their names in torch and their dtypes. A directory of safetensors files has the
-    file names and the index that Hugging Face uses. --max-bytes limits the memory for the weights.
-    If an export as pt or dcp is larger than this limit, it needs disk space for two copies of the
-    weights while it runs.
+    file names and the index that Hugging Face uses. --max-bytes, or a default, limits the memory
+    for the weights. If an export as pt or dcp is larger than this limit, it needs disk space for
+    two copies while it runs.
     """
     from torchax_ckpt.cli import convert
 
