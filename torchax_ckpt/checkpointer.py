@@ -58,7 +58,7 @@ class TorchaxCheckpointer:
             ckpt.save(total, force=True)
 
     Call the methods on the training thread, because torchax keeps its random key and its settings
-    per thread. A method raises CallError if it is called where it cannot work, such as in jit. From
+    per thread. Methods that save or restore raise CallError in jit or in a forked process. From
     ``attach`` or the first ``save`` until ``close``, a SIGTERM does not end the process
     immediately: the next ``save`` saves its step and waits until the step is durable, and
     ``reached_preemption`` returns True (see ``preemption_grace_secs`` of ``CheckpointOptions``).
@@ -145,8 +145,8 @@ class TorchaxCheckpointer:
     ) -> int:
         """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
-        Restored arrays get the shardings of the attached arrays, even if saved on another mesh.
-        Skips damaged steps with a warning. If a step mismatches the objects, raises MismatchError.
+        Restored arrays get the attached arrays' shardings, whatever mesh the step was saved on.
+        A damaged step is skipped with a warning; a step that mismatches raises MismatchError.
 
         Args:
           model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
@@ -220,7 +220,7 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        Compares the whole step with the objects first, so that a mismatch changes no live state.
+        Compares names, dtypes and shapes first: if it raises MismatchError, nothing has changed.
         The steps newer than the restored step are renamed to ``abandoned-N`` once a new step is
         durable, and no run resumes from them. To continue a run after you replaced the head of the
         model or renamed its tensors, call ``attach(..., resume=False)``, then ``restore`` with
@@ -282,7 +282,7 @@ class TorchaxCheckpointer:
         return dataclasses.replace(report, tier=tier.name)
 
     def _reads_over_devices(self) -> bool:
-        """Returns whether processes send each other restored values over the device network."""
+        """Returns whether a read sends values between processes over the device network."""
         return self._processes.count > 1 and (
             self._options.single_replica_restore or self._tiers.local is not None
         )
@@ -331,9 +331,9 @@ class TorchaxCheckpointer:
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a whole step and compares every byte with the bytes that were saved.
 
-        Marks an intact step as verified; later programs see the mark unless this checkpointer is
-        ``read_only``. No preservation policy deletes the newest verified durable step. Live state
-        does not change.
+        Marks an intact step as verified, for this program and, unless this checkpointer is
+        ``read_only``, on storage for later programs. No preservation policy deletes the newest
+        verified durable step. Live state does not change.
 
         Args:
           step: completed steps of the checkpoint; None for the newest step, damaged or not.
@@ -363,17 +363,17 @@ class TorchaxCheckpointer:
         """Yields the remaining steps, from the first after the restored step to ``total``.
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
-        last step is always saved. If a body restores another step, the loop continues after that
-        step, and the step of the body is not saved. ``break`` and exceptions leave the loop without
-        a save of the current step. At a preemption, saves the step, waits until it is durable and
-        ends the loop.
+        last step is always saved. If a body calls ``restore``, the loop continues after the
+        restored step, and the step of that body is not saved. ``break`` and exceptions leave the
+        loop without a save of the current step. At a preemption, saves the step, waits until it is
+        durable and ends the loop.
         """
         self._require_open()
         self._require_attached("steps")
         return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     def record(self, **metrics: Any) -> None:
-        """Records metrics of the current step; only a save fetches metrics from the devices.
+        """Records metrics of the current step; metrics on devices are fetched if the step is saved.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -452,9 +452,9 @@ class TorchaxCheckpointer:
         return max(self.all_steps(tier), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the best durable step by the preservation policy's best-N rule, or None.
+        """Returns the durable step that ranks first by the best-N rule, or None if none is ranked.
 
-        Does not return steps that are known to be damaged.
+        The preservation policy contains the rule. Steps known to be damaged are not ranked.
 
         Raises:
           PolicyError: the preservation policy has no best-N rule.

@@ -80,8 +80,8 @@ class BackendError(CheckpointError, ImportError):
 class CallError(CheckpointError, RuntimeError):
     """A method of a checkpointer was called where it cannot work.
 
-    That is on a wrong thread, in a forked process, in jit, or on a thread on which another method
-    of the same checkpointer is still running.
+    Examples: a method that belongs on the training thread was called on another thread; a method
+    was called in a forked process, in jit, or from within another method of this checkpointer.
     """
 
 
@@ -90,11 +90,11 @@ class ClosedError(CheckpointError, RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """A committed step cannot be read, or its bytes differ from the bytes that were saved."""
+    """A committed step is damaged: it cannot be decoded, or bytes differ from the saved bytes."""
 
 
 class DirectoryError(CheckpointError, OSError):
-    """The checkpoint directory cannot be read or written."""
+    """A directory or file cannot be read or written; checkpoints in it may be intact."""
 
 
 class DonatedBufferError(CheckpointError, RuntimeError):
@@ -122,7 +122,7 @@ class OutOfMemoryError(CheckpointError, MemoryError):
 
 
 class PlanError(CheckpointError, ValueError):
-    """An argument of a planning function is impossible for any run."""
+    """An argument of a function in ``torchax_ckpt.planning`` has a value that no run can have."""
 
 
 class PolicyError(CheckpointError, ValueError):
@@ -142,7 +142,7 @@ class SaveError(CheckpointError, RuntimeError):
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A save was still in flight when the time to wait for it had passed."""
+    """A call waited for a save until its timeout; the save is still in flight and continues."""
 
 
 class SelectionError(CheckpointError, ValueError):
@@ -154,7 +154,7 @@ class SelectionError(CheckpointError, ValueError):
 
 
 class StepError(CheckpointError, ValueError):
-    """A step with the given number cannot be saved or restored."""
+    """A step number cannot be used, for example because it is negative or no step has it."""
 
 
 class StepNotFoundError(StepError, FileNotFoundError):
@@ -178,7 +178,7 @@ class UnsupportedLeafError(CheckpointError, TypeError):
 
 
 class UnusableStateError(CheckpointError, RuntimeError):
-    """A restore failed after it freed the old buffers; the attached state is unusable."""
+    """A restore failed after it freed the old arrays; the attached objects have no values now."""
 
 
 class MismatchError(CheckpointError, ValueError):

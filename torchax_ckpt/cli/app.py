@@ -76,7 +76,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("ls", epilog=EPILOG)
 @ends_well
 def list_steps(directory: Directory, json: Json = False) -> int:
-    """Lists the steps with age, size on storage, verification, preservation rules, metrics."""
+    """Lists each step's age, size, metrics, the rules that keep it, and whether it is verified."""
     from torchax_ckpt.cli import show
 
     return show.list_steps(directory, as_json=json)
@@ -90,7 +90,7 @@ def show(
     filter: Filter = None,
     json: Json = False,
 ) -> int:
-    """Lists the leaves of a step with dtype, shape, size, sharding at the save, and stack."""
+    """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     from torchax_ckpt.cli import show
 
     return show.show(directory, step, filter, as_json=json)
@@ -110,7 +110,8 @@ def verify(
 ) -> int:
     """Reads a whole step and compares every byte with the digests of the save.
 
-    Marks an intact step as verified. No preservation rule deletes the newest verified step.
+    Marks an intact step as verified, unless --read-only is given. No preservation rule deletes the
+    newest step that is marked.
     """
     from torchax_ckpt.cli import show
 
@@ -128,7 +129,7 @@ def diff(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Compares two steps to the bit; for a directory, compares its newest step.
+    """Compares every bit of two steps; if A or B is a run's directory, takes its newest step.
 
     Lists leaves (arrays) and plain values (hyperparameters, counters) that only one step has, plain
     values that differ, leaves that differ in kind, dtype or shape, and, for leaves with different
@@ -151,8 +152,8 @@ def report(
 ) -> int:
     """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
 
-    Reads the events that programs have recorded in the directory, also while a run goes on. The
-    page contains no script and loads nothing from the network.
+    Reads the events that the run's programs have recorded in the directory; a program may still be
+    running. The page contains no script and loads nothing from the network.
     """
     from torchax_ckpt.cli.report import command
 
@@ -227,8 +228,8 @@ def plan(
 ) -> int:
     """Computes checkpoint size, the best save interval and the expected goodput.
 
-    Reads no checkpoint and runs no training, but uses formulas and simulates some 10,000 failures
-    for each policy. Give times as 90 (seconds), 90s, 5min, 12h or 365d.
+    Computes the best interval with formulas, and simulates some 10,000 failures for each policy;
+    reads no checkpoint and runs no training. Give times as 90 (seconds), 90s, 5min, 12h or 365d.
     """
     from torchax_ckpt.cli import plan
 
@@ -296,11 +297,12 @@ def export(
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
-    """Writes the weights of a step to files for other programs; writes tied weights only once.
+    """Writes the weights of a step to files for other programs; stores each tied weight once.
 
     Weights keep their names in torch and their dtypes. A directory of safetensors files has the
-    layout of Hugging Face. The command limits its memory, whatever the size of the model. An export
-    as pt or dcp that is larger than this limit needs disk space for two copies while it runs.
+    file names and the index that Hugging Face uses. --max-bytes, or a default, limits the memory
+    for the weights. If an export as pt or dcp is larger than this limit, it needs disk space for
+    two copies while it runs.
     """
     from torchax_ckpt.cli import convert
 
@@ -339,7 +341,7 @@ def import_(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Writes weights of another program as step 0 of a new run; attach continues from step 0.
+    """Writes weights of another program as step 0 of a new run, whose attach then restores step 0.
 
     The optimizer and all other attached objects start anew, because only weights are imported. The
     command holds the directory's lease while it writes.
@@ -368,9 +370,9 @@ def prune(
 ) -> int:
     """Lists the steps that no given rule keeps; with --delete, deletes these steps.
 
-    The newest step and the newest verified step are always kept. With --delete, the command takes
-    the directory's lease and refuses a directory to which a training writes, because the training
-    prunes its own steps.
+    The newest step and the newest verified step are kept even if no rule keeps them. With --delete,
+    the command takes the directory's lease and refuses a directory to which a training writes,
+    because the training prunes its own steps.
     """
     from torchax_ckpt.cli import prune
 

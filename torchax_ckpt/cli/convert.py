@@ -169,7 +169,8 @@ def _write_for_torch(
 ) -> Sequence[StoredLeaf]:
     """Writes weights with ``torch.save``, or as a checkpoint of torch's DCP.
 
-    All tensors together need room in memory or on disk, because torch writes them in one call.
+    torch writes all tensors in one call, so they are all read first: into memory or, if they exceed
+    ``max_host_bytes``, into a temporary file on disk.
 
     Returns:
       The leaves of the optimizers; none without ``with_optimizer``.

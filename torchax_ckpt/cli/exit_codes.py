@@ -55,9 +55,10 @@ def code_of(error: BaseException) -> int:
 
 
 def ends_well(command: F) -> F:
-    """Wraps a command so that the program exits with the command's exit code or its error's code.
+    """Makes the program exit with the code that the command returns, or with its error's code.
 
-    Expected errors print one line on stderr; other errors print a traceback.
+    A CheckpointError, UsageError, OSError or MemoryError prints one line on stderr. Any other
+    exception prints a traceback.
     """
 
     @functools.wraps(command)

@@ -141,10 +141,10 @@ def moment(nsecs: int) -> str:
 
 
 def committed_at(committed: CommittedStep) -> str | None:
-    """Returns the time of a step's commit as text; None if the step's record is damaged."""
+    """Returns the time of a step's commit as text; None if the file that states it is damaged."""
     return None if committed.has_lost_record else moment(committed.commit_timestamp_nsecs)
 
 
 def number(value: Any) -> str:
-    """Formats the value of a metric; a float gets six significant digits, other values JSON."""
+    """Formats a metric: a float with six significant digits, any other value as JSON."""
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)

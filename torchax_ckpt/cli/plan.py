@@ -26,7 +26,9 @@ _SEEDS = (0, 1, 2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The command-line options of ``plan``. Sizes and times are texts; an omitted option is None.
+    """The command-line options of ``plan``, with sizes and times as the user typed them.
+
+    An omitted option has its default value, which is None for some options.
 
     Attributes:
       params: number of parameters: ``70B``.
@@ -112,7 +114,7 @@ def plan(asked: Asked, *, as_json: bool) -> int:
 
 
 def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
-    """Returns the bytes of one checkpoint, from the options or the measured values ``known``."""
+    """Returns the bytes of one checkpoint: from the options, else as measured in ``known``."""
     if asked.params is not None and asked.size is not None:
         raise UsageError("plan: give --params or --size, not both")
     if asked.size is not None:
@@ -133,7 +135,7 @@ def _num_bytes(asked: Asked, known: Mapping[str, float]) -> int:
 
 
 def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
-    """Returns the run to simulate, from the options and the measured values ``known``."""
+    """Returns the run to simulate; the measured values in ``known`` replace omitted options."""
     # Cluster counts the hosts, and checks that they are whole. It requires --host-mtbf; --mtbf, if
     # given, replaces that time below.
     cluster = planning.Cluster(
@@ -280,7 +282,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _option_secs(option: str, text: str | None, known: float | None) -> float:
-    """Returns the seconds of an option, or the measured seconds ``known`` if none was given.
+    """Returns the seconds of an option; if it was omitted, ``known``, the measured seconds.
 
     Raises:
       UsageError: the option is not a time, or was neither given nor measured.

@@ -1,4 +1,4 @@
-"""The commands ``prune`` and ``copy``, which write to a run's directory."""
+"""The commands ``prune`` and ``copy``, which delete and copy the steps of a run."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def list_steps(directory: str, *, as_json: bool) -> int:
 def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
     """Describes each step of a run, oldest first, as JSON.
 
-    ``committed`` is None if the record of the commit is damaged; ``kept_by`` is None if no program
-    has recorded its preservation rules.
+    ``committed``, the time of the commit, is None if the file that states it is damaged.
+    ``kept_by`` is None if it is unknown which preservation rules the newest program has.
     """
     found = run.steps()
     kept_by = _kept_by(run, found)
@@ -69,11 +69,11 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Returns, for each step, which preservation rules of the newest program keep the step.
+    """Returns, for each step, the preservation rules of the newest program that keep the step.
 
-    The newest program is the program that started last and recorded events in the directory. The
-    next save deletes a step that no rule keeps. The result is None if that program has not recorded
-    its preservation rules, or if there are no steps.
+    The newest program is the program that started last and recorded events in the directory. Its
+    next durable save deletes the steps that no rule keeps. The result is None if that program has
+    not recorded its preservation rules, or if there are no steps.
     """
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
@@ -156,7 +156,7 @@ def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool
 
 
 def _in_tree(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
-    """Returns the text that the tree shows beside the name of a leaf."""
+    """Joins dtype, shape, size, sharding and stack of a leaf to one line of text, for the tree."""
     parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
     return "  ".join(part for part in parts if part)
 

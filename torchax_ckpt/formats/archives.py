@@ -1,7 +1,7 @@
 """Reads the zip archives that ``torch.save`` writes, without unpickling anything.
 
-An archive describes its tensors in a pickle. The reader parses the pickle into records, and maps
-the tensors' bytes into memory.
+An archive contains a pickle, which describes the tensors, and a file for each storage of elements.
+The reader parses the pickle into objects of ``pickle_records``, and maps the elements into memory.
 
 Source: torch 2.12, ``torch.save``'s notes on serialization, ``torch/_utils.py``.
 """
@@ -47,7 +47,7 @@ _STORAGE_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The description of one tensor in an archive, with the place of the tensor's elements.
+    """The description of one tensor in an archive: its dtype, and where its elements are.
 
     Attributes:
       dtype: name of its dtype in numpy or ml_dtypes; torch's name if neither has that dtype.
@@ -65,7 +65,7 @@ class Described:
 
 
 def tensor_in(record: Any) -> Record | None:
-    """Returns the record of a tensor, given its own record or that of a parameter that wraps it.
+    """Returns the record if it describes a tensor; for a parameter, the record of its tensor.
 
     The tensor may be of any kind, such as plain, sparse or quantized. The function returns None if
     the given record describes neither a tensor nor a parameter.
@@ -160,7 +160,11 @@ class Archive:
         return FilePart(self._path, begin, start, tensor.shape, tensor.strides)
 
     def _member(self, name: str) -> bytes:
-        """Returns the content of a small file inside the archive."""
+        """Returns the content of a small file inside the archive.
+
+        Raises:
+          ValueError: the file is compressed or too large.
+        """
         info = self._zip.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self._section.max_bytes:
             raise ValueError(
@@ -235,7 +239,7 @@ class _Section(io.RawIOBase):
         return len(data)
 
     def read_at(self, position: int, count: int) -> bytes:
-        """Returns up to ``count`` bytes from a position within the section."""
+        """Returns ``count`` bytes from a position in the section; fewer if the file ends before."""
         self._file.seek(self.offset + position)
         data: bytes = self._file.read(count)
         return data

@@ -120,7 +120,7 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
 
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
-    """Returns the fields of an object of the DCP dataclass ``kind`` by name, from its record."""
+    """Returns the fields, by name, of the DCP object of class ``kind`` that a record describes."""
     if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
         raise ValueError(f"expected {kind}, found {type(record).__name__}")
     if not isinstance(record.state, Pairs):
@@ -138,7 +138,7 @@ def _place(keys: Any) -> tuple[str, ...]:
 def _chunks(
     storage: Any, folder: Path
 ) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[Path, int, int]]]:
-    """Yields, for each chunk of each tensor, its start in the tensor and its archive in a file.
+    """Yields, for each chunk, its start in its tensor and the section of a file that contains it.
 
     Yields:
       ``((key of the tensor, start of the chunk), (file, offset in bytes, length in bytes))``.
@@ -193,9 +193,10 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
 def _are_separable(parts: Sequence[FilePart]) -> bool:
     """Returns whether repeated cuts can separate all parts from each other.
 
-    A cut divides a group of parts into those before and those from an index of one dim on.
-    Separable parts do not overlap, and the parts into which a mesh divides a tensor are always
-    separable. A search for cuts is faster than comparing each of many parts with every other part.
+    A cut at an index of one dim divides a group of parts into the parts that end before the index
+    and the parts that begin at the index or after it. Separable parts do not overlap, and the parts
+    into which a mesh divides a tensor are always separable. A search for cuts is faster than
+    comparing each of many parts with every other part.
     """
     if len(parts) < 2:
         return True

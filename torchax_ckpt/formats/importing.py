@@ -39,8 +39,8 @@ def import_weights(
 ) -> CommittedStep:
     """Writes weights as the only step of a directory; ``attach`` can then continue from the step.
 
-    Integers of 64 bits are stored as integers of 32 bits, the form that JAX gives them on devices,
-    so every value must fit into 32 bits.
+    Integers of 64 bits are stored as integers of 32 bits, because ``.to("jax")`` would convert them
+    in the same way; every value must therefore fit into 32 bits.
 
     Args:
       source: the weights.
@@ -123,7 +123,7 @@ def _require_empty(run: RunDirectory) -> None:
 
 
 def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns a manifest entry for the array ``name``, like that of a saved torchax tensor."""
+    """Returns the manifest entry that a save would write for a torchax tensor with this array."""
     array = arrays[name]
     return {
         "array": name,

@@ -12,7 +12,7 @@ from torchax_ckpt.formats.torch_reading import is_torch_file, open_torch_file
 
 
 def is_known(path: Path) -> bool:
-    """Returns whether the path has one of the formats that ``open_files`` opens."""
+    """Returns whether the path is any file, or a directory with a DCP checkpoint or safetensors."""
     return is_dcp(path) or is_torch_file(path) or is_safetensors(path)
 
 

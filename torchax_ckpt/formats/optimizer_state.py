@@ -1,4 +1,4 @@
-"""Reads the optimizers of a step as state dicts in torch's form, without a model."""
+"""Converts the optimizers in a step to dicts for ``Optimizer.load_state_dict``; needs no model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Optimizers:
     leaves: tuple[StoredLeaf, ...]
 
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """Returns the optimizers' state in torch's form.
+        """Returns the optimizers' state with the keys of ``Optimizer.state_dict``.
 
         For a single optimizer, attached without a name, the result is the optimizer's state dict.
         For several optimizers, the result is a dict from an optimizer's name to the optimizer's
@@ -77,7 +77,7 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
 def _state_dict(
     node: Node, where: str, tensor: Callable[[str], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """Converts a stored optimizer to torch's state dict.
+    """Converts a stored optimizer to a dict with the keys of ``Optimizer.state_dict``.
 
     Args:
       node: the part of the manifest that describes the optimizer.

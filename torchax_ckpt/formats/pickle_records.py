@@ -1,10 +1,10 @@
 """Parses the pickles in which torch stores metadata, without running any code from them.
 
-A pickle is a program that Python runs when it unpickles, and that can do anything. This parser does
-not run the program, but builds plain records from the pickle's instructions. Instead of a class or
-a function, the result contains its name; instead of an object, the result contains the name of the
-object's constructor and the arguments. The parser refuses instructions that torch's metadata does
-not need.
+A pickle is a program: unpickling runs it, and it can call any function. This parser does not run
+the program, but builds plain records from the pickle's instructions. Instead of a class or a
+function, the result contains its name; instead of an object, the result contains the name of the
+object's constructor and the arguments. If a pickle has an instruction that torch's metadata does
+not need, the parser raises CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Record:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """The items of a dict of any class, as a list of (key, value) pairs. Keys may be unhashable."""
+    """The (key, value) pairs of a dict, OrderedDict or defaultdict. Keys may be unhashable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_records(pickled: bytes, path: str) -> Any:
-    """Parses a pickle into records, names, pairs, tuples, lists and plain values.
+    """Parses a pickle into Record, Name, Pairs, Persistent, tuples, lists, strings and numbers.
 
     Args:
       pickled: the bytes of the pickle.
@@ -141,7 +141,7 @@ def dtype_of(name: Any) -> str:
 
 
 class _Machine:
-    """Executes a pickle's instructions, which work on a stack and a memo of values."""
+    """Interprets a pickle's instructions on a stack and a memo, without running any code."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -177,7 +177,7 @@ class _Machine:
             self._build(name, argument)
 
     def _build(self, name: str, argument: Any) -> None:
-        """Interprets an instruction that fills a list, dict or set, or creates a name or record."""
+        """Interprets an instruction that fills a list, dict or record, or creates an object."""
         stack = self.stack
         match name:
             case "APPEND" | "APPENDS":

@@ -1,9 +1,10 @@
 """Reads and writes safetensors files.
 
 The writer writes the header first, then the tensors piece by piece, in any order. Therefore the
-writer needs memory for only one piece; the safetensors library needs memory for all tensors.
+writer needs memory only for the pieces that it reads ahead, within ``max_host_bytes``; the
+safetensors library needs memory for all tensors.
 
-The reader accepts one safetensors file, or several files with an index in Hugging Face's form.
+The reader accepts one safetensors file, or several files with an index as Hugging Face writes it.
 Before the reader uses a file, the safetensors library checks the file's header, offsets and sizes.
 
 Source: the format in https://huggingface.co/docs/safetensors, and the library's ``save_model`` for
@@ -105,7 +106,7 @@ def export_safetensors(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
-    """Writes weights to safetensors files in Hugging Face's form.
+    """Writes weights to safetensors files, with Hugging Face's file names, index and metadata.
 
     A tied weight is written once, under its name in ``weights.leaves``. Each file of tensors
     has a temporary name until it is complete. The index is written last.
@@ -251,9 +252,10 @@ _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
 
 
 def is_safetensors(path: Path) -> bool:
-    """Returns whether the path is a file of any kind, or a directory with safetensors.
+    """Returns whether the path is a file, or a directory with safetensors files.
 
-    Such a directory contains ``model.safetensors`` or ``model.safetensors.index.json``.
+    A file is not opened, so its kind is not checked. A directory must contain
+    ``model.safetensors`` or ``model.safetensors.index.json``.
     """
     return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
 
@@ -292,9 +294,9 @@ def open_safetensors(path: Path) -> TensorFiles:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
-    """Returns a model's safetensors files, and the tensor names that the index lists for each.
+    """Returns a model's safetensors files, and which tensors the index lists for each file.
 
-    If the model has no index, the function returns None instead of the tensor names.
+    If the model has no index, the second result is None.
     """
     index = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index.exists():

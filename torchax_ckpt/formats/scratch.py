@@ -1,4 +1,4 @@
-"""Allocates arrays in a temporary file, for exports that exceed the bound of host memory."""
+"""Allocates arrays in a temporary file, for exports that are larger than ``max_host_bytes``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 def room_for(
     leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
 ) -> Iterator[Allocate | None]:
-    """Provides memory for all leaves together; if the leaves exceed the bound, a temporary file.
+    """Provides room for all leaves: a temporary file if they exceed the bound, else memory.
 
     Args:
       leaves: the leaves that will be read.

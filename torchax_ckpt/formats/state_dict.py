@@ -68,7 +68,7 @@ def load_torch_state_dict(
 def read_state_dict(
     stored: StoredStep, weights: Weights, options: CheckpointOptions
 ) -> dict[str, torch.Tensor]:
-    """Reads weights; returns a dict from each weight's name in torch to a plain CPU tensor.
+    """Reads weights; returns a dict from the name of each weight in torch to a plain CPU tensor.
 
     Tied weights share one tensor.
     """

@@ -1,6 +1,6 @@
 """Describes where files of other programs contain tensors, and reads regions of the tensors.
 
-A tensor's bytes are read only on request, and only those of the requested region. A restore
+Opening a file reads no tensor; a later request reads the bytes of one region of a tensor. A restore
 therefore needs host memory for the regions that this host's devices hold, not for the whole model.
 """
 
@@ -105,7 +105,7 @@ class FileTensor:
         return result
 
     def mapped(self) -> np.ndarray:
-        """Returns the whole tensor, mapped into memory if it has one part, else read."""
+        """Returns the whole tensor: mapped if it is one part of a file, else copied into memory."""
         if [part.shape for part in self.parts] == [self.shape] and self.nbytes:
             return self._mapped(self.parts[0])
         return self.read(tuple(slice(0, n) for n in self.shape))

@@ -36,7 +36,10 @@ _MAX_DEPTH = 64
 
 
 def is_torch_file(path: Path) -> bool:
-    """Returns whether ``torch.save`` wrote the file, judged by its suffix or its first bytes."""
+    """Returns whether the path is a file that looks like one of ``torch.save``.
+
+    A file with the suffix .pt, .pth, .bin or .ckpt does, as does a zip archive.
+    """
     if not path.is_file() or path.suffix in _SUFFIXES:
         return path.is_file()
     try:
@@ -103,7 +106,7 @@ def _opened(path: Path, archive: Archive, at: str | None) -> TensorFiles:
 
 
 def _described(path: Path, name: str, record: Record) -> Described:
-    """Returns a tensor's description; raises UnsupportedLeafError if the tensor is not storable."""
+    """Returns a tensor's description; raises if the tensor is not plain or cannot be stored."""
     if not is_plain(record):
         kind = record.name.rpartition("_rebuild_")[2]
         raise UnsupportedLeafError(
@@ -117,7 +120,7 @@ def _described(path: Path, name: str, record: Record) -> Described:
 
 
 def _place(path: Path, root: Any, at: str | None) -> Any:
-    """Returns the dict in which to search for the weights."""
+    """Returns what the keys ``at`` lead to; for None, the dict of the weights or ``root``."""
     if at is None:
         dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), Pairs))
         return next(dicts, root)

@@ -59,9 +59,9 @@ def in_folder(folder: Path, name: Any) -> Path:
 def reading_file(
     path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
 ) -> Iterator[None]:
-    """Checks a file with ``require_regular``, and converts errors of the ``with`` block.
+    """Checks a file with ``require_regular``; converts exceptions that the ``with`` block raises.
 
-    The ``with`` block reads the file.
+    Callers read the file in the ``with`` block.
 
     Args:
       path: path of the file.

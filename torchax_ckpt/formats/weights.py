@@ -29,7 +29,7 @@ class Weights:
 
 
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
-    """Returns the weights that a step has at or below one key path.
+    """Returns the leaf at one key path of a step, or the leaves below it, as weights.
 
     Args:
       stored: the step.
@@ -108,6 +108,6 @@ def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _places(stored: StoredStep) -> list[str]:
-    """Returns up to ten key paths, of at most two keys each, below which there are leaves."""
+    """Returns up to ten key paths of one or two keys that lead to leaves, for an error message."""
     above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
     return sorted(above)[:10]

@@ -1,8 +1,8 @@
 """Draws the charts of a report: the timeline, the storage that steps take, the save intervals.
 
-A chart is a list of SVG paths and labels, which the page's template writes and escapes. However
-long a run was, a chart draws at most about one mark per pixel, so the size of a chart is bounded.
-Marks that would overlap are merged.
+A chart is a list of SVG paths and labels, which the page's template writes and escapes. The size
+of a chart is bounded, however long a run was: in a lane with more than 120 marks, marks that are
+less than a pixel apart become one mark, and a curve has at most three points per pixel of width.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> 
 
 
 def histogram(values: Sequence[float], width: int) -> Chart:
-    """Draws a histogram of the intervals between snapshots, which are given in seconds.
+    """Draws a histogram of ``values``, the intervals between snapshots in seconds.
 
-    The bars have equal widths. If a few intervals are much longer than the others, an extra bar
-    counts these long intervals.
+    The bars have equal widths. If the longest interval exceeds 1.5 times the 95th percentile, one
+    extra bar at the right counts all intervals beyond the scale of the other bars.
     """
     ordered = sorted(values)
     median = duration(ordered[len(ordered) // 2])
@@ -219,7 +219,7 @@ _SHAPES: Mapping[str, Callable[[float, float, float], str]] = {
 
 
 def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
-    """Returns each lane's marks as (begin, end, title), with times in seconds since the epoch."""
+    """Returns the marks of each lane as (begin, end, title), in seconds since the epoch."""
     lanes: dict[str, _Marks] = {name: [] for name in _SHAPES}
     for run in runs:
         end = "closed" if run.ended else "runs" if run.is_running else "ended without close"
@@ -243,11 +243,12 @@ def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
 
 
 def _merged(marks: _Marks, *, joins: bool) -> _Marks:
-    """Returns the marks without those that begin in the same pixel as the previous mark.
+    """Merges marks that are less than a pixel apart; returns the remaining marks.
 
     Args:
       marks: begin and end in pixels, and a title that is not used.
       joins: True for bars: a bar is extended by the next bar if less than a pixel separates them.
+        False for other marks: a mark that begins less than a pixel after the last one is left out.
     """
     merged: _Marks = []
     for begin, end, _ in sorted(marks):
@@ -267,7 +268,7 @@ def _time_scale(chart: Chart, runs: Sequence[RecordedRun], now_secs: float) -> S
 
 
 def _time_ticks(begin: float, end: float, most: int) -> tuple[list[float], str]:
-    """Returns the times of about ``most`` grid lines, and their labels' ``strftime`` format."""
+    """Returns the times of at most ``most`` + 1 grid lines, and the labels' ``strftime`` format."""
     apart = next((s for s in _TIME_STEPS if (end - begin) / s <= most), (end - begin) / most)
     first = math.ceil(begin / apart) * apart
     ticks = [first + i * apart for i in range(int((end - first) // apart) + 1)]
@@ -282,7 +283,7 @@ def _count(value: float) -> str:
 
 
 def _nice(most: float) -> float:
-    """Returns a round number of at least ``most`` for the end of a scale with four parts."""
+    """Returns a round number, at least ``most``, to end a scale that is divided into quarters."""
     if most < 1e-9:  # Only a damaged journal has times this small; floats underflow near them.
         return 1.0
     power = 10 ** math.floor(math.log10(most))

@@ -87,8 +87,8 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
 def _is_held(run: RunDirectory) -> bool:
     """Returns whether a running program holds the lease of the run's directory.
 
-    If the holder is on this host, ``_is_held`` checks whether its process is alive. A holder on
-    another host counts as running until ``LEASE_SECS`` after it last renewed the lease.
+    If the lease names a program on this host, ``_is_held`` checks whether its process is alive. A
+    program on another host counts as running for ``LEASE_SECS`` after it last renewed the lease.
     """
     with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)

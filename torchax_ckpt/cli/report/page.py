@@ -1,8 +1,8 @@
 """Renders a report as one HTML file, which contains no scripts and loads no other file.
 
 Jinja2 renders the page from ``page.html.jinja`` and escapes every value, because the values come
-from a directory that other people may have written to. A Content-Security-Policy in the page's head
-also forbids scripts and requests.
+from a directory that other people may have written to. In case a value is
+not escaped, a Content-Security-Policy in the page's head makes browsers block scripts and requests.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ class BareLoop:
 
 
 class BarePosition:
-    """The position of a ``BareLoop`` after its last completed step.
+    """The state of loaders, schedulers and random generators after a loop's last completed step.
 
-    ``BarePosition`` records the position, because the loop may fetch the next batch, which advances
-    the loader, before the completed step is saved.
+    ``hold`` records this state, because the loop may fetch the next batch, which advances the
+    loader, before the completed step is saved.
 
     Attributes:
       step: ``loop.global_step`` at the last ``hold``.
@@ -63,7 +63,7 @@ class BarePosition:
     def is_current(self) -> bool:
         """True if the step that ``hold`` recorded last can still be saved.
 
-        It can be saved until a tensor of the module or of an optimizer changes.
+        The step can be saved until a tensor of the module or of an optimizer changes.
         """
         return self._held is not None and self._held.is_unchanged
 
@@ -76,9 +76,10 @@ class BarePosition:
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
-        """Restores the state at the last call of ``hold`` until the context ends.
+        """Restores the state at the last call of ``hold`` until the ``with`` block ends.
 
-        Schedulers, parameter groups and random generators get their state at that call. Wrappers of
+        In the block, schedulers, parameter groups and random generators have the state that they
+        had at that call; the end of the block undoes this. In the block and after it, wrappers of
         loaders return the loaders' state at that call from ``state_dict``.
         """
         assert self._held is not None
@@ -88,7 +89,7 @@ class BarePosition:
             yield
 
     def _wrap(self, loader: Any) -> Any:
-        """Returns a wrapper of a stateful loader, or any other object unchanged.
+        """Wraps a loader that has ``state_dict`` and ``load_state_dict``; returns others unchanged.
 
         ``TorchaxCheckpointer.attach`` refuses a loader without ``state_dict``; its error says which
         loader to use instead.
@@ -100,7 +101,7 @@ class BarePosition:
 
 
 class _Loader:
-    """Wraps a stateful loader; ``state_dict`` returns the earlier state ``held`` if one is set."""
+    """Wraps a loader; ``state_dict`` returns ``held`` if set, else the loader's present state."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -40,10 +40,11 @@ class TorchaxCheckpoint(Checkpoint):
     stateful loaders, random state, and the state of other callbacks, the datamodule and the
     module's ``on_save_checkpoint``. The number of a step is ``trainer.global_step``. The callback
     asks the save policy about a step after all hooks and the validation of the step's batch; if the
-    batch is the last of an epoch, the callback asks after the end of the epoch. A batch without an
-    optimizer step has no step number. Whatever the policy says, the callback also saves the last
-    step of the training; each step for which validation or the end of an epoch logged the monitored
-    metric; and, on SIGTERM or an exception, the last completed step.
+    batch is the last of an epoch, the callback asks after the end of the epoch. After a batch in
+    which no optimizer steps, the callback does not ask. Whatever the policy says, the callback
+    saves the last step of the training; each step for which validation or the end of an epoch
+    logged the monitored metric; and the last completed step on SIGTERM or, if the run has one
+    process, on an exception.
 
     In a training loop without a Trainer, create a ``BareLoop`` and pass it as the trainer to
     ``on_fit_start``, to ``on_train_batch_end`` after each step, to ``on_train_end`` or
@@ -194,6 +195,7 @@ class TorchaxCheckpoint(Checkpoint):
     ) -> None:
         """Saves the last completed step if its values are unchanged; closes the checkpointer.
 
+        Does not save after an error of this package, nor if the run has several processes.
         The values of a completed step are unchanged until an optimizer steps again. If the
         exception comes in the middle of an optimizer step, only the steps that were saved before
         the exception remain. ``on_exception`` logs its own errors and does not raise them, so
@@ -241,7 +243,12 @@ class TorchaxCheckpoint(Checkpoint):
         return self.checkpointer
 
     def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
-        """Saves the Trainer's step at ``moment`` if the policy says so; asks once for each step."""
+        """Handles a moment of the fit, which ``LoopPosition.watch`` reports.
+
+        Before the first batch, warns of loaders without ``state_dict``. Before a validation,
+        records the position. After a batch or an epoch, asks the policy, once for each step,
+        whether to save it.
+        """
         if moment is Moment.START:
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
@@ -280,7 +287,7 @@ class TorchaxCheckpoint(Checkpoint):
             raise SIGTERMException
 
     def _save_held(self) -> None:
-        """Saves the last completed step, unless a tensor has changed after this step."""
+        """Saves the last completed step, unless a tensor has changed or another step has begun."""
         position = self._position
         if position is None or not position.is_current:
             return
@@ -357,7 +364,7 @@ def _refuse_unsaved(trainer: Any) -> None:
 
 
 def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Returns the value for ``attach``: the only optimizer, or a dict of several by position."""
+    """Returns a single optimizer as it is, several as a dict by position, and None for none."""
     if len(optimizers) == 1:
         return optimizers[0]
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None

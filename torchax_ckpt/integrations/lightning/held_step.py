@@ -42,7 +42,7 @@ class HeldStep:
 
     @property
     def is_unchanged(self) -> bool:
-        """True if no tensor was changed and no parameter group was added since the held step."""
+        """True if no tensor changed and no parameter group was added since the completed step."""
         now = list(self._values_now())
         return (
             len(now) == len(self._values)
@@ -56,7 +56,7 @@ class HeldStep:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Restores settings and random state of the held step until the ``with`` block ends.
+        """Restores settings and random state of the completed step until the ``with`` block ends.
 
         Settings are the state of schedulers and the hyperparameters of parameter groups. The end of
         the block sets them and the random state to their values before the block.
@@ -76,7 +76,7 @@ class HeldStep:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _values_now(self) -> Iterator[tuple[Any, int]]:
-        """Yields, for each tensor, an object and a version that together identify its value.
+        """Yields an object and a number for each tensor; a change of its value changes one of them.
 
         Tensors of optimizer state are included, because an optimizer may fail in the middle of a
         step.
@@ -97,7 +97,7 @@ class HeldStep:
     def _settings_now(self) -> dict[str, list[Any]]:
         """Returns the state of schedulers and the hyperparameters of parameter groups.
 
-        The result is not a copy, so it may change later.
+        The result may share objects with schedulers and groups, so it may change with them.
         """
         return {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],

@@ -4,7 +4,7 @@ Training can resume bit for bit only from a point between two batches: after eve
 to one batch, including module hooks, schedulers and validation, and before Lightning fetches the
 next batch, which advances the loader and may draw random numbers. Lightning calls no hook
 between the end of one batch and the fetch of the next batch. During a fit, this module therefore
-wraps the methods of the Trainer's loops that return between two batches.
+wraps ``on_run_start`` and ``on_advance_end`` of the Trainer's loops, which return between batches.
 
 Source: Lightning 2.6, ``loops/fit_loop.py`` and ``loops/training_epoch_loop.py``.
 """
@@ -25,7 +25,7 @@ from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 
 class Moment(enum.StrEnum):
-    """A point in a Trainer's loops that ``LoopPosition.watch`` reports."""
+    """A point in a Trainer's loops at which ``LoopPosition.watch`` calls its argument ``tell``."""
 
     START = "start"
     """Before the first batch."""
@@ -43,8 +43,10 @@ class LoopPosition:
     A checkpoint stores the position under the name ``stateful/lightning``. Between two optimizer
     steps Lightning fetches batches, accumulates gradients and ends epochs, while the tensors of
     modules and optimizers do not change. A save therefore stores loops, loaders and callbacks as
-    the last call of ``hold`` recorded them, not as they are at the save. Until the next optimizer
-    step, a save in a ``with`` block of ``as_held`` stores the state after the last optimizer step.
+    the last call of ``hold`` recorded them, not as they are at the save. ``TorchaxCheckpoint``
+    calls ``hold`` after each optimizer step. In a ``with`` block of ``as_held``, schedulers,
+    parameter groups and random state too have the values that they had at the last call of
+    ``hold``, so a save stores the completed step.
 
     Attributes:
       step: ``trainer.global_step`` at the last ``hold``.
@@ -66,10 +68,10 @@ class LoopPosition:
 
     @property
     def is_due(self) -> bool:
-        """True if ``hold`` should record the present position.
+        """True if the caller should call ``hold`` to record the present position.
 
-        This is so if an optimizer has stepped since the last call of ``hold``, or if that call came
-        before the validation of the step's batch.
+        A call is due if an optimizer has stepped since the last call of ``hold``, or if the last
+        call came before a validation, which may change the position.
         """
         is_halfway = self.moment is Moment.BEFORE_VALIDATION
         return self._trainer.global_step > self.step or is_halfway
@@ -78,8 +80,8 @@ class LoopPosition:
     def is_current(self) -> bool:
         """True if the step that ``hold`` recorded last can still be saved.
 
-        It can be saved until an optimizer begins a step or a tensor of the module or of an
-        optimizer changes.
+        The step can be saved until an optimizer begins the next step, or a tensor of the module or
+        of an optimizer changes. With ``fast_dev_run``, no step can be saved.
         """
         if self._held is None or self._trainer.fast_dev_run:
             return False
@@ -103,7 +105,7 @@ class LoopPosition:
         return HeldStep(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position that ``hold`` recorded last; {} before the first step."""
+        """Returns the position of the last ``hold`` or ``resume``; {} if neither was called."""
         if self.moment is Moment.START:
             return {}
         return {
@@ -117,17 +119,22 @@ class LoopPosition:
     def as_held(self) -> Iterator[None]:
         """Restores the state at the last call of ``hold`` until the ``with`` block ends.
 
-        Schedulers, parameter groups and random generators get their state at that call.
-        The checkpointer saves schedulers, parameter groups and random state from the live objects,
-        which may have changed after ``hold``. A scheduler, for example, may step in a batch that
-        only accumulates gradients, in a validation, or at the end of an epoch.
+        In the block, schedulers, parameter groups and random generators have their state at that
+        call; the end of the block undoes this. The checkpointer saves schedulers, parameter groups
+        and random state from the live objects, which may have changed after ``hold``. A scheduler,
+        for example, may step in a batch that only accumulates gradients, in a validation, or at the
+        end of an epoch.
         """
         assert self._held is not None
         with self._held.put_back():
             yield
 
     def _ask_others(self) -> dict[str, Any]:
-        """Returns the state of the Trainer's callbacks, datamodule and module, and its metrics."""
+        """Returns what a position contains in addition to the loops.
+
+        The result contains the states of callbacks and datamodule, the dict that the module fills
+        in ``on_save_checkpoint``, and the Trainer's ``callback_metrics``.
+        """
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}
@@ -146,16 +153,16 @@ class LoopPosition:
     # --- resuming ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps a saved position until ``resume`` moves the Trainer to this position."""
+        """Stores a saved position in this object; ``resume`` then moves the Trainer to it."""
         self._restored = state_dict
 
     def resume(self) -> None:
         """Moves the Trainer to the restored position.
 
         Call ``resume`` at the point of a fit at which Lightning itself would restore its loops.
-        Lightning restores the loaders later, when it creates them. Later
-        still, before the first batch, a wrapper that ``watch`` installs restores the random state,
-        because Lightning's set-up draws random numbers.
+        Lightning restores the loaders after ``resume``, when it creates them. Immediately before
+        the first batch, a wrapper that ``watch`` installs restores the random state, because
+        Lightning's set-up draws random numbers.
         """
         trainer, restored = self._trainer, self._restored
         self._held = self._hold()
@@ -181,7 +188,8 @@ class LoopPosition:
         """Restores the prefetched batch and the random state, after Lightning's set-up of the fit.
 
         Lightning's set-up draws random numbers, so the random state is restored after the set-up.
-        Sets flags of Lightning's loops, so that the loops continue at the restored moment.
+        Sets flags of Lightning's loops, so that the loops continue at the restored moment. Does
+        nothing if the fit did not restore a step.
         """
         if self._held is None:
             return
@@ -199,7 +207,10 @@ class LoopPosition:
         RandomState().load_state_dict(self._held.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Prefetches again, from the same random state, the batch prefetched before the save."""
+        """Fetches again the batch that Lightning had prefetched when the position was recorded.
+
+        Puts loaders and random generators first into the state that they had before that prefetch.
+        """
         loaders = fetcher.combined_loader
         loaders._load_state_dicts(self._fetched_ahead["loaders"])
         # A restored loader draws from the random state when it is first asked for its state; see
@@ -211,7 +222,8 @@ class LoopPosition:
     def _note_fetch(self, fetcher: Any) -> None:
         """Records the state of loaders and random generators before Lightning prefetches a batch.
 
-        Lightning prefetches one batch if the loader has no length, and otherwise no batch.
+        Lightning prefetches one batch if the loader has no length. If the loader has a length,
+        Lightning prefetches no batch, and ``_note_fetch`` records nothing.
         """
         if fetcher.length is None:
             self._before_fetch = {
@@ -280,7 +292,7 @@ class LoopPosition:
 
     @property
     def is_over(self) -> bool:
-        """True if training ends at the present step."""
+        """True if no batch follows, due to a limit of steps or epochs, or to early stopping."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed
         return (

@@ -101,7 +101,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         return super().process_dataloader(dataloader)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses ``manual_backward``, because torchax has no backward pass from tensors.
+        """Refuses ``manual_backward``: torchax computes gradients of functions, not of tensors.
 
         Raises:
           MisconfigurationException: always.
@@ -121,7 +121,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         )
 
     def teardown(self) -> None:
-        """Ends training and leaves the module on its devices for further use."""
+        """Tears down precision plugin and accelerator, but leaves the module on its JAX devices."""
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
