@@ -67,9 +67,8 @@ def reading(
 
     If the step is damaged, ``reading`` records this in ``directory.verified``. If the step is
     damaged or storage cannot read the step, the error's message also lists the other steps of the
-    directory. If each host has
-    its own directory, ``reading`` neither records damage nor lists steps, because the failure of
-    another host does not mean that this host's copy is damaged.
+    directory. If each host has its own directory, ``reading`` neither records damage nor lists
+    steps, because the failure of another host does not mean that this host's copy is damaged.
 
     Args:
       committed: the step.

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class HostSteps:
     """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
 
-    Implements ``Source``. All processes must call the methods together, in a round. Some hosts may
+    Implements ``Source``. All processes must call its methods in the same order, within one round. Some hosts may
     have no copy of the step.
 
     Args:

@@ -135,7 +135,8 @@ def apply(
 ) -> None:
     """Reads the leaves of a restoration, then makes all changes of the restoration or none.
 
-    With ``restore_in_budget``, reads and changes alternate, and a failure raises UnusableStateError.
+    With ``restore_in_budget``, reads and changes alternate, and a failure after the first change
+    leaves no usable state.
 
     Args:
       restoration: the leaves to read and the changes to make.
