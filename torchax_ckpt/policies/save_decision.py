@@ -80,8 +80,8 @@ class OptimalIntervalPolicy:
     Unless ``slowdown`` is given, the policy measures the slowdown: it compares the duration of
     steps with a save in flight with the duration of steps without a save. If saves follow each
     other without a pause, the policy waits after the first and then after every twentieth save
-    before it allows the next save. The wait takes about as long as a save, and the policy measures steps without a save
-    during the wait.
+    before it allows the next save. The wait takes about as long as a save, and the policy measures
+    steps without a save during the wait.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the time of the whole save, since the rest of that time overlaps with training.

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class HostSteps:
     """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
 
-    Implements ``Source``. All processes must call its methods in the same order, within one round. Some hosts may
-    have no copy of the step.
+    Implements ``Source``. All processes must call its methods in the same order, within a round.
+    Some hosts may have no copy of the step.
 
     Args:
       committed: the step, at its path on this host; the path need not exist.
