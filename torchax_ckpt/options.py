@@ -16,7 +16,9 @@ TierName = Literal["durable", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Says how a checkpointer saves and restores; policies say when it saves and what it keeps.
+    """Says how a checkpointer saves and restores.
+
+    When it saves, and which steps it keeps, is set by policies and not by these options.
 
     Attributes:
       compression: whether to compress array data with Zstandard. Compression removes some 8 % of
@@ -145,7 +147,7 @@ class CheckpointOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """A directory on each host for frequent saves, besides the durable directory.
+    """A directory on each host for frequent saves, in addition to the durable directory.
 
     Attributes:
       path: a directory on a ramdisk or a local disk of each host, not shared between hosts; created

@@ -164,7 +164,7 @@ class Manifest:
         }
 
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns (shape, dtype) by stored name, for the arrays that contain ``wanted`` leaves."""
+        """Returns stored name -> (shape, dtype) of the arrays that contain ``wanted`` leaves."""
         located = self.plan.locate()
         specs = {
             name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()
@@ -296,12 +296,12 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _brief(value: Any) -> str:
-    """Returns a short text for a value in a message, even if the value is large or deep."""
+    """Returns a value as text for an error message; shortens large and deeply nested values."""
     return _REPR.repr(value)
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns a dict from library to its installed version, or "unknown", for the manifest."""
+    """Returns library -> installed version, or "unknown" if the library is not installed."""
     found = {}
     for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
         try:

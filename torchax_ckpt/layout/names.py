@@ -63,12 +63,15 @@ def is_name(text: str) -> bool:
 
 
 def of_process(index: int, name: str) -> str:
-    """Returns the stored name of a leaf that only process ``index`` (1 or above) has."""
+    """Returns ``processes/<index>/<name>``, the stored name of a leaf of process ``index``.
+
+    Only leaves of processes whose state differs from the state of process 0 get such names.
+    """
     return _SEPARATOR.join((PROCESSES, str(index), name))
 
 
 def without_process(name: str) -> str:
-    """Removes the prefix that ``of_process`` adds; a name without this prefix stays the same."""
+    """Removes the prefix ``processes/<index>/`` from a name; returns any other name unchanged."""
     component, rest = component_and_rest(name)
     return rest.partition(_SEPARATOR)[2] if component == PROCESSES else name
 

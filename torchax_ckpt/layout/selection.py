@@ -3,8 +3,9 @@
 A pattern names a tensor, or a module and everything below it, so the pattern ``encoder`` also
 matches ``encoder.0.weight``. In a pattern, ``*`` matches one or more characters of any kind, dots
 included, and as few as possible, as in ``*.bias`` and ``layers.*.attention``. No other character is
-special. Patterns contain torch's names, percent-encoded like leaf names (``names.escape``). If
-several models are attached, the names in patterns begin with the model's name and ``/``.
+special. Write names in patterns as torch does, with the special characters percent-encoded as
+``names.escape`` does it. If several models are attached, each pattern begins with a model's name
+and ``/``, as in ``generator/encoder``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Selection:
 
     Each restore needs a new Selection, because the object records the names that its patterns
     matched. A selection applies to the tensors of the checkpoint and to those of the program. A
-    restore neither reads an unselected tensor from the checkpoint nor reports it as missing there.
-    A selected tensor of the checkpoint must fit the program's tensor of the same name.
+    restore does not read a tensor that is not selected, and does not report it if the checkpoint
+    lacks it. A selected tensor of the checkpoint must have the shape of the program's tensor of the
+    same name and, unless the caller allows casts, its dtype.
 
     Args:
       include: patterns; only tensors that match one of them are selected. None selects all.

@@ -1,13 +1,14 @@
 """Makes the storage plan, which says in which stored array each leaf lies.
 
-Storage takes some time for each array, so a thousand small arrays take seconds, whatever their
-size. Therefore leaves are stored as one array, a stack, if their names differ only in indices
+Storage takes a minimum time for each array, however small, so a thousand small arrays take seconds.
+Therefore leaves are stored as one array, a stack, if their names differ only in indices
 (``layers.0.wq.weight``, ``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal.
-The leading axis of a stack counts its members. In the name of a stack, ``*`` replaces the indices
-of its members' names, as in ``layers.*.wq.weight``. All 0-d host arrays of one dtype (an
-optimizer's ``step`` counters) are stored as one vector. Each large leaf is stored as an array of
-its own, because copying it into a stack would take more time than the stack saves. Leaves without
-elements are not stored; the manifest records their shape and dtype.
+Along its first axis, a stack has one entry for each member. In the name of a stack, ``*`` replaces
+the indices of its members' names, as in ``layers.*.wq.weight``. All 0-d host arrays of one dtype
+(an optimizer's ``step`` counters) are stored as one vector. Each large leaf is stored as an array
+of its own unless ``layout="stacked"`` is set, because copying it into a stack would take more time
+than the stack saves. Leaves without elements are not stored; the manifest records their shape and
+dtype.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def plan_leaves(
 
 
 def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | None:
-    """Returns a key that all leaves of one stack share; None for a leaf that is not stacked."""
+    """Returns a key equal for leaves that may share a stack; None for a leaf in no stack."""
     if layout == "flat" or spec.placement is None or math.prod(spec.shape) == 0:
         return None
     if spec.on_host and spec.shape == ():

@@ -48,7 +48,7 @@ def fraction(name: str, value: float, hint: str) -> None:
 
 
 def save_times(blocking_secs: float, durable_secs: float, slowdown: float) -> None:
-    """Raises PlanError unless the times and the slowdown of a save are possible.
+    """Raises PlanError if a value is negative or ``durable_secs`` is below ``blocking_secs``.
 
     Raises:
       PlanError: a value is negative, or the save is durable before it stops blocking.

@@ -72,7 +72,7 @@ class Cluster:
 
     @property
     def hosts_per_slice(self) -> int:
-        """Number of hosts in one slice, which together hold one copy of the state."""
+        """Number of hosts in one slice; together these hosts hold one copy of the state."""
         return self.num_hosts // self.num_slices
 
     @property
@@ -148,7 +148,10 @@ class Policy(Protocol):
     """Decides the time between saves to one tier."""
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns the wanted time between snapshots; a run uses at least ``tier.durable_secs``."""
+        """Returns the seconds from one snapshot to the next that the policy aims at.
+
+        The run takes ``tier.durable_secs`` instead if that is longer.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +178,7 @@ class FixedInterval:
             arguments.positive("secs", self.secs or 0, "give the seconds between two saves")
 
     def interval_secs(self, tier: Tier, *, mtbf_secs: float, step_secs: float | None) -> float:
-        """Returns ``secs``, or the time of ``num_steps`` steps plus the cost of one save."""
+        """Returns ``secs``; if it is None, the time of ``num_steps`` steps plus one save's cost."""
         if self.num_steps is None:
             assert self.secs is not None
             return self.secs
@@ -189,7 +192,7 @@ class FixedInterval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuous:
-    """Begins the next save whenever the previous save is durable.
+    """Begins each save ``minimum_interval_secs`` after the previous save became durable.
 
     Attributes:
       minimum_interval_secs: seconds from the commit of a save to the next snapshot.
@@ -236,7 +239,7 @@ class TwoTier:
     """Saves every snapshot to the local tier, and every k-th snapshot also to the durable tier.
 
     k is the interval of the durable tier divided by the interval of the local tier, rounded, but at
-    least so large that a save to the durable tier ends before the next one begins.
+    least so large that a save to the durable tier ends before the next save to that tier begins.
 
     Attributes:
       local: how often to save to the ramdisks.

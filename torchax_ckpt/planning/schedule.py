@@ -129,7 +129,7 @@ class Schedule:
     def _after(self, begin_secs: float) -> float:
         """Returns the start time of the snapshot that follows the snapshot begun at ``begin_secs``.
 
-        Both start times are in seconds since the latest save to the durable tier began.
+        Both start times are seconds from the start of the latest save to the durable tier.
         """
         tiers = [(self._durable, begin_secs)]
         if self._local is not None:

@@ -106,8 +106,8 @@ def simulate(
     """Simulates a training run with failures and returns how the run spent its time.
 
     A restart continues from the newest snapshot that survived the failure. The restart reads the
-    local tier if that tier still has this snapshot, otherwise the durable tier. If there is no
-    snapshot, the run starts again from the beginning. A save that is in flight when a failure
+    local tier if that tier still has this snapshot, otherwise the durable tier. If no snapshot
+    survived, the run starts again from the beginning. A save that is in flight when a failure
     happens is lost. If a save to the durable tier is lost and the restart reads the local tier, the
     first snapshot after the restart goes to the durable tier.
 
@@ -252,7 +252,7 @@ def compare(
     num_chips: Sequence[int],
     seeds: Sequence[int] = (0, 1, 2),
 ) -> list[Comparison]:
-    """Simulates every policy on every cluster size, with the same costs of a save and a restore.
+    """Simulates every policy on every cluster size; saves and restores cost the same at all sizes.
 
     Args:
       run: the run; its number of chips is replaced.

@@ -97,7 +97,7 @@ def module_state_bytes(
     optimizer: str | float = "adamw",
     moment_bytes: float | None = None,
 ) -> StateBytes:
-    """Returns the size of the training state of a module, from the dtypes of its parameters.
+    """Returns the size of a module's training state: parameters, moments and persistent buffers.
 
     Frozen parameters have no moments.
 
@@ -138,9 +138,10 @@ def ramdisk_bytes_per_host(
 ) -> int:
     """Returns the bytes that two-tier saving needs on the ramdisk of each host.
 
-    Each slice holds the whole state, spread over the hosts of the slice. A slice holds several
-    checkpoints, because the last checkpoint stays until the next checkpoint is complete. The
-    defaults of ``num_copies`` and ``headroom`` follow the rule that the makers of Orbax published.
+    Each slice holds the whole state, spread over the hosts of the slice. The ramdisks of a slice
+    hold ``num_copies`` checkpoints at a time, because a checkpoint is deleted only after the next
+    checkpoint is complete. The defaults of ``num_copies`` and ``headroom`` follow a rule that the
+    makers of Orbax published, 1.15 times the bytes of two checkpoints.
 
     Args:
       total_bytes: bytes of one checkpoint.
@@ -178,7 +179,7 @@ def _num_moments(optimizer: str | float) -> float:
 
 
 def _is_tensor(value: object) -> bool:
-    """Returns whether a value of a state dict is a tensor; extra state may be any object."""
+    """Returns whether a value of a state dict is a tensor; extra state need not be one."""
     return hasattr(value, "numel") and hasattr(value, "dtype")
 
 

@@ -1,9 +1,9 @@
 """Converts preservation policies to and from JSON, and tells which rule keeps which step.
 
 A run writes its preservation rules as JSON to the log of events in its directory, so that tools can
-tell from the directory why a step is kept. Rules that are neither this library's nor Orbax's are
-recorded by name only. The directory is untrusted: JSON that describes no valid rule counts as an
-unknown rule.
+tell from the directory why a step is kept. Of a rule that is neither this library's nor Orbax's,
+only the name is recorded, so the tools cannot tell which steps it keeps. The directory is
+untrusted: JSON that describes no valid rule counts as such an unknown rule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNKNOWN = "?"
 
 
 def described(policy: Any) -> list[dict[str, Any]]:
-    """Returns the rules of a policy as JSON; the policy keeps a step if any of the rules does."""
+    """Returns a policy's rules as JSON; the policy keeps each step that at least one rule keeps."""
     if isinstance(policy, policies.AnyPreservationPolicy):
         return [rule for child in policy.policies for rule in described(child)]
     name = type(policy).__name__
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 def kept_by(
     rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any], is_damaged: Sequence[bool]
 ) -> Iterator[tuple[str, list[bool] | None]]:
-    """Yields each rule as text, and a list that tells for each step whether the rule keeps it.
+    """Yields for each rule its text, and a list that says of each step whether the rule keeps it.
 
     Yields None in place of the list if the rule is unknown or cannot handle the recorded numbers.
 

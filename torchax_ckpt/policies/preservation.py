@@ -98,7 +98,7 @@ def best_rule(policy: Any) -> BestN:
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """Returns for each checkpoint whether the policy or a rule for the newest steps keeps it.
+    """Returns for each checkpoint whether the policy, or the rule below, keeps it.
 
     The newest checkpoint, and the newest checkpoint that is not known to be damaged, are kept
     whatever the policy returns.
@@ -120,9 +120,9 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
 def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
     """Returns for each checkpoint, oldest first, whether the policy keeps it.
 
-    A damaged checkpoint is kept if the policy would keep it as an intact one. To decide on the
-    intact checkpoints, the policy is called with the intact checkpoints only, so that
-    ``LatestN(3)`` keeps three intact checkpoints.
+    To decide on the damaged checkpoints, the policy is called with all checkpoints, damaged and
+    intact. To decide on the intact checkpoints, the policy is called with the intact checkpoints
+    only, so that ``LatestN(3)`` keeps three intact checkpoints.
 
     Raises:
       PolicyError: the policy did not return one value for each checkpoint.

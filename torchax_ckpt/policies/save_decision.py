@@ -6,8 +6,8 @@ The policies are ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``,
 ``SaveDecisionPolicy`` is a valid policy. If a policy also has the method
 ``observe_save(blocking_secs=, durable_secs=)``, this method is called with the cost of each save.
 
-On several processes, only process 0 calls the policies, some steps ahead: see
-``processes/decision_windows.py``.
+In a run of several processes, only process 0 calls the policies, usually before the training has
+reached the step in question (see ``processes/decision_windows.py``).
 
 Source: Orbax v1, ``training.save_decision_policies``.
 """
@@ -58,7 +58,7 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """Returns True unless a save is in flight or the minimum interval has not passed."""
+        """Returns False during a save and for the minimum interval after a commit, else True."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -69,7 +69,7 @@ class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimalIntervalPolicy:
-    """Saves at the interval that loses the least time, computed from the measured cost of saves.
+    """Saves at the interval at which saves and failures together cost the least training time.
 
     The interval is ``max(P, sqrt(2 c M))`` seconds, where c is the cost of a save to the training,
     P the time until the save is durable, and M the mean time between failures. More frequent saves
@@ -79,9 +79,9 @@ class OptimalIntervalPolicy:
 
     Unless ``slowdown`` is given, the policy measures the slowdown: it compares the duration of
     steps with a save in flight with the duration of steps without a save. If saves follow each
-    other without a pause, the policy waits after every twentieth save before it allows the next
-    save. The wait takes about as long as a save, and the policy measures steps without a save
-    during the wait.
+    other without a pause, the policy waits after the first and then after every twentieth save
+    before it allows the next save. The wait takes about as long as a save, and the policy measures
+    steps without a save during the wait.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the time of the whole save, since the rest of that time overlaps with training.
@@ -148,7 +148,10 @@ class OptimalIntervalPolicy:
 
     @property
     def _pause_secs(self) -> float:
-        """Seconds to wait after a save, to measure steps without a save; 0 if no wait is due."""
+        """Seconds to wait after a save, to time steps without a save.
+
+        0 if ``slowdown`` is given, or if such steps were timed after one of the last 20 saves.
+        """
         times = self._times
         is_due = times.num_unmatched >= (_SAVES_PER_PAUSE if times.has_quiet else 1)
         # At least two steps, because the pause then contains one whole step.
@@ -157,7 +160,7 @@ class OptimalIntervalPolicy:
     def should_save(
         self, step: Any, previous_steps: Sequence[Any], *, context: DecisionContext
     ) -> bool:
-        """Returns True if no save is in flight and the interval since the last snapshot is over."""
+        """Returns whether no save is in flight, and the interval and a due wait are both over."""
         self._times.completed(
             step.step,
             step.time.timestamp(),

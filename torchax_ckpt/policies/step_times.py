@@ -81,7 +81,7 @@ class StepTimes:
 
     @property
     def slowdown(self) -> float:
-        """The fraction by which a save in flight lengthens steps; 0 until it is measured."""
+        """The fraction by which a save in flight lengthens steps; 0 until both kinds are timed."""
         if not self._saving or not self._quiet:
             return 0.0
         return max(0.0, statistics.median(self._saving) / statistics.median(self._quiet) - 1)

@@ -1,1 +1,1 @@
-"""The coordination between the processes of a run, independent of the state that is saved."""
+"""Lets the processes of a run exchange messages, and make equal decisions about saves."""

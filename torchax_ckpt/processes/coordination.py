@@ -40,7 +40,7 @@ _SUCCESS = b""
 
 
 class Processes:
-    """A channel for messages between the processes of a run, with one round at a time.
+    """A channel for messages between the processes of a run; has at most one round at a time.
 
     Attributes:
       index: the index of this process.
@@ -92,15 +92,15 @@ class Processes:
         return False
 
     def agreed_time(self) -> int | None:
-        """Returns None: only process 0 commits steps, so no commit time has to be agreed on."""
+        """Returns None, because process 0 commits steps for all and needs no agreed time."""
         return None
 
     @contextlib.contextmanager
     def round(self, what: str) -> Iterator[None]:
-        """Runs a round: the body of the ``with`` block may send messages.
+        """Runs the ``with`` block as a round, in which the processes exchange messages.
 
-        The round has the same result on all processes. If another thread is in a round of this
-        channel, ``round`` first waits for that round to end.
+        The round succeeds on all processes, or raises the same error on all. If another thread is
+        in a round of this channel, ``round`` first waits for that round to end.
 
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
@@ -128,7 +128,7 @@ class Processes:
                     raise shared from shared.__cause__
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Makes a round fail on the other processes; this process does not take part or wait."""
+        """Makes the round ``what`` fail on the other processes; does not wait for them."""
         if self.count == 1:
             return
         with self._one_round:
@@ -157,7 +157,7 @@ class Processes:
             raise _from_json(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0; returns the values of all processes there, and [] elsewhere.
+        """Sends a value to process 0. Returns all values on process 0, and [] on other processes.
 
         Args:
           value: the value of this process.
@@ -178,7 +178,7 @@ class Processes:
         return values
 
     def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
-        """Returns process 0's value on all processes; the arguments are as for ``gather``."""
+        """Returns process 0's ``value`` on all processes; ``topic`` is as for ``gather``."""
         if self.count == 1:
             return value
         place = self._place_of(topic)
@@ -198,7 +198,7 @@ class Processes:
         self.share(topic=topic)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Runs an action on process 0 only; returns the action's JSON result on all processes.
+        """Runs an action on process 0 only; returns its result, sent as JSON, on all processes.
 
         If the action raises, the round fails on all processes.
         """
@@ -241,14 +241,14 @@ class Processes:
         return f"{self._here}/{topic}"
 
     def _deadline_of_first(self) -> float:
-        """Returns the time until which to wait for process 0: twice ``timeout_secs`` from now.
+        """Returns the deadline for process 0, as ``time.monotonic()``: 2 ``timeout_secs`` from now.
 
         Process 0 may arrive late, and then itself wait for another process.
         """
         return time.monotonic() + 2 * self.timeout_secs
 
     def _get(self, key: str, deadline: float, place: str) -> bytes:
-        """Waits for the message ``key`` and returns it; raises if another process fails meanwhile.
+        """Returns the message ``key`` when it arrives; raises if a process fails or time runs out.
 
         Args:
           key: the key of the message.
@@ -273,7 +273,7 @@ class Processes:
             return None
 
     def _is_decided(self) -> bool:
-        """Returns whether the verdict is known or, on process 0, whether another process failed."""
+        """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
         if self._verdict is None:
             kind = "failed" if self.is_first else "verdict"
             found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
@@ -296,8 +296,8 @@ class Processes:
         """Returns the indices of the processes that the others wait for at ``place``.
 
         On process 0, these are the processes that have sent no message there. On another process,
-        they are the same ones if some have sent a message and some have not. Otherwise it is
-        process 0: it has not answered messages of all, or it has not begun.
+        they are the same ones if some have sent a message and some have not. If all have sent one,
+        it is process 0, which must answer. If none has, it is process 0, which must send first.
         """
         found = self._client.key_value_dir_get_bytes(f"{place}/")
         there = {key.rpartition("/")[2] for key, _ in found}
@@ -315,9 +315,9 @@ class Processes:
         )
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:
-        """Reports this process's error; returns the error that ends the round on all processes.
+        """Reports this process's error; returns the error that all processes raise from the round.
 
-        Returns None if the round succeeded on all processes.
+        Returns None if process 0 had published success before it received the report.
         """
         message = _to_json(error, self.index)
         try:
@@ -345,7 +345,8 @@ class Processes:
     def _forget(self) -> None:
         """Deletes messages of earlier rounds.
 
-        Call ``_forget`` only after all processes have entered the present round.
+        Call ``_forget`` only after all processes have entered the present round, because no process
+        reads messages of earlier rounds from then on.
         """
         while len(self._rounds) > 1:
             self._client.key_value_delete(self._rounds.pop(0))

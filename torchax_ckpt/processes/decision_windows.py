@@ -1,15 +1,17 @@
 """Makes save decisions that are equal on all processes, without a message at every step.
 
-Process 0 asks the policy for all processes, some steps ahead. A window is a sequence of steps.
-During one window, process 0 decides which steps of the next window to save, and publishes these
-decisions through JAX's coordination service. The other processes read the published decisions in
-the background. So the decisions agree even if policies, clocks and the progress of saves differ
-between processes. A process that has no decision for its step yet waits for the decision.
+Only process 0 asks the policy, usually before the training reaches the step in question, and its
+decisions hold for all processes. A window is a sequence of steps. During one window, process 0
+decides which steps of the next window to save, and publishes these decisions through JAX's
+coordination service. The other processes read the published decisions in the background. So the
+decisions agree even if policies, clocks and the progress of saves differ between processes. A
+process that has no decision for its step yet waits for the decision.
 
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
-processes must ask for decisions at the same steps in the same order, as a training loop does. All
-processes wait for a new decision at the start, and whenever a step differs from the prediction, as
-after a restore of an older step.
+processes must ask for decisions at the same steps in the same order, as a training loop does. At
+the first step, and at a step that was not predicted (such as the first step after a restore of an
+older step), process 0 decides when it reaches the step, and the other processes wait for the
+decision.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class DecisionWindows:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the background thread for save decisions may be running."""
+        """Whether ``ask`` was called at least once, so that the background thread was started."""
         return self._num_windows > 0
 
     def ask(self, step: int) -> bool:
@@ -108,12 +110,15 @@ class DecisionWindows:
         self._answer = False
 
     def close(self) -> None:
-        """Ends the background thread, after it has sent its messages to other processes."""
+        """Waits until all messages to other processes are sent; then ends the background thread."""
         self._closing.set()
         self._background.shutdown(wait=True)
 
     def _go_on(self, step: int) -> None:
-        """Gets the window that contains ``step``, and starts to decide or read the next window."""
+        """Gets the window that contains ``step``; begins the next window if it can be predicted.
+
+        Process 0 decides on the next window. The others wait for it in the background.
+        """
         following, self._next = self._next, None
         if following is not None:
             self._window = self._result(following, step)

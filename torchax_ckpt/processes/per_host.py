@@ -38,7 +38,7 @@ class PerHostProcesses(Processes):
             yield
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Fails a round on all other processes; see ``Processes.refuse``."""
+        """Makes the round ``what`` fail on the other processes; does not wait for them."""
         self._processes.refuse(what, error)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:

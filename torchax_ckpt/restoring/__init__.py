@@ -1,1 +1,1 @@
-"""Restores a step or files into live objects; also loads a step and returns its state."""
+"""Restores a step, or weights from files, into attached objects; or returns a step's state."""

@@ -1,4 +1,4 @@
-"""Chooses the step to read: the newest readable step. Warns about each skipped step."""
+"""Chooses the newest step that can be read. Warns about each newer step that it skips."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def reading(
 ) -> Iterator[None]:
     """Runs the ``with`` block, which reads a step, within a round of the processes.
 
-    If the step is damaged, ``reading`` records the damage. If the step is damaged or storage cannot
-    read the step, the error's message also lists the other steps of the directory. If each host has
-    its own directory, ``reading`` neither records damage nor lists steps, because the failure of
-    another host does not mean that this host's copy is damaged.
+    If the step is damaged, ``reading`` records this in ``directory.verified``. If the step is
+    damaged or storage cannot read the step, the error's message also lists the other steps of the
+    directory. If each host has its own directory, ``reading`` neither records damage nor lists
+    steps, because the failure of another host does not mean that this host's copy is damaged.
 
     Args:
       committed: the step.

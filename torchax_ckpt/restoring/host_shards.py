@@ -33,7 +33,7 @@ from torchax_ckpt.state.leaf import Spec
 def described(
     document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Array]
 ) -> Mapping[str, Node]:
-    """Returns the document with nodes that describe this host's parts of the leaves.
+    """Returns a copy of the document in which nodes describe this host's parts of the leaves.
 
     Args:
       document: component -> node; the nodes describe whole leaves.
@@ -79,9 +79,9 @@ def specs(document: Mapping[str, Node]) -> dict[str, Any]:
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
     """Returns the reads, with each leaf's sharding at the save in place of the requested sharding.
 
-    The returned shardings are on the current mesh. A read keeps the requested sharding if
-    ``specs`` lacks the leaf, or if the current mesh does not allow the sharding that the leaf had
-    at the save.
+    A returned sharding uses the current mesh, and shards each dim over the same mesh axes as at the
+    save. A read keeps the requested sharding if ``specs`` lacks the leaf, or if the current mesh
+    does not allow the sharding that the leaf had at the save.
     """
     found = dict(reads)
     for name, read in reads.items():
@@ -98,7 +98,7 @@ def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, R
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
-    """Returns reads of this host's parts, for the leaves that this host's step holds in part.
+    """Returns, for each leaf that this host's step does not hold whole, a read of the host's part.
 
     Args:
       reads: name -> the read of the whole leaf.
@@ -133,11 +133,12 @@ def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
 def stored_starts(
     reads: Mapping[str, Read], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
-    """Returns the start indices of the shards in a host's step, in the form of ``needed_starts``.
+    """Returns the start indices of the shards that this host's copy of the step holds.
 
-    If the host had another position in the mesh at the save, the stored start indices differ from
-    the needed start indices. For a leaf that is stored whole, the result repeats the needed start
-    indices, because a whole leaf satisfies any request.
+    The result has the form of the result of ``needed_starts``. If the host had another position in
+    the mesh at the save, the stored start indices differ from the needed start indices. For a leaf
+    that is stored whole, the result repeats the needed start indices, because a whole leaf
+    satisfies any request.
 
     Raises:
       ValueError: a stored part has another shape than the part that this host needs, or is divided
@@ -183,7 +184,7 @@ def _blocks(starts: Any) -> list[list[int]]:
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
-    """Returns reads into host memory, for the leaves of the document that ``names`` lists.
+    """Returns requests to read the leaves that ``names`` lists into host memory.
 
     A host reads leaves into host memory in order to send them to other hosts.
     """

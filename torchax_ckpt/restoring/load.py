@@ -82,9 +82,9 @@ def load_state(
 def _load_foreign(
     committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
 ) -> Any:
-    """Returns the state of a step that Orbax alone wrote.
+    """Returns the state of a step that was written with Orbax, but without this package.
 
-    The stored pytree must have the structure of the abstract state.
+    The stored pytree must have the structure of the abstract state, if one is given.
     """
     if abstract_state is None:
         return foreign.load_foreign(committed, None, options, processes)
@@ -108,9 +108,9 @@ def _load_foreign(
 def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
     """Raises MismatchError unless the step has every leaf of ``abstract_state``.
 
-    The shape and dtype of each leaf must also be those in ``abstract_state``. Orbax raises no
-    error: if a leaf differs, Orbax casts the values; if the step lacks a leaf, Orbax returns the
-    abstract leaf itself.
+    The shape and dtype of each leaf must also be those in ``abstract_state``. Without this check no
+    error would be raised: Orbax casts the values of a leaf that differs, and returns the abstract
+    leaf itself for a leaf that the step lacks.
     """
     stored = foreign.foreign_metadata(committed)
     findings = Findings()
@@ -144,5 +144,5 @@ _ABSENT = object()
 
 
 def _sharding(read: Read) -> Sharding | None:
-    """Returns the sharding to request from Orbax, or None to request a numpy array."""
+    """Returns the sharding to request from Orbax; None for a leaf to read as a numpy array."""
     return None if isinstance(read.placement, Local) else read.placement

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class HostSteps:
     """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
 
-    Implements ``Source``. All processes must call the methods together, in a round. Some hosts may
-    have no copy of the step.
+    Implements ``Source``. All processes must call its methods in the same order, within a round.
+    Some hosts may have no copy of the step.
 
     Args:
       committed: the step, at its path on this host; the path need not exist.
@@ -88,7 +88,7 @@ class HostSteps:
         self.document, self._specs = self._from_first(self._copy is not None, content)
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Ignores this host's copy from now on if its arrays contradict its manifest.
+        """Ignores this host's copy from now on if the copy's arrays contradict the copy's manifest.
 
         Also ignores this host's copy if the copy's parts of leaves have other shapes than the parts
         that this host needs, or are divided differently among this host's devices. A host
@@ -109,11 +109,11 @@ class HostSteps:
             self._copy = copy
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Returns whether ``reads`` cover (and so can verify) every byte of this host's copy."""
+        """Returns whether a restore with ``reads`` reads every stored byte of this host's copy."""
         return self._copy is not None and self._copy.is_whole(reads, num_processes)
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Returns leaf name -> array; reads this host's copy, or receives data from other hosts."""
+        """Returns leaf name -> array; other hosts send what this host's copy lacks."""
         asked, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
@@ -137,9 +137,10 @@ class HostSteps:
     def _local_leaves(
         self, reads: Mapping[str, Read], values: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns the leaves that do not span hosts, from this host's copy or another host's copy.
+        """Returns the leaves that do not span hosts, from this host's copy if it has one.
 
-        Each host's copy holds all leaves that do not span hosts.
+        Each host's copy holds all leaves that do not span hosts, so another host can send them to a
+        host without a copy.
         """
         lacking = [] if values is not None else sorted(reads)
         asked = [json.loads(sent) for sent in self._processes.gather(json.dumps(lacking).encode())]
@@ -156,7 +157,7 @@ class HostSteps:
         return {} if values is None else {name: values[name] for name in reads}
 
     def _from_first(self, has_value: bool, value: Any) -> Any:
-        """Returns, on all processes, the JSON value of the first process that has a value."""
+        """Returns, on all processes, the JSON value of the lowest-numbered process that has one."""
         sent = json.dumps(value).encode() if has_value else None
         return json.loads(self._bytes_from_first(sent))
 

@@ -1,4 +1,4 @@
-"""Restores: compares a step with the live objects, reads it, then changes all objects or none.
+"""Restores a step: compares and reads it, then changes all attached objects or none.
 
 Each process reads the parts of leaves that its own devices and its host memory will hold. Before
 any process makes a change that it cannot undo, all processes confirm that they have succeeded so
@@ -135,6 +135,9 @@ def apply(
 ) -> None:
     """Reads the leaves of a restoration, then makes all changes of the restoration or none.
 
+    With ``restore_in_budget``, reads and changes alternate, and a failure after the first change
+    leaves no usable state.
+
     Args:
       restoration: the leaves to read and the changes to make.
       reader: reads leaves, each onto its placement.
@@ -210,7 +213,10 @@ def _part_bytes(reads: Iterable[Read]) -> int:
 def _parts(
     writes: Sequence[Write], reads: Mapping[str, Read], part_bytes: int
 ) -> Iterator[list[Write]]:
-    """Yields the writes in groups of at most ``part_bytes`` per device, or of one larger write."""
+    """Yields the writes in groups that need at most ``part_bytes`` of memory per device.
+
+    A write that needs more is a group of its own.
+    """
     part: list[Write] = []
     size, sizes = 0, _device_bytes(reads)
     for write in writes:

@@ -24,7 +24,7 @@ from torchax_ckpt.stored.stored_step import about, digests_of, parse_manifest, r
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
-    """Returns a step's manifest, after checking that all leaves can be made from their arrays.
+    """Returns a step's manifest, after checking that JAX and torch can represent all its leaves.
 
     JAX and torch must support the dtype, and the random key type if any, that the manifest records
     for each leaf.
@@ -39,7 +39,7 @@ def read_manifest(committed: CommittedStep) -> Manifest:
 
 
 def require_made(committed: CommittedStep, manifest: Manifest) -> None:
-    """Raises CorruptCheckpointError unless all leaves of a step can be made from their arrays.
+    """Raises CorruptCheckpointError unless JAX and torch can represent all leaves of a step.
 
     JAX and torch must support the dtype, and the random key type if any, that the manifest records
     for each leaf.
@@ -55,13 +55,13 @@ class Source(Protocol):
     document: Mapping[str, Node]
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Raises if stored arrays contradict the manifest. Callers call this before ``read``."""
+        """Checks the stored arrays against the manifest. Callers call this before ``read``."""
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Reads each leaf onto its devices or the host; returns leaf name -> array."""
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """Returns whether ``reads`` cover (and so can verify) every stored byte of the step."""
+        """Returns whether a restore with ``reads`` reads every stored byte of the step."""
 
 
 class StoredLeaves:
@@ -115,7 +115,9 @@ class StoredLeaves:
 def require_plausible(
     committed: CommittedStep, manifest: Manifest, reads: Mapping[str, Read]
 ) -> None:
-    """Raises if stored arrays contradict the manifest. Call this before allocating the leaves.
+    """Raises if stored arrays contradict the manifest, or the leaves exceed this host's memory.
+
+    Call ``require_plausible`` before allocating memory for the leaves.
 
     Raises:
       CorruptCheckpointError: an array does not exist, has another dtype or shape, or has a layout
@@ -140,14 +142,14 @@ def require_plausible(
 
 
 def _is_whole_here(placement: Placement) -> bool:
-    """Returns whether a leaf with this placement passes whole through this host's memory."""
+    """Returns whether the whole leaf passes through host memory on its way to devices."""
     return placement is not Local.HOST and (
         isinstance(placement, Local) or placement.is_fully_replicated
     )
 
 
 def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) -> bool:
-    """Returns whether ``reads`` cover (and so can verify) every stored byte of the step.
+    """Returns whether a restore with ``reads`` reads every stored byte of the step.
 
     ``reads`` are the reads of one process. ``is_whole`` also counts the corresponding reads of the
     other processes in the same restore.

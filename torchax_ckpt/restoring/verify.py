@@ -1,7 +1,6 @@
 """Verification: reads a whole step back, and records whether the step is intact.
 
-The preservation of steps, and later readers of the directory, use the record of intact and damaged
-steps.
+The run uses this record to decide which steps to keep, and so do later runs in the directory.
 """
 
 from __future__ import annotations

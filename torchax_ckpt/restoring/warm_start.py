@@ -1,8 +1,7 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
 Each kind of source is converted to a ``StoredModule``, which lists the tensors that the source has,
-and to a function that reads leaves. The code that compares and writes leaves is shared with
-restores.
+and to a function that reads leaves. Restores use the same code to compare and write leaves.
 """
 
 from __future__ import annotations
@@ -81,13 +80,14 @@ def warm_start(
                 warm_start(model, "runs/pretrain", exclude="head")
             start = ckpt.attach(model, optimizer)
 
-    The selected tensors must fit those of the source. Tensors of the model that are not selected
-    are neither taken from the source nor expected in the source. All names, shapes and dtypes are
-    compared before any tensor of the model is changed. Unless ``restore_in_budget`` is set, all
-    weights are also read before any tensor is changed, so a model that is not on ``"meta"``
-    temporarily takes twice its memory. Files are read in the parts that the devices need, and each
-    part goes directly to its device. If the source is a checkpoint, the data that is read is
-    compared with the checkpoint's digests, as in every restore.
+    The source must have each selected tensor, with its shape and dtype, under its name; ``rename``,
+    ``cast`` and ``strict`` relax this. Tensors of the model that are not selected are not read, and
+    the source need not have them. All names, shapes and dtypes are compared before any tensor of
+    the model is changed. Unless ``restore_in_budget`` is set, all weights are also read before any
+    tensor is changed, so a model that is not on ``"meta"`` temporarily takes twice its memory.
+    Files are read in the parts that the devices need, and each part goes directly to its device. If
+    the source is a checkpoint, the data that is read is compared with the checkpoint's digests, as
+    in every restore.
 
     A pattern names a tensor, or a module and everything in it; ``*`` matches any characters, as few
     as possible. ``include`` and ``exclude`` are patterns for the model's names. For example,

@@ -1,1 +1,1 @@
-"""Process-level services of a checkpointer: call guard, signals, memory, progress, failures."""
+"""Guards calls, detects preemptions, finds the host memory, shows progress, logs failures."""

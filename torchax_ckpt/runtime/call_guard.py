@@ -99,7 +99,7 @@ class Calls:
         self._running[thread] = call
 
     def end(self, call: _Call) -> None:
-        """Removes a call from the running calls, if ``begin`` has added it."""
+        """Removes a call from the running calls; does nothing if ``begin`` has refused the call."""
         thread = threading.current_thread()
         if self._running.get(thread) is call:
             del self._running[thread]
@@ -120,10 +120,11 @@ S = TypeVar("S", bound=_HasCalls)
 def guarded(
     *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator for methods; a decorated method raises CallError if it cannot work.
+    """Returns a decorator; a decorated method raises CallError for a call that cannot work.
 
-    A method cannot work on a wrong thread, in a forked process, inside a function that JAX traces,
-    or inside another call on the same thread, as when a signal handler calls it.
+    A call cannot work in a forked process, inside a function that JAX traces, or inside another
+    call on the same thread, as when a signal handler calls the method. A call that belongs on the
+    training thread cannot work on another thread.
 
     Args:
       trains: whether the method belongs on the training thread; or a function that returns this
