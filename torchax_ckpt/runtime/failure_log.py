@@ -1,7 +1,8 @@
 """The log of failures of background work, such as saves.
 
-An action, such as saving, may fail repeatedly. ``FailureLog`` logs an error when an action begins
-to fail with one kind of failure, and logs the repetitions at level DEBUG only.
+An action, such as saving, may fail repeatedly. ``FailureLog`` logs the first failure of an action
+at level ERROR. While the action keeps failing with the same kind of failure, ``FailureLog`` logs
+these repetitions at level DEBUG.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class FailureLog:
         """Logs a failure, and keeps it until ``raise_oldest`` raises it.
 
         A failure is a repetition if the last failure of the same action had the same kind, and
-        ``over`` was not called since. A repetition is logged at level DEBUG only, and is kept only
-        if no other failure waits to be raised.
+        ``over`` was not called since. A repetition is logged at level DEBUG, every other failure at
+        level ERROR. A repetition that is reported while earlier failures wait to be raised is not
+        kept, so ``raise_oldest`` never raises it.
 
         Args:
           failure: the failure.
@@ -44,10 +46,10 @@ class FailureLog:
             self.unread.append(failure)
 
     def over(self, action: str) -> None:
-        """Records that the action works again, so that its next failure is logged as an error."""
+        """Records that the action succeeded, so that its next failure counts as new."""
         self._known.pop(action, None)
 
     def raise_oldest(self) -> None:
-        """Raises the oldest failure that was not raised yet."""
+        """Raises the oldest failure that was not raised yet; does nothing if there is none."""
         if self.unread:
             raise self.unread.pop(0)

@@ -47,7 +47,9 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int | None:
-    """Returns the bytes of memory that can be allocated now, including reclaimable file caches.
+    """Returns how many more bytes this process can allocate now.
+
+    The result includes the bytes of file caches that the kernel would free for the process.
 
     Returns None if Linux gives no figure for the machine and no control group has a limit.
     """
@@ -70,7 +72,7 @@ def _machine_bytes() -> int:
 
 
 def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
-    """Yields the control groups of this process whose limit is below the machine's memory.
+    """Yields this process's control group and its ancestors, if limited below the machine's memory.
 
     Yields (folder, version, limit in bytes). The limit file of a group without a limit contains
     ``max`` in version 2, and a number beyond any machine's memory in version 1.

@@ -1,15 +1,16 @@
-"""Detects a preemption: by SIGTERM, or with ``jax.distributed`` by JAX's preemption sync point.
+"""Detects a preemption: under ``jax.distributed`` by JAX's preemption sync point, else by SIGTERM.
 
 Without ``jax.distributed``, a thread detects SIGTERM through the wakeup file descriptor, to which
 Python's C-level signal handler writes. A Python signal handler alone would not suffice: it runs
 only when the main thread returns to Python code, and a device transfer can keep the main thread
-from Python code for seconds. The thread also ends the process after
-``CheckpointOptions.preemption_grace_secs``.
+from Python code for seconds. The thread ends the process as soon as
+``CheckpointOptions.preemption_grace_secs`` seconds have passed since the first SIGTERM.
 
-With ``jax.distributed``, JAX installs its own SIGTERM handler, and finds one step at which all
-processes notice the preemption. JAX's handler replaces earlier handlers without Python's knowledge.
-A SIGTERM handler that is installed after JAX's would replace it, and JAX would no longer notice
-preemptions. So under ``jax.distributed`` this module installs no SIGTERM handler.
+Under ``jax.distributed``, JAX installs its own SIGTERM handler. When one process gets a SIGTERM,
+JAX chooses a step, and reports the preemption to every process at this step. A SIGTERM handler that
+is installed after JAX's handler would replace JAX's handler, and JAX would no longer notice
+SIGTERM. So under ``jax.distributed`` this module installs no SIGTERM handler. JAX installs its
+handler in C++, so ``signal.getsignal`` still returns the handler that JAX has replaced.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _WAKE = b"\0"  # wakes the thread that reads the pipe; not a signal number
 
 
 class Preemption:
-    """Tells whether one checkpointer's run got a preemption notice; a notice is never withdrawn.
+    """Tells whether one checkpointer's run got a preemption notice, such as a SIGTERM.
 
     Args:
-      grace_secs: seconds from a SIGTERM to the end of the process; None leaves SIGTERM alone.
+      grace_secs: seconds from a SIGTERM to the end of the process. With None, a SIGTERM is no
+        preemption notice, and this object does not change how the process handles it.
     """
 
     def __init__(self, grace_secs: float | None) -> None:
@@ -53,9 +55,10 @@ class Preemption:
     def listen(self) -> None:
         """From now on, treats a SIGTERM as a preemption notice to this run.
 
-        ``listen`` may be called before each step. The first call must be on the main thread,
-        because Python allows only the main thread to change signal handlers. On another thread,
-        ``listen`` only logs, once, that no SIGTERM will be noticed.
+        ``listen`` may be called before each step. Python allows only the main thread to change
+        signal handlers. A call on another thread before any call on the main thread therefore
+        installs no handler, and logs once that SIGTERM is not noticed. Under ``jax.distributed``,
+        or if ``grace_secs`` is None, ``listen`` does nothing.
         """
         if self.grace_secs is not None and not _jax_has_sigterm():
             _watch.add(self, self.grace_secs)
@@ -65,7 +68,9 @@ class Preemption:
 
         Call ``reached(step)`` after ``step`` is completed. Under ``jax.distributed``, JAX reports a
         preemption at one step only, the same step on all processes, so each process must call
-        ``reached`` at every step. Without ``step``, ``reached`` returns its latest answer.
+        ``reached`` at every step. Without ``step``, ``reached`` does not look for a new notice, and
+        returns what its last call returned. Once ``reached`` has returned True, all later
+        calls return True.
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
@@ -78,15 +83,19 @@ class Preemption:
         """Returns ``reached(step)``, and fixes the answer for this step.
 
         If a notice arrives after ``decide(step)`` has returned False, ``reached(step)`` still
-        returns False. Otherwise a notice that arrives after the decision not to save a step could
-        end the run without a save.
+        returns False, and a call of ``reached`` for a later step returns True. Without this rule,
+        the training loop could skip the save of a step, then see the notice, and end unsaved.
         """
         answer = self.reached(step)
         self._decided = step
         return answer
 
     def close(self) -> None:
-        """Restores the previous SIGTERM handler, if no other run listens and no SIGTERM came."""
+        """Undoes ``listen``.
+
+        Restores the previous SIGTERM handler, unless another checkpointer of this process still
+        listens, a SIGTERM has arrived, or the caller is not on the main thread.
+        """
         _watch.remove(self)
 
 
@@ -242,10 +251,10 @@ class _Watch:
     def _notice(self, receiver: Literal["handler", "thread"]) -> None:
         """Records a SIGTERM, and ends the process at a second SIGTERM.
 
-        The Python signal handler and the thread that reads the pipe each receive a SIGTERM at most
-        once. A SIGTERM less than ``_ONE_NOTICE_SECS`` (0.1 s) after the first one does not count as
-        a second SIGTERM. The handler may receive a SIGTERM late, so this time is measured
-        separately for the handler and the thread.
+        For one SIGTERM, this method runs at most twice: once in the Python signal handler, and once
+        in the thread that reads the pipe. A SIGTERM less than ``_ONE_NOTICE_SECS`` (0.1 s) after
+        the first one does not count as a second SIGTERM. The handler may receive a SIGTERM late, so
+        this time is measured separately for the handler and the thread.
         """
         now = time.monotonic()
         if self.noticed_at is None:

@@ -1,4 +1,4 @@
-"""Progress bars for long work, shown only on a terminal and never written to logs."""
+"""Progress bars for long work, shown only if standard error is a terminal."""
 
 from __future__ import annotations
 

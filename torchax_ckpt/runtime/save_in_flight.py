@@ -1,4 +1,4 @@
-"""The state of a save in flight: its start, its current stage and its cost."""
+"""The start and the current stage of a save in flight, and how long a finished save took."""
 
 from __future__ import annotations
 

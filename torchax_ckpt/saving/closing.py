@@ -99,10 +99,10 @@ class Closing:
         self._end()
 
     def drop(self, hook: Hook | None) -> None:
-        """Starts a thread that finishes the save in flight and then closes the checkpointer.
+        """Starts a thread that waits for saves in flight and then closes the checkpointer.
 
-        The garbage collector calls ``drop`` when it collects the checkpointer, at any point of the
-        program and on any thread.
+        Starts no thread if the checkpointer has no background work. The garbage collector calls
+        ``drop`` when it collects the checkpointer, at any point of the program and on any thread.
 
         Args:
           hook: the user's event hook, which gets the remaining events; None without a hook.
@@ -129,7 +129,11 @@ class Closing:
         )
 
     def finish_at_exit(self) -> None:
-        """Finishes the saves in flight and ends the background work; called at program exit."""
+        """Closes the savers of all tiers; called at program exit.
+
+        Closing a saver waits for its save in flight. If this save exceeds ``save_timeout_secs``,
+        ``finish_at_exit`` logs an error, and the program ends without waiting longer.
+        """
         was_closed = self.is_asked and not self._is_dropped
         how = "before close() could finish" if was_closed else "without close()"
         for saver in self._savers:

@@ -44,15 +44,16 @@ class Decisions:
     def should_save(self, step: int) -> bool:
         """Returns whether to save the step.
 
-        All processes get the same answer, provided that they all ask at the same steps.
+        In a run of several processes, all processes must call ``should_save`` with the same steps
+        in the same order. All processes then get the same answer.
         """
         return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
         """Tells the policy, on process 0, that a step is saved because of a preemption.
 
-        The step is saved even if the policy returns False or raises an error, because the process
-        may end before another save.
+        Calls the policy's ``should_save``, and ignores its answer and its errors: the step is saved
+        in any case, because the process may end before another save.
         """
         if not self._is_first:
             return
@@ -69,9 +70,10 @@ class Decisions:
     def begun(self) -> None:
         """Records that the last step for which ``should_save`` was called is now being saved.
 
-        In a run of several processes, ``should_save`` keeps its answer for this step, so the
-        answer becomes False. In a run of one process, ``should_save`` asks the policy at each call,
-        so ``begun`` does nothing.
+        In a run of several processes, ``should_save`` asks the policy once for each step, and
+        returns this answer again at further calls for the step; after ``begun``, further calls for
+        the step return False. In a run of one process, ``begun`` does nothing, because
+        ``should_save`` asks the policy at each call.
         """
         if self._windows is not None:
             self._windows.keep()

@@ -16,7 +16,7 @@ class SaveStep(Protocol):
     """The part of the signature of ``TorchaxCheckpointer.save`` that the training loop uses."""
 
     def __call__(self, step: int, *, force: bool) -> bool:
-        """Saves the step if the policy wants it or if ``force``; returns whether a save began."""
+        """Saves the step if a policy wants it or ``force`` is set; returns whether a save began."""
 
 
 class Loop:
@@ -39,7 +39,9 @@ class Loop:
         self._recorded = {}
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Keeps metrics of the current step until the step is saved.
+        """Keeps metrics of the current step for the next call of ``save``.
+
+        This call stores the metrics if it saves the step, and discards them if it does not.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -48,6 +50,8 @@ class Loop:
 
     def take_metrics(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the recorded metrics and ``more`` in one dict, and clears the recorded metrics.
+
+        If both have a metric of the same name, the result has the one in ``more``.
 
         Raises:
           MetricsError: a metric is neither a number nor JSON.
@@ -72,8 +76,8 @@ class Loop:
         """Yields the step numbers from the one after ``position`` up to and including ``total``.
 
         After each loop body, calls ``save`` for the step, with ``force=True`` at step ``total``. If
-        the body restored a step, the iteration instead continues after the restored step. If the
-        run got a preemption notice, the iteration ends after the save.
+        the body restored a step, does not call ``save``, and next yields the number after the
+        restored step. If the run got a preemption notice, the iteration ends after ``save``.
         """
         step = self.position or 0
         while step < total:

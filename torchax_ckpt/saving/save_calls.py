@@ -71,7 +71,10 @@ class SaveCalls:
         *,
         force: bool,
     ) -> bool:
-        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``."""
+        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``.
+
+        A forced save, or a save at a preemption, goes to the durable tier only.
+        """
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
         must_save = force or is_preempted
@@ -114,7 +117,8 @@ class SaveCalls:
     ) -> list[RunTier]:
         """Returns the tiers that lack the step and whose save decision policies want to save it.
 
-        A forced save, or a save at a preemption, writes to the durable tier only.
+        For a forced save, or a save at a preemption, the result is the durable tier, whatever the
+        policies want, or no tier if the durable tier has the step already.
         """
         self._tiers.open()
         if is_forced or is_preempted:
@@ -149,7 +153,10 @@ class SaveCalls:
         return Capture(step, snapshot, document, per_process, fetch_metrics, began)
 
     def _finish(self, capture: Capture) -> bool:
-        """Waits for the save, repeats a failed save once; returns whether the step is durable."""
+        """Waits for the durable tier's save, and repeats it once if it failed.
+
+        Returns whether the step is durable.
+        """
         self._durable.saver.wait()
         if not self._durable.history.has(capture.step):
             self._durable.saver.begin(capture)  # now, because no later save will try again
@@ -178,9 +185,9 @@ def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
-    """Records in each tier that this process failed to begin the save of a step.
+    """Makes the save of a step fail in each tier, because this process could not begin the save.
 
-    The other processes begin the save, which then fails on all processes.
+    The other processes have begun or will begin this save; it fails on all processes.
     """
     for tier in tiers:
         tier.decisions.begun()

@@ -1,10 +1,10 @@
 """The saver of one tier: writes captured states as durable steps, one after another.
 
 The training thread passes a captured state to the saver and continues; a separate thread writes the
-state. A tier has at most one save in flight. Program exit waits for a save in flight.
+state. A tier has at most one save in flight. At exit, the program waits until this save ends.
 
-A failed save leaves earlier steps intact. Later saves succeed once the storage works again. The
-log reports failures of the same kind once, and reports when saving works again.
+A failed save leaves earlier steps intact. The next save tries again. If saves fail in a row for the
+same reason, only the first failure is logged as an error. The next success is logged as a warning.
 
 In a run of several processes, each process writes the data of its devices; process 0 commits. A
 save succeeds on all processes or fails on all processes. This module does not use torchax.
@@ -110,7 +110,7 @@ class Saver:
         return self._has_tried or self._telemetry.has_thread
 
     def claim(self, step: int | None = None) -> None:
-        """Acquires the directory's lease before the first save, and checks that writing works.
+        """Unless this run has the directory's lease, acquires it and tests that writing works.
 
         Args:
           step: the step to be saved; None if the call does not save.
@@ -131,7 +131,7 @@ class Saver:
             self._telemetry.open([s.step for s in self._history.branches.in_place])
 
     def _take(self, step: int | None) -> None:
-        """Acquires the lease; raises LeaseError if the directory has steps unknown to this run."""
+        """Acquires the lease; raises LeaseError if other programs saved steps during this run."""
         self._directory.claim()
         if unknown := self._history.unknown(step):
             self._directory.release()
@@ -160,7 +160,7 @@ class Saver:
         self._history.refresh(committed_step.named(remaining, self._directory.path))
 
     def _recover(self) -> None:
-        """Finishes or removes the files that killed and failed saves left; for process 0 only."""
+        """Finishes renames and removes files that failed or killed saves left; process 0 only."""
         if not self._is_recovered:
             if self._num_failures:
                 self._directory.claim()
@@ -195,13 +195,13 @@ class Saver:
             save.handed_over.set()
 
     def abstain(self, step: int, error: BaseException) -> None:
-        """Fails the save of a step on all processes, because this process could not begin it."""
+        """Makes the save of a step fail on all processes: this process could not begin the save."""
         self._saves.refuse(_round_of(step), error)
         self._history.begin(step)
         self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight; leaves failures of saves to ``check_for_errors``.
+        """Waits until no save is in flight; ``check_for_errors`` raises the failures of saves.
 
         Raises:
           SaveTimeoutError: the wait took ``timeout_secs``, or the save took ``save_timeout_secs``
@@ -245,7 +245,7 @@ class Saver:
         self.wait()
 
     def check_for_errors(self) -> None:
-        """Raises the oldest unraised failure; else SaveTimeoutError, once for each late save."""
+        """Raises the oldest unraised failure; if none, SaveTimeoutError once per overdue save."""
         self._failures.raise_oldest()
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
@@ -269,7 +269,7 @@ class Saver:
         )
 
     def _watch(self, save: SaveInFlight) -> None:
-        """Logs a late save's stage and call stack at the time limit, and when its age doubles."""
+        """Logs an overdue save's stage and call stack at 1, 2, 4, 8, ... times the time limit."""
         limit = self._options.save_timeout_secs
         assert limit is not None
         while True:
@@ -315,7 +315,7 @@ class Saver:
             del capture  # the traceback of a stored error refers to this frame
 
     def _tidy(self, durable: CommittedStep) -> None:
-        """Deletes steps no policy keeps; renames abandoned steps (a local tier deletes them)."""
+        """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""
 
         def tidy() -> list[Any]:
             history = self._history

@@ -81,7 +81,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def hold(pending: Pending) -> dict[str, Any]:
-    """Returns the metrics with copied device scalars, as a jitted step may donate the originals."""
+    """Copies the device scalars, because a jitted step may donate them; returns all metrics."""
     return {
         name: copied(_check(name, value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()

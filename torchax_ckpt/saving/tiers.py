@@ -168,8 +168,8 @@ class Tiers:
     ) -> list[CommittedStep]:
         """Returns the steps that a restore or load may read, in ascending order of their numbers.
 
-        The caller tries to read the last step first. If both tiers have a step with the same
-        number, the step of the local tier comes after the step of the durable tier.
+        If both tiers have a step with the same number, the step of the local tier comes after the
+        step of the durable tier. Callers try the steps from the end of the list to its start.
 
         Args:
           step: returns only steps with this number; None returns all.
@@ -192,7 +192,8 @@ class Tiers:
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """Returns all steps of the tier ``name``, or of all tiers if ``name`` is None.
 
-        The steps have the same order as the result of ``candidates``.
+        The steps are in ascending order of their numbers. If both tiers have a step with the same
+        number, the step of the local tier comes after the step of the durable tier.
         """
         tiers, local_steps = self._selected_tiers(name), self._compare_local_steps()
         found = []
@@ -215,11 +216,11 @@ class Tiers:
         return self.durable.directory.find(step)
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
-        """Returns the steps in the local tiers of all hosts, by key (step number and commit time).
+        """Returns each step that at least one host has in its local tier and that is not abandoned.
 
-        The path of each returned step is a path on this host, and does not exist if this host lacks
-        the step. The hosts also tell each other which steps are abandoned. Sets ``_on_all`` to the
-        keys of the steps that all hosts have.
+        The result maps keys (step number and commit time) to steps. If this host lacks a step, the
+        step's path does not exist. The hosts tell each other which steps are abandoned. Sets
+        ``_on_all`` to the keys of the steps that all hosts have.
         """
         if self.local is None or self.processes.count == 1:
             return {}
@@ -238,7 +239,9 @@ class Tiers:
         return {key: here[key] for key in on_any & here.keys()} | elsewhere
 
     def opened(self, committed: CommittedStep) -> Source:
-        """Opens a step for reading. Call ``opened`` only inside ``with processes.round(...)``.
+        """Opens a step for reading.
+
+        Call ``opened`` only in the body of ``with tiers.processes.round(...)``, on all processes.
 
         Raises:
           ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
@@ -281,17 +284,18 @@ class Tiers:
     # --- saving ---
 
     def claim(self, step: int | None = None) -> None:
-        """Acquires the lease of each tier's directory before the first save.
+        """Acquires the lease of each tier's directory, unless this run has the lease already.
 
-        Also checks that the directories can be written.
+        Raises an error if a directory cannot be written.
         """
         for tier in self._tiers:
             tier.saver.claim(step)
 
     def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
-        """Acquires the leases of all tiers, stores the run's name, and waits for saves in flight.
+        """Prepares a save of ``step`` to the given tiers.
 
-        Waits only for saves to the given tiers.
+        Acquires the leases of all tiers and stores the run's name, unless this run has done so
+        already. Then waits until no save to the given tiers is in flight.
         """
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False
@@ -302,10 +306,10 @@ class Tiers:
             tier.saver.wait()
 
     def _name_run(self) -> None:
-        """Stores a new name of the run in both tiers; without a local tier, removes the name.
+        """Stores a new name of the run in both tiers.
 
-        Each program that saves to a local tier gives the run a new name. A local tier that lacks
-        the current name does not count as part of the run. See
+        Without a local tier, removes the run's name from the durable tier. A run never resumes from
+        a local tier that lacks the name which is in the durable tier. For the reasons, see
         ``storage/directory/run_identity.py``.
         """
         with self.processes.round("naming the run"):

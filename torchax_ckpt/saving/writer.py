@@ -168,7 +168,7 @@ class Writer:
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
         """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
 
-        The steps of the run include abandoned steps that were not set aside yet.
+        The steps of the run include abandoned steps whose folders are not yet renamed or deleted.
         """
         recover()
         known = committed_step.described(self._history.branches.in_place)
@@ -177,10 +177,11 @@ class Writer:
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.
 
-        In a run of several processes, Orbax does not accept an array that lies on the devices of
-        one process only. Process 0 therefore copies each such array of its own to the host, and
-        writes the copy. If each host writes its own directory, each process writes its shards of
-        the arrays that lie on the devices of several processes.
+        In a run of several processes, Orbax does not accept an array all of whose devices belong to
+        one process. Process 0 therefore copies each such array that it has to the host, and writes
+        the copy; other processes do not write such arrays. An array on devices of several processes
+        is written by these processes together. But if each host writes a directory of its own, each
+        process writes an array that consists of its own shards only.
         """
         plan, arrays = capture.snapshot.stored(self._any_process)
         if capture.per_process is None:
@@ -224,9 +225,9 @@ class Writer:
     def _commit_part(self, step: int, name: str) -> CommittedStep:
         """Commits this host's part of a step; deletes the part if another host failed to commit.
 
-        Either all hosts or no host should have a part of the step. If another host dies without a
-        report, this host keeps its part, because the other host may have committed its own part
-        before it died.
+        So the step stays on all hosts or on none, with one exception: if another host dies before
+        it reports its commit, this host keeps its part, because the host that died may have
+        committed its part too.
         """
         directory, processes = self._directory, self._processes
         at = processes.agreed_time()
@@ -245,8 +246,8 @@ class Writer:
     def _read_back(self, durable: CommittedStep) -> None:
         """Reads the new step back, compares digests, and deletes the step if it is damaged.
 
-        Each process reads a share of the step. The step stays if storage cannot read it at present
-        or if a process has died, because the step may be intact.
+        Each process reads some of the step's data. If the data cannot be read at present, or if a
+        process has died, the step is not deleted, because it may be intact.
         """
         try:
             StoredStep(durable, allow_part=True).verify(self._options, self._processes)

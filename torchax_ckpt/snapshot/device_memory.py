@@ -1,4 +1,4 @@
-"""Decides whether device memory suffices for copies of a state beside the next training step."""
+"""Decides whether devices can hold copies of a state while the next training step runs."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class DeviceMemory:
     are made, and again when they are freed. Once any device has run out of memory, the class no
     longer uses the bounds: it assumes that the program needs the whole peak on every device.
 
-    The bound of the program's memory can be too low in one case. If the program begins to need more
-    memory, but not more than the program and the copies together needed before, no statistic shows
-    the growth.
+    The bound of the program's memory can be too low: if the program begins to need more memory, but
+    not more than the program and the copies together needed before, no statistic shows the growth.
+    ``holds`` may then return True although the copies do not fit.
 
     Several threads may use one object of this class at the same time.
 
@@ -87,7 +87,7 @@ class DeviceMemory:
     def holds(self, needed: Mapping[jax.Device, int] | None) -> bool:
         """Returns whether each device has memory for the bytes that copies need there.
 
-        ``needed`` None means that copies need more than any device has.
+        ``needed`` None means that copies need more than any device has, so the result is False.
         """
         if needed is None:
             return False
@@ -99,7 +99,7 @@ class DeviceMemory:
             )
 
     def described(self, needed: Mapping[jax.Device, int]) -> str:
-        """Returns a text: the bytes needed and free on the device with the least to spare."""
+        """Returns a text: bytes needed and free on the device where free minus needed is least."""
         if not needed:
             return "the copies take no memory of devices"
         with self._lock:
@@ -114,7 +114,8 @@ class DeviceMemory:
     def took(self, copies: Iterable[Any]) -> None:
         """Records that the given copies of arrays were just made.
 
-        The caller must free all these copies at the same time.
+        The caller must free all these copies at the same time, because the record drops all of them
+        when the first one is freed.
         """
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
@@ -126,7 +127,7 @@ class DeviceMemory:
             self._update(taken)
 
     def _forget_copies(self, taken: Mapping[jax.Device, int]) -> None:
-        """Removes copies from the record; ``weakref.finalize`` calls this when they are freed."""
+        """Removes copies from the record; called when the first of these copies is freed."""
         with self._lock:
             try:
                 self._update(taken)

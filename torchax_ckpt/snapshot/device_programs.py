@@ -1,8 +1,9 @@
-"""The registry of the programs that this package runs on devices, and programs that several need.
+"""The registry of the programs that this package runs on devices, and programs for many modules.
 
-A function that returns a jitted program has the decorator ``device_program``. Tests compile every
-registered program for TPUs, without TPUs, and fail if the package jits a program elsewhere. The
-jitted functions are named ``checkpoint_*``, so that profiles of a training show what a save runs.
+A function that returns a jitted program has the decorator ``device_program``, which registers it.
+Tests compile the programs of all registered functions for TPUs, on machines without TPUs. A test
+fails if a function of this package without the decorator jits a program. The jitted functions are
+named ``checkpoint_*``, so that profiles of a training show what a save runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ BUILDERS: dict[str, Callable[..., Program]] = {}
 def device_program(maxsize: int) -> Callable[[Callable[P, Program]], Callable[P, Program]]:
     """Registers a function that returns a program, and caches its last ``maxsize`` results.
 
-    The cache matters because JAX compiles a program again for each new function that it jits.
+    Without the cache, each call would give ``jax.jit`` a new function object, and JAX would compile
+    the same program again.
     """
 
     def register(build: Callable[P, Program]) -> Callable[P, Program]:
@@ -57,7 +59,8 @@ def copy_program(sharding: Sharding) -> Program:
 def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Program:
     """Returns the program that creates arrays of these shapes and dtypes whose bits are all zero.
 
-    It starts from bits, because float8_e8m0fnu has no value zero.
+    The program makes zero integers and converts their bits to the dtype, because the dtype
+    float8_e8m0fnu has no value zero.
     """
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -93,7 +96,7 @@ def zeros_on(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Arra
 
 
 def reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array on one device with another shape; returns the array if it has the shape."""
+    """Returns an array of one device in the given shape; ``array`` itself if it has this shape."""
     if array.shape == shape:
         return array
     (other,) = reshape_program(shape, array.sharding)(array)

@@ -143,7 +143,8 @@ def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
 def _sizes(device: jax.Device, specs: tuple[_Spec, ...]) -> dict[_Spec, int]:
     """Returns the bytes of arrays of these shapes and dtypes in the layout that the device chooses.
 
-    Only a compiled program shows this layout. Arrays on devices other than TPUs are dense.
+    For a TPU, this function compiles a program that returns such arrays, because JAX shows the
+    layout only in a compiled program. On other devices, arrays have no padding.
     """
     if device.platform != "tpu":
         return {(shape, dtype): padded_bytes(shape, dtype, None) for shape, dtype in specs}

@@ -21,11 +21,11 @@ No single program can replace those of ``permute_over_processes``, ``sum_over_re
 
 ``permute_over_processes`` and ``sum_over_replicas`` arrange the devices in a grid, in which each
 device has a slot for one shard. One function, ``_grid_program``, builds the programs of
-``permute_over_processes`` and ``sum_over_replicas``. All functions but ``put`` and ``move`` are
-collectives: every process must call them with the same targets, on its training thread. The
-collective functions move the leaves in chunks, one chunk after the other.
+``permute_over_processes`` and ``sum_over_replicas``. The last three functions of the list above are
+collectives: every process must call them with the same targets, on its training thread. They move
+the leaves in chunks, one chunk after the other.
 
-A program that could change values moves the bits of the values as integers (see ``bitcast``).
+Programs in which XLA could change values move the bits of the values as integers (see ``bitcast``).
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ def permute_over_processes(
 
 @functools.lru_cache(maxsize=1024)
 def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
-    """Returns one sharding for each replica, over that replica's devices, in the mesh's order."""
+    """Returns the sharding of each replica, a set of devices that together hold an array once.
+
+    The replicas, and the devices of each replica, are in the order of the mesh.
+    """
     mesh, spec = sharding.mesh, sharding.spec
     used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
@@ -208,7 +211,7 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
 def sum_program(grid: Mesh) -> Program:
     """Returns the program that sends one row's shards to all rows of a grid.
 
-    The program sums the rows, of which all but one must contain zeros.
+    The program sums the rows, so all rows but the one to be sent must contain zeros.
     """
     return _grid_program(grid, lambda bits: jax.lax.psum(bits, _ROW))
 
@@ -262,7 +265,7 @@ def _move_on_grids(
 def _filled(
     slots: jax.ShapeDtypeStruct, array: jax.Array | None, zeros: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Returns an array with a leaf's shards where this process has them, and zeros elsewhere."""
+    """Returns an array with a leaf's shards on the devices that have them, and zeros on others."""
     shape = slots.sharding.shard_shape(slots.shape)
     here = {} if array is None else _in_device_memory(array)
     parts = [
@@ -387,7 +390,7 @@ def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
 
 
 def _moves_alone(target: jax.ShapeDtypeStruct) -> bool:
-    """Returns whether a leaf is converted to bits of one byte. A program moves one such leaf alone.
+    """Returns whether a leaf needs a program of its own: if ``to_bits`` changes its dtype to uint8.
 
     For v5p chips, the TPU compiler (libtpu 0.0.42 and 0.0.52) ends the process if a program
     converts one of several arrays to bytes, moves all of them in collectives, and a dim is not a

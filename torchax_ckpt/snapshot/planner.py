@@ -1,4 +1,4 @@
-"""The planner of saves: which leaves share a stored array, and the device memory this takes."""
+"""Plans which leaves a save stores in one array, and computes the device memory for doing so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Planner:
         return self.planned(names, arrays).plan
 
     def planned(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Planned:
-        """Returns the storage plan for these leaves, with what is known of it."""
+        """Returns a ``Planned`` with the storage plan for these leaves."""
         signatures = [
             (a.shape, a.dtype, None if isinstance(a, np.ndarray) else a.sharding) for a in arrays
         ]
@@ -56,8 +56,8 @@ class Planner:
 class Planned:
     """Leaves, their storage plan, and the memory that the plan takes on devices.
 
-    A planner keeps its last object of this class. Leaves and plan are one object, so that a thread
-    never combines leaves with the plan of others.
+    A planner keeps the last ``Planned`` that it made, to reuse it for the same leaves. Leaves and
+    plan are in one object, so that a thread never uses a plan that was made for other leaves.
 
     Attributes:
       names, signatures: of the leaves: names, and shapes, dtypes and shardings.
@@ -76,7 +76,8 @@ class Planned:
     ) -> Mapping[jax.Device, int] | None:
         """Returns the bytes that ``execute`` takes on each device; None if no device has so many.
 
-        Compiles the programs at the first call for ``copy``, and knows the answer from then on.
+        The first call with a value of ``copy`` compiles the programs that ``execute`` runs. Later
+        calls with the same value return the same result without computing it again.
 
         Args:
           arrays: the leaves, in the order of ``names``.

@@ -52,7 +52,8 @@ def placement_of(array: jax.Array | np.ndarray) -> Placement:
 def replicated_like(placement: Placement) -> Placement:
     """Returns the placement of a scalar that belongs to an array with the given placement.
 
-    The scalar is replicated, so each device of the array's placement holds the whole scalar.
+    An example is the step count in an optimizer's state of a parameter. The scalar is replicated,
+    so each device of the array's placement holds the whole scalar.
     """
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
@@ -169,7 +170,8 @@ def unshared(array: jax.Array) -> jax.Array:
 def to_host_part(array: jax.Array) -> jax.Array:
     """Returns the part of an array that this host holds, as an array that shares the buffers.
 
-    To form the whole array again, each host calls ``shards_as`` with its part.
+    To form the whole array again, each host calls ``shards_as`` with its part, and with the
+    sharding and shape of the whole array.
     """
     part = host_part(array.sharding, array.shape)
     return shards_as(array, part.sharding, part.shape)
@@ -226,8 +228,8 @@ def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
     """Returns the mesh for a PartitionSpec that a rule returned; None if no mesh can be found.
 
     If the program has set an ambient mesh with ``jax.set_mesh``, the result is this ambient mesh.
-    Without an ambient mesh, a spec with at most one mesh axis gets a mesh of all devices along this
-    axis.
+    Without an ambient mesh, a spec that names at most one mesh axis gets a mesh of all devices
+    along this axis; for a spec that names more axes, the result is None.
     """
     ambient = jax.sharding.get_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:

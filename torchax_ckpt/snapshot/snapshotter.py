@@ -7,7 +7,8 @@ snapshot is taken in one of three ways:
   save has fetched it, the save fails. The save never stores wrong values, because reading a deleted
   array raises an error.
 - ``copy`` enqueues copies on the devices before any later computation. The copies are stacked as
-  the storage plan says. The copies cost device memory, but making them does not block.
+  the storage plan says. The copies cost device memory. Making them does not block the training
+  thread.
 - ``transfer`` holds the arrays themselves, and blocks the training thread until the save has
   fetched them.
 
@@ -18,15 +19,15 @@ fails, and later saves copy. If device memory does not suffice for copies, ``aut
 ``transfer``.
 
 In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later, on
-the devices. If device memory does not suffice for these stacks, the save stores its leaves one by
-one.
+the devices. If device memory does not suffice for these stacks, the save stores each leaf as a
+separate array.
 
-Each process chooses the way of its snapshots by itself, but all processes must store the leaves in
-the same layout. After each process has its snapshot, the processes agree on whether one of them
-lacks memory for stacks. The threads of the saves exchange the messages of this agreement, so that
-training never waits for other processes. A process that has already stacked its copies cannot
-unstack them. If one process lacks memory for stacks and another process has already stacked its
-copies, the save fails on all processes, and later saves do not stack.
+Each process chooses by itself whether it takes a snapshot by reference, copy or transfer, but all
+processes must stack the same leaves. After each process has its snapshot, the processes therefore
+tell each other whether they lack memory for stacks. The threads of the saves exchange these
+messages, so that training never waits for other processes. If one process lacks memory for stacks,
+no process may stack, but a process that has already stacked its copies cannot unstack them. In this
+case the save fails on all processes, and later saves do not stack.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Snapshotter:
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
         """Returns a snapshot of the leaves.
 
-        The training thread calls this method, which does not block, even for a snapshot by
-        ``transfer``: there, the caller blocks until the save has fetched the arrays.
+        The training thread calls this method, which never blocks. For a snapshot by ``transfer``,
+        ``Saver.begin`` later blocks the training thread until the save has fetched the arrays.
 
         Raises:
           OutOfMemoryError: the mode is "copy", and the devices have no memory for copies.
@@ -219,7 +220,7 @@ class Snapshotter:
         return "transfer", f"{why}, and there is no memory for copies"
 
     def _log_once(self, way: Way, why: str) -> None:
-        """Logs how snapshots are taken and the reason, unless both were logged before."""
+        """Logs ``way`` and ``why``, unless this way was logged with this reason before."""
         if (way, why) not in self._logged:
             self._logged.add((way, why))
             logger.info("snapshots are taken by %s: %s", way, why)

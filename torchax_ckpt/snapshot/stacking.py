@@ -46,10 +46,10 @@ def bytes_to_execute(
 ) -> Mapping[jax.Device, int]:
     """Returns the bytes that ``execute`` takes on each device of this process.
 
-    Compiles the programs that ``execute`` runs; JAX keeps them, so ``execute`` compiles nothing
-    again. A stack that is concatenated from parts counts twice, because for a moment the parts
-    exist beside it. The programs run one after the other, so only the largest temporary memory
-    counts.
+    Compiles the programs that ``execute`` runs. JAX caches them, so ``execute`` does not compile
+    them again. The bytes of a stack that is concatenated from smaller stacks count twice, because
+    the smaller stacks exist until the whole stack is made. The programs run one after another, so
+    the result includes the temporary memory of the program that needs the most, not the sum.
 
     Args:
       plan, copy: see ``execute``.
@@ -114,8 +114,8 @@ def _copies(leaves: Mapping[str, Any], run: _Run) -> dict[str, Any]:
 def _parts(array: Any) -> list[Any]:
     """Returns a list: the array itself, or this process's shards if the array spans processes.
 
-    A computation on one shard involves only the process that holds the shard, so any thread may
-    start the computation, independently of other processes.
+    A computation on one shard runs on the process that holds the shard, and on no other process. So
+    any thread may start it at any time, whatever other processes do.
     """
     sharding = array.sharding
     if sharding.is_fully_addressable:

@@ -54,7 +54,7 @@ class Findings:
     def error(self, step: int | None, path: str) -> MismatchError:
         """Returns one error that lists all differences by name.
 
-        ``step`` is None if ``path`` leads to weight files instead of a checkpoint.
+        ``step`` is None if ``path`` is the path of weight files, not of a checkpoint directory.
         """
         source = path if step is None else f"The checkpoint at step {step} in {path}"
         lines = [f"{source} does not fit the attached objects; nothing was changed."]
@@ -97,8 +97,8 @@ logger = logging.getLogger(__name__)
 class Form:
     """The structure of a component: its description as JSON (the node) and its leaf names in order.
 
-    A component returns the same form at each save as long as its structure is unchanged, so callers
-    may cache what they derive from a form, and compare forms by identity.
+    While its structure is unchanged, a component returns the same ``Form`` object at each save. So
+    callers may cache what they derive from a ``Form``, and compare two with ``is``.
     """
 
     node: Node
@@ -123,7 +123,7 @@ class Captured:
 
 
 def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
-    """Captures any Python value; the result has a new form at each call.
+    """Captures any Python value; each call makes a new ``Form`` object.
 
     Raises:
       UnsupportedLeafError: a part of the value cannot be stored.
@@ -153,7 +153,9 @@ def require_alive(captured: Captured) -> None:
 
 
 class Combined:
-    """Combines captured parts into one, whose form changes only if the form of a part changes.
+    """Combines captured parts into one.
+
+    While each part has the same ``Form`` object as before, so has the combined part.
 
     Args:
       build: makes the combined node from the nodes of the parts.
@@ -267,10 +269,10 @@ class Restoration:
         )
 
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes, or none: if a call fails, this call and all earlier calls are undone.
+        """Makes all changes or none: if a write in ``calls`` fails, it and those before are undone.
 
-        After the last call of user code, this method calls ``agree``. If ``agree`` raises an error,
-        all calls of user code are undone.
+        After ``calls`` and before ``writes``, this method calls ``agree``, which raises an error if
+        another process has failed. If ``agree`` raises an error, all ``calls`` are undone.
         """
         self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
@@ -283,7 +285,7 @@ class Restoration:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes that run user code, or none. For ``agree``, see ``apply``."""
+        """Makes the changes in ``calls``, or none of them. For ``agree``, see ``apply``."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -311,10 +313,10 @@ class Component(Protocol):
         ...
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares a stored node with the live object; returns the plan, and changes nothing.
+        """Compares a stored node with the live object; returns the plan of its restore.
 
-        ``selection`` selects tensors of models by name. A component whose state does not belong to
-        tensors of models ignores ``selection``.
+        Adds the differences to ``findings``, changes nothing else. ``selection`` selects tensors of
+        models by name; components without state of such tensors ignore ``selection``.
         """
         ...
 
@@ -332,9 +334,9 @@ def restore_by_call(
 
     Adds reads of the value's leaves to ``restoration``. The undo first resets the attributes of
     ``owner``, because ``take`` may have set some of them before it failed, and then passes the
-    state ``live`` to ``take``. A device leaf goes to the placement of the live leaf of the same
-    name and shape, or else to the default device; a host leaf stays on the host. An exception of
-    ``take`` becomes a MismatchError that names ``where``.
+    state ``live`` to ``take``. A leaf saved from a device goes to the placement of the live leaf of
+    the same name and shape, or without one to the default device; a leaf saved from the host goes
+    to the host. An exception of ``take`` becomes a MismatchError that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
@@ -377,7 +379,7 @@ def thaw(captured: Captured) -> Any:
 
 
 def revive(node: Mapping[str, Any], value: Any) -> Any:
-    """Converts a leaf's array to what the node describes: a tensor, array, scalar or key."""
+    """Converts a leaf's array to what the node describes: a tensor, array, scalar or PRNG key."""
     match node["kind"]:
         case "torchax":
             return torchax_backend.wrap(value)
