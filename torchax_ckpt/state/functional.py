@@ -31,13 +31,13 @@ _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
 
 
 class FunctionalState:
-    """Captures functional state, whose structure rarely changes between steps.
+    """Captures functional state; reuses the JSON description of the previous capture if it can.
 
-    The form of a capture consists of the node of the state and the names of its leaves. A capture
-    reuses the form of the previous capture if the structure of the pytree is the same, each array
-    has the same type, shape and dtype, and each leaf that is not an array is an equal int, bool,
-    string or bytes object. A capture that reuses a form builds no nodes: it only takes references
-    to device arrays and copies host arrays.
+    The description (a ``Form``) is the JSON node of the whole pytree, and the list of the leaves'
+    names. A capture reuses the ``Form`` of the previous capture if the structure of the pytree is
+    the same, each array has the same type, shape and dtype, and each leaf that is not an array is
+    an equal int, bool, string or bytes object. A capture that reuses a ``Form`` builds no nodes: it
+    takes references to device arrays, copies host arrays, and does nothing else.
     """
 
     def __init__(self) -> None:
@@ -79,9 +79,11 @@ class FunctionalState:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """Returns a value that determines the content of a leaf's node; None if there is no such value.
+    """Returns the signature of a leaf, which tells whether the leaf's previous node is still right.
 
-    If two leaves at the same position in the state have equal signatures, their nodes are equal.
+    If two leaves at the same position in the pytree have equal signatures, their nodes are equal.
+    The signature is None for types that no signature can describe (a float or a set, for example);
+    a capture that contains such a leaf builds all its nodes again.
     """
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device

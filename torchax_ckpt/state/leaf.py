@@ -29,8 +29,8 @@ DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 def freeze(value: Any, name: str) -> Array:
     """Returns the array to store for a leaf: a device array itself, or a copy of a host array.
 
-    The caller must be within ``torchax_backend.native_torch``, and pass a value that ``describe``
-    accepts.
+    The caller must be within the context ``torchax_backend.native_torch``, in which torch runs CPU
+    operations without torchax, and must pass a value for which ``describe`` raises no error.
 
     Raises:
       UnsupportedLeafError: the leaf is a meta tensor.
@@ -194,14 +194,14 @@ def describe(value: Any, name: str) -> Spec:
 
 @functools.cache  # asks JAX once for each dtype, because JAX caches an entry for each shape
 def _key_data(dtype: Any) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and the trailing dims of the data of random keys."""
+    """Returns the dtype of the key data of random keys, and the dims of one key's data."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     return dtype_name(data.dtype), tuple(data.shape)
 
 
 @functools.cache
 def _no_keys(dtype: Any) -> jax.Array:
-    """Returns an empty array, because JAX tells the implementation of keys only for an array."""
+    """Returns an empty array of keys: JAX tells the implementation of keys only for an array."""
     return jnp.empty((0,), dtype)
 
 

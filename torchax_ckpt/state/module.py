@@ -115,11 +115,11 @@ class ModuleComponent:
         return names.join((*self.key_path, fqn))
 
     def _user_name(self, fqn: str) -> str:
-        """Returns a tensor's name without ``model/``, as ``shardings`` and ``init`` receive it."""
+        """Returns the name without ``model/``, which is passed to ``shardings`` and ``init``."""
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """Returns a dict from ``id(tensor)`` to the tensor's key paths, without their first key.
+        """Returns a dict from ``id(tensor)`` to the key path, without ``model``, of each name.
 
         ``capture`` and ``prepare`` make a new dict only if the module's names or tensors changed.
         All optimizers share the dict, because making the dict for each optimizer would take a tenth
@@ -149,7 +149,7 @@ class ModuleComponent:
         return self._combined([tensors, *extra])
 
     def _capture_tensors(self) -> Captured:
-        """Captures the tensors; builds the node again only if a name, type or shape changed."""
+        """Captures the tensors; builds a new node only if a name, type, shape or dtype changed."""
         self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
@@ -216,7 +216,7 @@ class ModuleComponent:
     def prepare_from(
         self, stored: StoredModule, findings: Findings, selection: Selection
     ) -> Restoration:
-        """Does what ``prepare`` does, for tensors from a checkpoint or from weight files."""
+        """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files."""
         self._refresh()
         restoration = Restoration()
         stored = stored.selected(selection, self.key_path[1:])
@@ -301,14 +301,14 @@ class ModuleComponent:
     # --- tensors that no checkpoint supplies ---
 
     def prepare_fresh(self) -> Restoration:
-        """Plans a start without checkpoint: fills meta tensors and applies the sharding rule."""
+        """Returns the plan of a start without checkpoint: fill meta tensors, shard by the rule."""
         restoration = Restoration()
         self._fill_rest(restoration, set())
         self._reshard_rest(restoration, set())
         return restoration
 
     def _reshard_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that apply the sharding rule to tensors that the checkpoint lacks."""
+        """Adds writes that reshard, by the rule, device tensors that are not in ``supplied``."""
         if self._rule is None:
             return
         for slot in slots(self.module).values():
@@ -325,7 +325,7 @@ class ModuleComponent:
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that fill, with ``init``, the meta tensors that the checkpoint lacks."""
+        """Adds writes that fill, with ``init``, the meta tensors that are not in ``supplied``."""
         for slot in slots(self.module).values():
             if not slot.is_meta or slot.fqn in supplied:
                 continue
@@ -336,7 +336,7 @@ class ModuleComponent:
             restoration.writes.append(Write(_filler(slot, array)))
 
     def _initial(self, slot: Slot) -> jax.Array | None:
-        """Returns what ``init`` returns for a tensor: None, or an array, put on its placement."""
+        """Calls ``init`` for a tensor; returns the array on the tensor's placement, or None."""
         assert self._init is not None
         placement = self._placement(slot)
         expected = self._expected(slot)

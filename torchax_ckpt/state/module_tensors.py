@@ -84,11 +84,11 @@ def slots(module: torch.nn.Module) -> dict[str, Slot]:
 
 
 def registered(module: torch.nn.Module) -> list[Any]:
-    """Returns all keys, tensors and submodules that the module tree has registered, in order.
+    """Returns all names, tensors and submodules registered in a module tree, in a fixed order.
 
-    As long as the list has the same objects, the names and ties of the tensors are the same too.
-    torch's ``named_modules`` and ``named_parameters`` would be slower, because they build every
-    name.
+    If two calls return lists for which ``same_objects`` is true, the names and ties of the tensors
+    did not change between the calls. torch's ``named_modules`` and ``named_parameters`` would be
+    slower, because they build every name.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: list[Any] = [*overrides, *overrides.values()]

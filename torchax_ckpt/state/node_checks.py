@@ -26,7 +26,7 @@ _HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
 
 
 def check_document(document: Mapping[str, Node]) -> None:
-    """Raises CorruptCheckpointError unless ``check`` accepts the node of every component."""
+    """Calls ``check`` for the node of each component, which raises if the node is malformed."""
     for component, node in document.items():
         check(node, component)
 
@@ -77,7 +77,7 @@ def fields(node: Node, where: str) -> dict[str, Node]:
 
 
 def named(pairs: Any, where: str) -> dict[str, Node]:
-    """Returns a dict from key to node, for a list of pairs; raises the errors of ``fields``."""
+    """Returns a dict from key to node, for a list of [key, node] pairs; raises as ``fields``."""
     if not isinstance(pairs, list):
         raise corrupt(where, "a list of named nodes", _kind(pairs))
     found: dict[str, Node] = {}
@@ -148,7 +148,7 @@ def keyed(node: Node, where: str) -> dict[Any, Node]:
 
 
 def corrupt(where: str, expected: str, found: str) -> CorruptCheckpointError:
-    """Returns the CorruptCheckpointError for a node that no component can have written."""
+    """Returns the error for a malformed node; its message has ``expected`` and ``found``."""
     return CorruptCheckpointError(
         f"{where}: expected {expected} in the manifest, found {found}", key_path=where
     )

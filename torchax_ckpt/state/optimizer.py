@@ -2,7 +2,8 @@
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
 [{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
-parameters by name; the order and grouping of parameters may differ.
+parameters by name. Their order, and their division into groups, may differ between the checkpoint
+and the program.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class OptimizerComponent:
         return captured
 
     def _capture_state(self, members: list[list[int]]) -> Captured:
-        """Captures the optimizer's state; builds its node again only if its structure changed."""
+        """Captures the state; reuses the node if all values are tensors of unchanged specs."""
         state = self.optimizer.state
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = [entry for p in parameters if (entry := state.get(p))]
@@ -198,9 +199,10 @@ class OptimizerComponent:
         """Compares a stored optimizer with the live one; returns the plan of the restore.
 
         A parameter that is not selected keeps its optimizer state. A parameter group gets the
-        hyperparameters that are stored for the group's selected parameters. If stored state is
-        not restored, the findings list the parameter of that state, in the form
-        ``optimizer/encoder.0.weight``.
+        hyperparameters that are stored for the group's selected parameters. If these parameters
+        were stored in groups with different hyperparameters, the findings list a mismatch. If the
+        stored state of a parameter is not restored, the findings list the parameter, for example
+        as ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
         where = names.join(self.key_path)
@@ -356,10 +358,10 @@ class OptimizerComponent:
 
 
 def _same(a: Node, b: Node) -> bool:
-    """Returns whether the manifest shows that a hyperparameter of two groups has the same value.
+    """Returns whether two nodes of one hyperparameter, from two stored groups, are equal.
 
-    If the hyperparameter is a tensor, returns False, because the manifest does not contain the
-    values of tensors.
+    If the hyperparameter is a tensor, returns False even if the tensors are equal, because a node
+    does not contain the values of a tensor.
     """
     return a == b
 
@@ -367,7 +369,8 @@ def _same(a: Node, b: Node) -> bool:
 def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
     """Returns whether a stored value can replace the live value; if not, records a mismatch.
 
-    If the live value is missing or not a tensor, any stored value can replace it.
+    If the stored value is an array and the live value a tensor, their dtypes and shapes must be
+    equal. In all other cases the stored value can replace the live value.
     """
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
@@ -379,7 +382,7 @@ def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
 
 
 def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; fills ``live`` with it if ``live`` is a tensor of the same spec."""
+    """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
 
     def leaf(child: Mapping[str, Any]) -> Any:
         value = values[child["array"]]

@@ -1,13 +1,13 @@
-"""Saves and restores per-process state, which each process has for itself.
+"""Saves and restores per-process state: state that differs between the processes of a run.
 
 All processes together save the arrays that lie on devices of several processes. State that does not
 lie on devices of several processes is local: each process has its own version of that state. The
 local state of modules, optimizers and schedulers is equal on all processes, and process 0 saves it.
 The local state of the components in ``COMPONENTS`` (data loaders, users' objects and random state)
-differs between processes and is called per-process state. Each process saves its per-process state,
-unless that state equals the per-process state of process 0. The document has the per-process states
-of the processes from 1 on under ``processes``; null means that a process has the same state as
-process 0:
+differs between processes and is called per-process state. Each process sends its per-process state
+to process 0, which stores it unless it equals the per-process state of process 0. The document (the
+nodes of all components) has the per-process states of processes 1, 2, ... under the key
+``processes``; null means that a process has the same state as process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
@@ -43,7 +43,7 @@ COMPONENTS = ("dataloader", "stateful", "rng")
 
 @dataclasses.dataclass(frozen=True)
 class PerProcessState:
-    """The state that one process has for itself, at one moment.
+    """The per-process state of one process at one moment; see the module's docstring.
 
     Attributes:
       nodes: component -> node.
@@ -54,7 +54,7 @@ class PerProcessState:
     leaves: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """Serializes the state, to send it to another process; waits for device arrays.
+        """Serializes the state, to send it to process 0; first copies device arrays to the host.
 
         Equal states give equal bytes.
         """
@@ -78,7 +78,7 @@ class PerProcessState:
 
 
 def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
-    """Separates the arrays that all processes save together from this process's own state.
+    """Separates the leaves that a step stores once from this process's per-process state.
 
     Returns:
       The names of the shared leaves, the arrays of the shared leaves, and the per-process state.
@@ -134,14 +134,14 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 
 
 def count_of(document: Mapping[str, Node]) -> int | None:
-    """Returns how many processes saved the document; None if their per-process states are equal."""
+    """Returns how many processes saved the document; None if all saved equal per-process states."""
     if PROCESSES not in document:
         return None
     return 1 + len(node_checks.fields(document[PROCESSES], PROCESSES))
 
 
 class Place(Protocol):
-    """The index of one process, and the number of all processes."""
+    """The index of a process in the run, and the number of processes in the run."""
 
     index: int
     count: int

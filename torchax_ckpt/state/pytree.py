@@ -81,7 +81,7 @@ class Encoder:
         return self.encode_all([(key_path, value)])[0]
 
     def encode_all(self, items: Iterable[tuple[tuple[object, ...], Any]]) -> list[Node]:
-        """Returns the nodes of (key path, value) pairs; enters ``native_torch`` only once."""
+        """Does what ``encode`` does, for (key path, value) pairs; returns their nodes."""
         key_path: tuple[object, ...] = ()
         nodes = []
         with torchax_backend.native_torch():
@@ -156,7 +156,7 @@ class Encoder:
         return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
 
     def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
-        """Returns the node of a dict key; a numpy scalar's node contains the scalar's bytes."""
+        """Returns the node of a dict key; the node of a numpy scalar contains its bytes."""
         if len(path) + depth > MAX_DEPTH:
             raise _TooDeepError
         if isinstance(key, np.generic):
@@ -270,7 +270,7 @@ class Finder:
 
 
 def _children(node: Node) -> dict[str, Node]:
-    """Returns a node's children by key or index, as text; of equal keys, keeps the first child."""
+    """Returns a node's children by key or index, as text; if texts are equal, keeps the first."""
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if isinstance(node, list) or tag == "tuple":
         return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
@@ -282,7 +282,8 @@ def _children(node: Node) -> dict[str, Node]:
 def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     """Yields the name and the keys of each leaf below a node.
 
-    A plain value other than None counts as a leaf.
+    A value that stands in the node itself, such as an int or a string, counts as a leaf; None does
+    not.
     """
 
     def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -314,7 +315,7 @@ def key_part(entry: Any) -> str:
 
 
 def _distinct(parts: list[str]) -> list[str]:
-    """Adds suffixes to those keys of a dict that are equal as text, such as 1 and "1"."""
+    """Makes the texts of a dict's keys distinct: 1 and "1" become "1" and "1%2"."""
     if len(set(parts)) == len(parts):
         return parts
     taken = set(parts)

@@ -33,14 +33,14 @@ _STATES = frozenset({"torchax", "torch", "numpy", "python"})
 
 
 class RandomStateComponent:
-    """The component that saves the thread's torchax key and the process's random generators."""
+    """The component of the random state, which ``RandomState`` describes."""
 
     key_path = ("rng",)
 
     def capture(self) -> Captured:
-        """Returns torchax's key and the generators' states; leaves the key on its device.
+        """Returns torchax's key, as an array on its device, and the states of the generators.
 
-        The capture does not block the training thread.
+        This method does not wait until the device has computed the key.
         """
         if isinstance(torchax_backend.prng_key(), jax.core.Tracer):
             raise UnsupportedLeafError(
@@ -83,7 +83,8 @@ class RandomStateComponent:
 class RandomState:
     """Gets and sets the random state, for programs that restore the random state themselves.
 
-    A checkpointer saves the same random state, unless ``attach`` was called with ``rng=False``.
+    A checkpointer saves and restores the same random state, unless ``attach`` was called with
+    ``rng=False``.
 
     The random state consists of the calling thread's torchax key and the states of torch's, numpy's
     and Python's generators. A program can draw the same random numbers again::
@@ -179,10 +180,10 @@ def _set(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_alone(*, on_success: bool) -> Iterator[None]:
-    """Resets the random state after the ``with`` block.
+    """Sets the random state, after the ``with`` block, to its value before the block.
 
-    If ``on_success`` is false, resets the random state only if the block raises. After a reset, the
-    random numbers that user code drew within the block have no effect on the program. User code may
+    If ``on_success`` is false, does so only if the block raises. After this reset, the random
+    numbers that user code drew within the block have no effect on the program. User code may
     draw random numbers in unexpected places: for example, ``state_dict()`` of a data loader draws
     the loader's seeds if the loader's iteration has not begun.
     """

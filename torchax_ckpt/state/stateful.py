@@ -1,6 +1,7 @@
 """Captures and restores objects with ``state_dict`` and ``load_state_dict``.
 
-Objects with these methods are learning-rate schedulers, data loaders and users' own objects.
+A checkpointer saves learning-rate schedulers, data loaders and the objects that the user passes as
+``stateful`` through these methods.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torchax_ckpt.state.component import Captured, Findings, Restoration, encode
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can return its whole state and load it again."""
+    """An object whose ``state_dict`` and ``load_state_dict`` return and set its whole state."""
 
     def state_dict(self) -> Any:
         """Returns the whole state."""
@@ -58,8 +59,8 @@ class StatefulComponent:
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Returns the plan to call ``load_state_dict`` with the stored state.
 
-        Also captures the object's state now. If the restore fails, the undo loads this captured
-        state.
+        This method also captures the object's state before the restore. If the restore fails, the
+        object gets the captured state back.
         """
         restoration = Restoration()
 

@@ -95,8 +95,8 @@ class StoredModule:
     def sources(self, every_name: Iterable[str]) -> list[str]:
         """Returns the names of the stored tensors to which a live tensor's names refer.
 
-        The result has several names only if the live module ties tensors that are not tied in the
-        source.
+        The result is empty if no tensor is stored under the live names. It has several names only
+        if the live module ties tensors that this stored module does not tie.
         """
         owners = [self.ties.get(name, name) for name in every_name]
         return list(dict.fromkeys(owner for owner in owners if owner in self.tensors))
@@ -126,9 +126,10 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """Returns torch's name of a tensor, which is the last key in the tensor's new leaf name.
+    """Returns torch's name of a tensor: the last key of ``new``, its name after the renaming.
 
-    Raises SelectionError unless the keys before the last key are ``prefix``.
+    Raises SelectionError unless the keys before the last key are ``prefix``. The message names
+    ``old``, the tensor's name in the checkpoint.
     """
     with contextlib.suppress(ValueError):  # an escape that is not valid UTF-8
         *model, fqn = names.split(new)
@@ -219,7 +220,7 @@ class StoredOptimizer:
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:
-        """Returns the groups and state of selected parameters, by the program's parameter names."""
+        """Returns the selected parameters' groups and state, under their names in the program."""
         taken = selection.taken(self.group_of)
         return StoredOptimizer(
             self.groups,

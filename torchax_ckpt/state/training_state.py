@@ -1,4 +1,4 @@
-"""Captures and restores the attached objects of one training run, as one document."""
+"""Captures and restores all attached objects; a document maps each component to its node."""
 
 from __future__ import annotations
 
@@ -135,14 +135,14 @@ class TrainingState:
         return result
 
     def prepare_fresh(self) -> Restoration:
-        """Plans a start without checkpoint: fills meta tensors and applies the sharding rule."""
+        """Returns the plan of a start without checkpoint: fill meta tensors, shard by the rule."""
         result = Restoration()
         result.extend(module.prepare_fresh() for module in self._modules)
         return result
 
 
 class _Group:
-    """Combines components of one kind, such as all schedulers; the keys are the user's names."""
+    """Joins components of one kind, such as all schedulers, under the names the user gave them."""
 
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
         self._members = members
@@ -194,7 +194,7 @@ def _as_mapping(value: Any) -> Any:
 
 
 def as_rule(shardings: Any) -> Rule | None:
-    """Converts the user's ``shardings`` to a rule; raises AttachError if the type is wrong."""
+    """Converts ``shardings`` (a callable, mesh or None) to a rule; else raises AttachError."""
     if shardings is None:
         return None
     if found := torchax_backend.torchax_mesh(shardings):

@@ -77,7 +77,7 @@ def require_stored(
 
 
 def stored_key(name: str) -> str:
-    """Returns the key under which Orbax stores the array of this name."""
+    """Returns the key of an array, by its stored name, in the OCDBT database that Orbax writes."""
     return ".".join(names.component_and_rest(name))
 
 
@@ -122,7 +122,7 @@ def _zarr_dtype(name: str) -> str:
 
 
 def require_names_within(step_path: epath.Path, step: int) -> None:
-    """Raises if the pytree metadata of a step names arrays outside the step.
+    """Raises if an array name in a step's pytree metadata is a path that leaves the step.
 
     Raises:
       CorruptCheckpointError: the message names the metadata file and the array.

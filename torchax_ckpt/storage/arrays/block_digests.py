@@ -1,10 +1,11 @@
 """Computes block digests: one 64-bit number for each block of stored bytes, to detect damage.
 
-An array is cut into equal blocks (``chunking.py``). Each member of a stack has blocks of its own,
-so that a wrong digest tells which leaf is damaged. The host computes the digests from the same
-bytes that go to storage. A read compares the bytes that come back from storage with the digests,
-whatever mesh the array is read onto. Digests do not cover devices: they cannot detect changes in a
-device's memory, or on the way between the device and the host.
+An array is cut into equal blocks (``chunking.py``). In a stack (several leaves stored as one
+array), each block has data of one leaf, so a wrong digest tells which leaf is damaged. The host
+computes the digests from the same bytes that go to storage. A read compares the bytes that come
+back from storage with the digests, whatever mesh the array is read onto. Digests do not cover
+devices: they cannot detect changes in a device's memory, or on the way between the device and the
+host.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
 """
@@ -32,7 +33,7 @@ Part = tuple[tuple[int, ...], np.ndarray]
 
 
 def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
-    """Returns an array's digests, with zero for each block that this process does not store.
+    """Returns an array's digests; the digest of a block that this process does not store is 0.
 
     Args:
       array: the array.
@@ -53,7 +54,7 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
 def gathered(
     taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """On process 0, returns the digests that all processes took; otherwise, returns ``taken``.
+    """On process 0, returns the digests of all processes; on other processes, returns ``taken``.
 
     Only process 0 writes the manifest, and therefore needs the digests of all blocks.
 
@@ -137,7 +138,7 @@ def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
 
 
 def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
-    """Returns the digests of an array of whole blocks, as one uint64 element for each block."""
+    """Returns one uint64 digest for each block of an array that consists of whole blocks."""
     grid = grid_shape(host.shape, block)
     if _are_contiguous(host.shape, block):
         octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data

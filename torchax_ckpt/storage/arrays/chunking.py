@@ -1,8 +1,9 @@
 """Computes how stored arrays are cut into chunks (units of storage) and blocks (units of digests).
 
-A read takes whole chunks and whole blocks. Chunks and blocks therefore have common boundaries.
-Orbax cuts the chunks, and torchax_ckpt sets the limit on the size of a chunk. This module computes
-which chunks Orbax will choose, and cuts the blocks to match.
+A read takes whole chunks and whole blocks. To keep reads small, the length of a block along each
+dim divides the length of a chunk along that dim, or is a multiple of it. Orbax cuts the chunks, and
+torchax_ckpt sets the limit on the size of a chunk. This module computes which chunks Orbax will
+choose, and cuts the blocks to match.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ _MIN_FRACTION = 16
 
 
 def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
-    """Returns the shape of the chunks into which Orbax cuts a written shape (``_written_shape``).
+    """Returns the shape of the chunks into which Orbax cuts what one device or host writes.
 
-    This function repeats Orbax's own computation. As long as a chunk is too large, Orbax shortens
-    one dim to its next smaller divisor: the longest dim among those in which the written shape is
+    This function repeats Orbax's own computation, which starts with the shape that one device or
+    host writes (``_written_shape``). As long as a chunk exceeds ``chunk_limit``, Orbax shortens one
+    dim to its next smaller divisor: the longest dim among those in which the written shape is
     smaller than the array. If all of those dims have length 1, Orbax shortens the longest of the
     remaining dims. A caller of Orbax can set the size at which Orbax stops, but cannot exclude a
     dim from the cutting.
@@ -57,8 +59,9 @@ def chunk_limit(array: jax.Array | np.ndarray) -> int:
 def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
     """Returns the shape of an array's blocks. A block of a stack has data of only one member.
 
-    A block has the written shape (``_written_shape``), or the shape of a chunk if the written shape
-    has more than ``MAX_BYTES`` bytes.
+    A block has the shape that one device or host writes (``_written_shape``), or the shape of a
+    chunk if the former has more than ``MAX_BYTES`` bytes. The first dim of a stack's block has
+    length 1.
     """
     written, first = _written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
@@ -70,10 +73,11 @@ def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, 
 def is_shared(array: jax.Array | np.ndarray) -> bool:
     """Returns whether the replicas of a shard share the work of writing the shard.
 
-    If an array spans several processes, each replica writes one part of a shard that can be
-    divided. If an array is on one process, the first replica writes the whole shard: the bytes that
-    are fetched for the shard's digest are then also the bytes that are written, so the bytes leave
-    the device only once.
+    If an array spans several processes, and the number of replicas divides a dim of the shard, each
+    replica writes an equal part of the shard; if it divides no dim, one replica writes the shard.
+    If an array is on one process, the first replica writes the whole shard: the bytes that are
+    fetched for the shard's digest are then also the bytes that are written, so the bytes leave the
+    device only once.
     """
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 

@@ -1,11 +1,13 @@
-"""Decides whether saves compress array data, by the user's option or by the speed of storage.
+"""Decides whether saves compress array data: by the user's option, or else by storage speed.
 
 Compression by Zstandard makes float32 weights and optimizer moments about 8 % smaller, and bfloat16
 weights 22 % smaller. Compression shortens a save only if storage takes bytes more slowly than the
 processor compresses them. Compression also costs processor time that the training may need. If the
-user did not set ``CheckpointOptions.compression``, saves begin to compress only when storage is
-several times slower than compression. ``benchmarks/compressing.py`` measures the speed of
-saves with and without compression.
+user did not set ``CheckpointOptions.compression``, saves do not compress at first. In a run of one
+process, they compress from the time when the last three measured saves have a median speed below a
+quarter of the speed of compression (``SLOW_BYTES_PER_SEC``). In a run of several processes, they do
+not compress. ``benchmarks/compressing.py`` measures the speed of saves with and without
+compression.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ class Compression:
         self._writing = nbytes, time.perf_counter()
 
     def end(self, count: int) -> None:
-        """Records how long storage took to write the ``count`` arrays of a save since ``begin``.
+        """Records how long storage took, since ``begin``, to write the ``count`` arrays of a save.
 
-        Does nothing if ``begin`` was not called. A save in several batches does not call ``begin``,
-        because the time of such a save includes transfers from devices.
+        Does nothing if ``begin`` was not called. ``begin`` is not called for a save in several
+        batches, because the time of such a save includes transfers from devices.
         """
         if self._writing is not None:
             nbytes, began = self._writing
@@ -59,7 +61,11 @@ class Compression:
             self.observe(nbytes, count, time.perf_counter() - began)
 
     def observe(self, nbytes: int, count: int, secs: float) -> None:
-        """Records that storage took ``secs`` to write ``nbytes`` bytes of ``count`` arrays."""
+        """Records the time ``secs`` of writing ``count`` arrays with ``nbytes`` bytes in all.
+
+        Turns compression on if the median speed of the last three recorded saves is low.
+        Does not record small saves or saves of small arrays, because they measure latency.
+        """
         if not self._decides or self.is_on:
             return
         if nbytes < max(_MIN_BYTES, count * _MIN_MEAN_BYTES):

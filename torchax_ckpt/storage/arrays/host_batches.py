@@ -40,8 +40,8 @@ class Batches(orbax_internals.StatusCallback):
     """Fetches, digests and writes the device arrays of one save in batches.
 
     Orbax passes this object, as the callback of a save, to the handler of device arrays
-    (``orbax_internals.PyTreeInBatches``). Orbax writes host arrays without this object, which only
-    computes the digests of host arrays.
+    (``orbax_internals.PyTreeInBatches``). Orbax writes host arrays without the help of this object;
+    this object computes their digests.
 
     Args:
       arrays: stored name -> array.
@@ -82,7 +82,7 @@ class Batches(orbax_internals.StatusCallback):
             self.on_devices.set_result({})
 
     def taken(self) -> dict[str, Digests]:
-        """Waits for ``on_devices``; returns the digests of the blocks that this process stores."""
+        """Waits for the last batch; returns the digests of the blocks that this process stores."""
         on_host = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
         return on_host | self.on_devices.result()
 
@@ -135,7 +135,7 @@ class Batches(orbax_internals.StatusCallback):
             raise
 
     def cancel(self) -> None:
-        """Stops a save before its next batch, because the save failed or Orbax gives it up."""
+        """Stops the save before its next batch; called if the save fails or Orbax gives it up."""
         self._is_over = True
         self.on_devices.cancel()
 
@@ -167,7 +167,7 @@ class Batches(orbax_internals.StatusCallback):
 
 
 def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[list[str]]:
-    """Divides the arrays into batches, and yields the names of the arrays in each batch."""
+    """Divides arrays into batches of at most ``max_bytes``; yields the names in each batch."""
     if max_bytes is None:
         if arrays:
             yield [*arrays]
@@ -188,8 +188,8 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
 class _Writing:
     """The awaitable that Orbax receives from ``Batches.writing``.
 
-    Orbax awaits this object to write the arrays. If Orbax gives up the save, Orbax cancels the
-    batches.
+    Orbax awaits this object to write the arrays. If Orbax gives up the save, it cancels what it
+    finds in ``commit_futures``: the ``Batches``.
     """
 
     def __init__(self, batches: Batches, params: Sequence[Any], write: _Write) -> None:

@@ -1,7 +1,8 @@
 """Locates a stored chunk in a step's files, so that an error can name the damaged file.
 
-TensorStore's errors do not name the file that holds an unreadable chunk. This module reads the
-nodes of the OCDBT database one after the other. The search is slow, so it runs only after an error.
+TensorStore's errors do not name the file that holds an unreadable chunk. The arrays of a step are
+stored in an OCDBT database. This module reads the nodes of the database one after the other until
+it finds the chunk. The search is slow, so it runs only after an error.
 """
 
 from __future__ import annotations

@@ -184,8 +184,8 @@ def coordination_service() -> Any:
 def one_order(processes: Processes) -> Iterator[None]:
     """Holds the lock ``one_at_a_time`` while this process saves or loads.
 
-    All processes take the lock in the same order of saves and loads, which process 0 decides.
-    Call this function in a round of ``processes``.
+    If several checkpointers save or load at the same time, each process lets them take the lock in
+    the order in which they take it on process 0. Enter this context within ``processes.round``.
     """
     if not processes.is_first:
         processes.share()  # returns once process 0 holds the lock
@@ -199,9 +199,9 @@ def one_order(processes: Processes) -> Iterator[None]:
 def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
     """Makes Orbax treat all calls of this thread within this context as one save or load.
 
-    Wherever Orbax would wait at its own barrier, the processes meet in their present round of
-    ``processes``. Leave the context only after Orbax has ended all work of the save or load,
-    including background work.
+    Wherever Orbax would wait at its own barrier, the processes wait for each other with
+    ``processes.meet``. Enter this context within ``processes.round``. Leave the context only after
+    Orbax has ended all work of the save or load, including background work.
     """
     # Orbax's processes find each other's messages by the number of the operation, which each
     # process counts for itself. An operation that one process carries out alone must not be

@@ -3,7 +3,7 @@
 Orbax's public API does not let its caller choose how the processes wait for each other, which
 number an operation (a save or load) gets, or when an array is copied to the host. The context
 ``operation`` therefore replaces attributes of Orbax while torchax_ckpt saves or loads. Each
-replacement reads the current operation from ``_operation``. If no operation of torchax_ckpt is
+replacement reads the context variable ``_operation``. If no operation of torchax_ckpt is
 current, the replacement calls Orbax's original, because a program may also call Orbax directly.
 Before the first operation, ``check_internals`` checks that Orbax has the attributes to replace.
 
@@ -134,7 +134,7 @@ _ABSENT = object()
 
 
 class _Replaced:
-    """Replaces the attributes in ``_PATCHES`` while at least one thread is within this context."""
+    """Replaces Orbax's attributes while at least one thread is within this context."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -257,7 +257,7 @@ def _raw_bytes(original: Any) -> Any:
 @_replaces(array_metadata_store, "multihost")
 @_replaces(jax_array_handlers, "jax")
 class _SingleProcessView:
-    """Wraps a Python module; ``process_count()`` is 1 while this process saves or loads alone."""
+    """Wraps a module, so that Orbax sees one process while this process saves or loads alone."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -279,12 +279,12 @@ def _is_alone() -> bool:
 
 
 def future_of(response: Any) -> concurrent.futures.Future[Any]:
-    """Returns the future of a save, which a caller can wait for together with other futures."""
+    """Returns the future that completes when Orbax has ended the save of ``response``."""
     return response._thread_runner._future
 
 
 def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
-    """Returns an object whose ``replica_slices`` are this process's stored parts of an array."""
+    """Returns an object; its ``replica_slices`` are the array's parts that this process writes."""
     return replica_slices.get_replica_slices(
         array, replica_id=0, use_replica_parallel=use_replica_parallel
     )
@@ -305,7 +305,7 @@ def recorded_as(public: type) -> Callable[[type], type]:
 
 
 class _Arrays(ArrayLeafHandler):
-    """Extends Orbax's handler of arrays: writes the batches of a save one after the other."""
+    """Extends Orbax's handler of device arrays: passes the writing to ``host_batches.Batches``."""
 
     async def serialize(self, params: Sequence[Any], context: Any) -> Any:
         async def write(batch: Sequence[Any]) -> Awaitable[None]:
@@ -383,7 +383,7 @@ def _check_handlers() -> None:
 
 
 def _check_users() -> None:
-    """Checks that Orbax's functions read the attributes that ``_PATCHES`` replaces."""
+    """Checks that Orbax's functions still use the attributes that this module replaces."""
     for function, *names in (
         (execution.save_checkpointables_impl, "_check_directory_consistency"),
         (execution._SaveResponse.__init__, "_thread_runner"),

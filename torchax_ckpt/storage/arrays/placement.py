@@ -2,7 +2,8 @@
 
 A piece is the unit of reads. A piece consists of whole chunks and whole blocks, so that its bytes
 can be compared with digests. The part of an array that a device will hold goes to the device as
-soon as all pieces of the part have been read. All members of a stack go to their devices together.
+soon as all pieces of the part have been read. The members of a stack (several leaves stored as one
+array) go to their devices together, once all pieces of the stack have been read.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Region:
         return low, high
 
     def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
-        """Adds a piece; returns the region's array if the region is complete now, else None."""
+        """Adds a piece; returns the region's array if it completes the region, else None."""
         if self.is_piece(piece):
             return host
         if not self.overlaps(piece):
@@ -138,7 +139,7 @@ class Target:
         self._dtype = np.dtype(wanted.dtype)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces of the array that must be read, in the order of reading."""
+        """Yields the pieces to read, in the order of reading; ``chunk`` is the shape of a chunk."""
         raise NotImplementedError
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
@@ -202,13 +203,13 @@ class SingleLeaf(Target):
         self._missing = len(self._regions)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces of the parts that devices of this process hold."""
+        """Yields the pieces that contain the parts for this process's devices or its host."""
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
         """Returns the bytes of the piece, and the bytes of all parts whose first piece this is.
 
-        If the piece is the whole part, the bytes of the piece count only once.
+        If the piece is exactly one part, it is not copied, and the first number is 0.
         """
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
@@ -267,9 +268,11 @@ class Stack(Target):
         yield from pieces
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Counts the bytes of the piece.
+        """Returns the two numbers of bytes that ``Target.awaits`` describes.
 
-        If the pieces are copied into one array, also counts that array with the first piece.
+        If the pieces are copied into one array, the second number is the size of that array for the
+        first piece, and 0 for all later pieces. If they are not copied, the first number is 0 and
+        the second is the size of the piece.
         """
         if self._are_parts or self._region.is_piece(piece):
             return 0, piece.nbytes
@@ -327,7 +330,8 @@ class Checked(Target):
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
     """Returns (device, bounds of the device's part) for each of this process's devices with a part.
 
-    A leaf that goes to the host gives one pair: its placement, and the bounds of the whole leaf.
+    A leaf that goes to the host or to the default device gives one pair: its placement, and the
+    bounds of the whole leaf.
     """
     if isinstance(placement, Sharding):
         memory = placement.memory_kind
@@ -354,7 +358,7 @@ def _put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
 
 
 def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
-    """Returns a leaf, made from the parts that devices of this process hold."""
+    """Returns a leaf made of its parts on this process's devices, or of one part on the host."""
     if not isinstance(placement, Sharding):
         return shards[0]
     return jax.make_array_from_single_device_arrays(
@@ -372,8 +376,9 @@ def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Returns a new host array, aligned so that JAX can use its memory on CPU without a copy.
 
-    A device may use the array's own memory, because no other code writes to the array, and because
-    JAX does not reuse donated memory that JAX does not own.
+    JAX may then use the memory of this array as the memory of a device array. This is safe, because
+    no other code writes to this array, and because JAX does not reuse donated memory that JAX does
+    not own.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:

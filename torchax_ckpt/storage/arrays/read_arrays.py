@@ -3,7 +3,8 @@
 This module reads through TensorStore directly, because Orbax gives no access to the bytes between
 storage and devices. The host compares the bytes of each piece with their digests before the piece
 goes to a device. Each process reads only the parts of arrays that its devices will hold, extended
-to whole blocks. A limit bounds the bytes in flight between storage and devices.
+to whole blocks. ``CheckpointOptions.max_host_bytes``, or a default, limits the host memory of data
+that was requested from storage and is not on its devices yet.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def read_arrays(
 def stream_arrays(
     committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Reads whole arrays of a step piece by piece; only the pieces in flight are in memory.
+    """Reads whole arrays of a step piece by piece, with a limited number of bytes in memory.
+
+    The limit is ``options.max_host_bytes``, or ``STREAMED_BYTES`` if that is None. Only a single
+    piece that is larger than the limit exceeds it.
 
     Yields:
       Stored name, piece, and the checked content of the piece on the host.
@@ -291,7 +295,7 @@ class _Arrival:
         )
 
     def _first_unreadable(self) -> tuple[int, ...] | None:
-        """Returns the piece's first unreadable chunk; None if all its chunks are readable now."""
+        """Reads the piece's chunks one by one; returns the first unreadable one, or None."""
         grid = [
             range(start // size, -(-(start + length) // size))
             for start, length, size in zip(
@@ -312,7 +316,7 @@ class _Arrival:
         return locate_chunk.place_of_chunk(folder, stored_key(self._target.name), chunk)
 
     def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
-        """Returns an error about the stack members in ``rows``, or about an unstacked array."""
+        """Returns an error that names the stack members in ``rows``, or the unstacked array."""
         members, name = self._target.wanted.members, self._target.name
         leaves = sorted({members[row] for row in rows}) if members else [name]
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
@@ -324,8 +328,8 @@ class _Window:
 
     The bytes in flight exceed the limit only if a single array needs more memory than the limit.
 
-    A piece counts as in flight until it has been read. A part that is put together from pieces
-    counts as in flight from its first piece until the part is on its devices.
+    A piece counts as in flight from its request until it has been read. A part that is put together
+    from pieces counts as in flight from its first piece until the part is on its devices.
     """
 
     def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
@@ -341,7 +345,7 @@ class _Window:
         self._reading.append((piece_bytes, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until ``nbytes`` more fit within the limit, or nothing is in flight any more.
+        """Waits until ``nbytes`` more bytes fit within the limit, or no bytes are in flight.
 
         Waits for pieces to be read and for parts to reach their devices, oldest first.
         """

@@ -1,9 +1,10 @@
 """Chooses the leaves that one replica reads from storage and sends to all other replicas.
 
-Each slice of a cluster may hold one data-parallel replica. By default, all slices then read the
-same bytes from storage. With the option ``single_replica_restore``, only the processes of the first
-replica read a replicated leaf from storage. ``move_shards`` then sends the leaf to the devices of
-all other replicas.
+If a run uses several TPU slices, each slice may hold one data-parallel replica of the arrays. By
+default, each slice then reads the same bytes from storage. With the option
+``single_replica_restore``, only the processes of the first replica read a replicated leaf from
+storage. The module ``snapshot/move_shards.py`` then sends the leaf to the devices of all other
+replicas.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def split(
 
 
 def _source(placement: Placement, dtype: str) -> NamedSharding | None:
-    """Returns the first replica's sharding of a leaf; None if no replica sends the leaf."""
+    """Returns the first replica's sharding of a leaf; None if every process reads its own part."""
     if not isinstance(placement, NamedSharding) or placement.is_fully_addressable:
         return None
     if dtype in _NIBBLES or np.dtype(dtype).kind == "c":

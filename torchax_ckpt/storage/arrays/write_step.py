@@ -54,9 +54,10 @@ def write_step(
 ) -> None:
     """Writes a step, and last Orbax's commit mark; returns when both are durable.
 
-    On a file system the step still has a temporary name; ``RunDirectory.commit`` renames it. Do not
-    call this function on the training thread. Each process writes the shards that its devices hold.
-    Process 0 also writes the host arrays and the JSON.
+    On a file system the step then still has a temporary name, until the caller renames it with
+    ``RunDirectory.commit``. Do not call this function on the training thread. Each process writes
+    the shards that its devices hold. Process 0 also writes the host arrays, the manifest and the
+    summary.
 
     Args:
       path: the directory of the step, which must not exist.

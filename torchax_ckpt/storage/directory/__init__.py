@@ -1,1 +1,1 @@
-"""Manages the directory of a run: which of its steps count, and which process may write."""
+"""Manages a run's directory: which of its steps are abandoned, and which program may write."""

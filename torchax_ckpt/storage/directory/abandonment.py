@@ -1,9 +1,11 @@
 """Decides which steps of a run are abandoned; no other module makes this decision.
 
-A run that goes back to an earlier step, or starts anew, leaves its branch: it abandons the newer
-steps. The abandoned steps keep their names until a new step is durable. Then the run sets the
-abandoned steps aside: it renames them, or deletes them from a local tier, so that no run resumes
-from them. A run that goes back to a step and ends before its next save has abandoned no step.
+A run that goes back to an earlier step abandons the newer steps; a run that starts anew abandons
+all steps. The steps that are not abandoned count: they are the run's branch. The abandoned steps
+keep their names until a new step is durable. Then the run sets the abandoned steps aside: it
+renames them, or deletes them from a local tier, so that no run resumes from them. If a run goes
+back to a step and ends before a new step is committed, the newer steps still count when the run is
+started again.
 
 A step is first marked as abandoned in memory, in the ``Branches`` that ``run_history.py`` keeps for
 each tier (the run's durable directory, and its local directory if it has one). The abandoned steps
@@ -15,11 +17,11 @@ are:
     - a step whose save failed after its commit.
 
 The next step that is saved records the abandoned steps durably: its summary lists, under
-``abandons``, the keys (number and commit time) of the abandoned steps that are still in place, in
-both tiers. Abandoned steps therefore stay abandoned if the process is killed before it sets them
+``abandons``, the keys (number and commit time) of the abandoned steps, in both tiers, that were not
+set aside yet. Abandoned steps therefore stay abandoned if the process is killed before it sets them
 aside. A process that lists a directory later treats as abandoned:
 
-    - the steps listed in the summaries of the latest commits in the directory;
+    - the steps listed in the summaries of the 32 latest commits in the directory;
     - the steps listed in the summaries of the run's other tier;
     - the steps that other hosts report (each host reads the summaries in its own local tier only);
     - if the summary of an incoming step is damaged, all steps that were committed earlier than the
@@ -70,7 +72,7 @@ class Branches:
 
     Attributes:
       committed: the steps that count, oldest first, one for each number.
-      abandoned: the other committed steps that are still in place.
+      abandoned: the committed steps that do not count and were not set aside yet.
     """
 
     committed: tuple[CommittedStep, ...] = ()
@@ -103,7 +105,8 @@ class Branches:
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
         """Returns new branches in which ``steps`` are abandoned.
 
-        ``steps`` may include steps that the present branches do not contain.
+        ``steps`` may include a committed step that these branches do not contain yet, because its
+        save failed after the commit. The new branches list this step as abandoned too.
         """
         left = tuple(steps)
         keys = {s.key for s in left}
@@ -187,7 +190,7 @@ class Abandonment:
         return Branches.among(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
-        """Returns the abandoned ``steps`` that a program may set aside before it saves a step.
+        """Returns those of ``steps`` that are abandoned and may be set aside before the next save.
 
         If this directory is the durable tier, the result has only steps that a summary in the
         durable tier lists as abandoned. A summary in a local tier is not enough: the local tier may
@@ -197,7 +200,11 @@ class Abandonment:
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
-        """Returns a JSON report for other hosts: the keys of ``steps`` and of abandoned steps."""
+        """Returns a JSON report for other hosts.
+
+        The report has the keys of ``steps``, and the keys of the abandoned steps that the summaries
+        in this directory list.
+        """
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:

@@ -1,8 +1,8 @@
 """Handles Orbax's commit record and commit mark, the files that make a folder a committed step.
 
-The commit mark, which is written last, holds digests of those files of Orbax's metadata that have
-no digest elsewhere and that torchax_ckpt relies on or shows to users. On a bucket, a folder
-is a committed step only if it has a commit mark.
+Orbax writes the commit mark last. torchax_ckpt adds to the mark the digests of two other files that
+Orbax writes: the commit record, and the file of the arrays' shardings. On a bucket, a folder is a
+committed step only if it has a commit mark.
 """
 
 from __future__ import annotations
@@ -63,13 +63,15 @@ def is_there(committed: CommittedStep) -> bool:
     """Returns whether a step still exists.
 
     The deletion of a step begins with a rename on a local path, and with the removal of the commit
-    mark on a bucket.
+    mark on a bucket. From then on the result is False.
     """
     return committed.path.exists() and is_marked(committed.path)
 
 
 def is_begun(path: epath.Path) -> bool:
-    """Returns whether a folder in a bucket is an unfinished step, or a partly removed step.
+    """Returns whether a folder in a bucket is an unfinished or a partly removed step.
+
+    The result is False for a folder on a local path.
 
     A folder with neither a commit mark nor files of a step is the user's, even if its name is a
     number.
@@ -105,8 +107,8 @@ class CommitTimes:
     def read(self, path: epath.Path) -> int | None:
         """Returns a step's commit time, in nanoseconds since 1970; None if it was not committed.
 
-        Returns 0 if the step was committed but its record is damaged, so that the step is still
-        reported.
+        Returns 0 if the step was committed but its record is damaged or lost, so that callers
+        still list the step.
         """
         for _ in range(2):  # between the calls the step may have been moved or deleted
             try:
@@ -189,7 +191,7 @@ def item_names(path: epath.Path) -> set[str]:
 
 
 def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
-    """Changes the commit time that Orbax wrote, in a step that is not visible yet."""
+    """Changes the commit time that Orbax wrote, in a step that does not have its final name yet."""
     record = json.loads((path / _RECORD).read_text())
     record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
     (path / _RECORD).write_text(json.dumps(record))
@@ -200,7 +202,7 @@ def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
 
 
 def sealing(path: epath.Path, said: str) -> str:
-    """Returns the text of a commit mark, which joins Orbax's text and digests of metadata files.
+    """Returns the text of a commit mark: Orbax's text, then the digests of two metadata files.
 
     Args:
       path: the step.
@@ -249,7 +251,7 @@ def remove_leftover(path: epath.Path) -> None:
     """Removes the files of a failed save.
 
     On a local path, files remain if Orbax still writes files during the removal; a later cleanup
-    removes them. On a bucket, the program whose save failed may only be stalled, and may write more
+    removes them. On a bucket, the program that made the save may still run, and may write more
     files of the step at any time. An empty object (``BEGUN``) therefore remains under the step's
     name in the bucket, so that no program uses the name again.
     """
