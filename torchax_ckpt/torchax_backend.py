@@ -1,9 +1,9 @@
 """Wraps internals of torchax, which no other module of this package uses.
 
 A torchax tensor is a ``torch.Tensor`` around a JAX array. This module reads and replaces that
-array, fills meta tensors, and reads and sets the random key. The module also runs native torch
-operations in a program in which torchax is enabled. ``check_internals`` checks once, at first use,
-that torchax has the internals that this module uses.
+array, turns meta tensors into torchax tensors, and reads and sets the random key. The module also
+lets torch itself compute on CPU tensors in a program in which torchax is enabled.
+``check_internals`` checks, at its first call, that torchax has the internals that this module uses.
 
 Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
 """
@@ -75,7 +75,7 @@ def check_internals() -> None:
 
 @contextlib.contextmanager
 def native_torch() -> Iterator[None]:
-    """Runs torch operations on CPU tensors natively, even if torchax is enabled.
+    """Lets torch itself compute on CPU tensors in a ``with`` block, even if torchax is enabled.
 
     ``torchax.disable_temporarily`` is not enough: it has no effect after ``env.enabled`` was reset,
     and the first torch operation resets ``env.enabled``.
@@ -98,7 +98,7 @@ def buffer(tensor: Any) -> jax.Array:
 
 
 def set_buffer(tensor: Any, array: jax.Array) -> None:
-    """Replaces the array of a torchax tensor; for a view, writes to the viewed tensor.
+    """Replaces the array of a torchax tensor; for a view, changes the tensor that it views.
 
     The caller must check that shape and dtype stay the same, because torchax does not check them.
     """
@@ -109,7 +109,7 @@ def set_buffer(tensor: Any, array: jax.Array) -> None:
 
 
 def release(tensor: object) -> None:
-    """Deletes the array of a torchax tensor; does nothing for other objects."""
+    """Frees the memory of a torchax tensor's array; does nothing for views and other objects."""
     if isinstance(tensor, Tensor) and not tensor._elem.is_deleted():
         tensor._elem.delete()
 
@@ -136,7 +136,7 @@ def fill_meta(tensor: torch.Tensor, array: jax.Array) -> None:
 
 
 def why_unsupported(tensor: torch.Tensor) -> str | None:
-    """Returns why a tensor cannot be stored unchanged; None if the tensor can be stored."""
+    """Returns why a tensor cannot be stored, as the end of a sentence; None if it can be stored."""
     if is_device_tensor(tensor):
         return None
     if torch.nn.parameter.is_lazy(tensor):
@@ -177,7 +177,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Copies a CPU tensor bit for bit into numpy. Call ``to_numpy`` within ``native_torch``."""
+    """Copies a CPU tensor bit for bit into numpy; call it in a ``with native_torch()`` block."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype in _BIT_TWINS:
         integers, dtype = _BIT_TWINS[tensor.dtype]
@@ -188,9 +188,9 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
     """Copies 0-d CPU tensors; returns a dict from ``id(tensor)`` to a tensor's numpy copy.
 
-    Call ``scalars_to_numpy`` within ``native_torch``. All tensors of one dtype are copied together,
-    because a thousand separate copies, of step counters for example, would take longer than the
-    rest of a snapshot.
+    Call ``scalars_to_numpy`` in a ``with native_torch()`` block. All tensors of one dtype are
+    copied together, because a thousand separate copies, of step counters for example, would take
+    longer than the rest of a snapshot.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -230,7 +230,7 @@ def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
 def unwrap_jittable(
     module: Any,
 ) -> tuple[torch.nn.Module, Mapping[str, torch.Tensor]]:
-    """Returns the wrapped module of a JittableModule and its live tensors by name.
+    """Returns the module in a JittableModule, and the JittableModule's params and buffers by name.
 
     For any other module, returns the module and {}. JittableModule reports the class of the wrapped
     module as its own, so ``isinstance`` cannot detect a JittableModule.
@@ -246,14 +246,14 @@ def unwrap_jittable(
 def prng_key() -> jax.Array:
     """Returns the random key that torchax keeps for this thread.
 
-    At first, the random key is a typed JAX key (``jax.random.key``). After ``env.manual_seed``, the
-    random key is an array of type uint32[2].
+    Until ``env.manual_seed`` is called, the random key is a typed JAX key (``jax.random.key``).
+    After that, the random key is an array of type uint32[2].
     """
     return torchax.default_env().prng_key
 
 
 def set_prng_key(key: jax.Array) -> None:
-    """Replaces the random key that torchax keeps for this thread."""
+    """Makes ``key`` the random key that torchax keeps for this thread."""
     settings = torchax.default_env()._property
     settings.content = RuntimeProperty.override(settings.content, prng=key)
 

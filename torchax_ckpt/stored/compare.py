@@ -1,5 +1,6 @@
-"""Compares two stored steps: finds the leaves and values that differ or that only one step has.
+"""Compares two stored steps: finds leaves and values that differ, or that one step lacks.
 
+Leaves are arrays. Values are the parts of the state that are not arrays, such as hyperparameters.
 This module reads only a few leaves of the two steps at a time. The memory that a comparison needs
 therefore depends on the size of the largest leaf, and not on the size of the steps.
 """
@@ -67,7 +68,7 @@ class StepComparison:
 
     @property
     def is_identical(self) -> bool:
-        """Whether the steps are identical to the bit."""
+        """Whether all leaves and values that were compared are identical to the bit."""
         return not (self.leaves or self.values)
 
 
@@ -79,7 +80,7 @@ def compare(
     is_wanted: Callable[[str], bool] = lambda name: True,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> StepComparison:
-    """Compares two steps, which may have different layouts.
+    """Compares two steps by their leaves, even if they store the leaves in different stacks.
 
     Args:
       a, b: the steps.
@@ -132,9 +133,9 @@ def _form(leaf: StoredLeaf | None) -> str | None:
 
 
 def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
-    """Yields lists of leaves to read together, with the members of each stack side by side.
+    """Yields lists of leaves to read together; leaves of one stack follow each other.
 
-    A read of one member of a stack reads the whole stack.
+    Leaves of one stack should be in one list, because a read of one of them reads the whole stack.
     """
     batch: list[StoredLeaf] = []
     size = 0
@@ -180,7 +181,7 @@ def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
 
 
 def _widened(array: np.ndarray) -> np.ndarray:
-    """Returns an array's values in a dtype that numpy computes with; integers stay exact."""
+    """Converts an array to a dtype in which numpy can subtract; no value changes."""
     dtype = array.dtype
     if dtype.kind in "iufc" and dtype.itemsize >= 8:
         return array

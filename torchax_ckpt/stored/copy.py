@@ -40,8 +40,8 @@ def copy_steps(
     """Copies steps under the lease of ``target``, oldest first; marks the copies as verified.
 
     A copy becomes visible only after every byte of it was read and compared with the digests taken
-    when the step was saved. The comparison also reveals damage of the original. Steps that are
-    damaged, or that another program deletes meanwhile, are left out.
+    when the step was saved. The comparison also reveals damage of the original. A step that is
+    damaged, or that another program deletes meanwhile, is not copied; the other steps are.
 
     Args:
       steps: the steps, of one directory.
@@ -149,7 +149,7 @@ def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> Non
 
 
 def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Yields the relative path of each file of a step, except commit mark and mark ``verified``."""
+    """Yields the relative path of each file of a step, except commit mark and ``verified``."""
     for child in (step / below if below else step).iterdir():
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():

@@ -35,7 +35,7 @@ Index = tuple[slice, ...]
 
 @contextlib.contextmanager
 def about(committed: CommittedStep) -> Iterator[None]:
-    """Adds step and path to a CorruptCheckpointError or MismatchError of the ``with`` block."""
+    """Adds step and path to a block's CorruptCheckpointError or MismatchError that lacks them."""
     try:
         yield
     except (CorruptCheckpointError, MismatchError) as error:
@@ -49,9 +49,10 @@ def about(committed: CommittedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_there(committed: CommittedStep) -> Iterator[None]:
-    """Replaces an error that the ``with`` block raises because the step was deleted.
+    """Raises StepNotFoundError if the ``with`` block fails because the step was deleted.
 
-    The replaced error says that the step is damaged or that a file is missing.
+    If the block raises CorruptCheckpointError or FileNotFoundError, this function checks whether
+    the step still exists. If it does, the block's error is raised unchanged.
 
     Raises:
       StepNotFoundError: the step was deleted.
@@ -267,7 +268,7 @@ class StoredStep:
         processes: Processes = SINGLE_PROCESS,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Reads all leaves, compares them with their digests, and keeps no data.
+        """Reads all leaves and compares them with their digests; returns nothing if all are intact.
 
         If there are several processes, each process reads only its share of the stored arrays.
 

@@ -1,7 +1,8 @@
-"""The events of a run, and their form as lines of JSON.
+"""Defines the events of a run, and converts each event to and from a line of JSON.
 
 Lines are untrusted, because anybody may have written to the directory from which they are read.
-``Event.of_line`` skips lines and values of an unknown form, and raises no error for them.
+``Event.of_line`` returns None for a line that is not a valid event, and leaves out the invalid
+values of a valid event. It raises an error in neither case.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Event:
 
     @classmethod
     def of_line(cls, line: bytes) -> Event | None:
-        """Returns a line's event, without values of unknown form; None if the line is no event."""
+        """Returns a line's event without its invalid values; None if the line is no valid event."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -119,9 +120,9 @@ class Event:
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an event's values that are not None, each cut to the length that readers accept.
+    """Returns an event's values without those that are None, cut to lengths that readers accept.
 
-    A text that is too long loses its end. The value ``steps`` keeps its last ``MAX_STEPS`` members.
+    A longer text is cut at its end. The list ``steps`` keeps its last ``MAX_STEPS`` members.
     """
     cut = {}
     for key, value in values.items():

@@ -30,7 +30,10 @@ class Hook:
         self.call = _Call(self)
 
     def outlive(self) -> None:
-        """Keeps the hook alive for the remaining events of a garbage-collected checkpointer."""
+        """Makes ``call`` hold a strong reference to this hook from now on.
+
+        Events that still wait when the checkpointer is garbage-collected then reach the user.
+        """
         self.call.kept = self
 
 

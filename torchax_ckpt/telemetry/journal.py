@@ -3,11 +3,11 @@
 The name of a file, such as ``1732201234123456789-5f0c2a9e.jsonl``, consists of the file's time of
 creation in nanoseconds and the identifier of its run.
 
-Each run appends only to files that it created, so runs cannot damage each other's files. A process
+Each run appends only to files that it created, so no run spoils a file of another run. A process
 that is killed in the middle of a line spoils only that line. Once a file has 64 KiB, the run starts
-a new file, and deletes the oldest files so that at most 512 remain. Objects in a bucket cannot be
-appended to, so on a bucket the run rewrites its current file at each append. The journal does not
-sync its files, because no save should wait for events.
+a new file, and deletes the oldest files, also those of earlier runs, so that at most 512 remain.
+Objects in a bucket cannot be appended to, so on a bucket the run rewrites its current file at each
+append. The journal does not sync its files, because no save should wait for events.
 
 The files are untrusted, so the reader opens only regular files and limits how much it reads.
 """
@@ -63,7 +63,7 @@ class Journal:
 
     @property
     def patience_secs(self) -> float:
-        """Seconds between two appends; longer on a bucket, because buckets limit writes per object.
+        """Seconds between two appends: 0.1, or 10 on a bucket, which limits writes per object.
 
         If the program is killed, the events that the program has not yet appended are lost.
         """
@@ -118,11 +118,11 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Returns a dict from each run to the run's events, in the order of recording.
+    """Returns a dict from each run's identifier to its events, in the order of recording.
 
     The dict lists the runs in the order in which they began. The dict is empty if nothing was
     recorded. ``read_events`` reads the newest files first and stops after 64 MiB or 500,000 lines,
-    which is more than runs write.
+    which is more than runs write. Events in files older than that are left out.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -146,7 +146,7 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
 
 
 def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
-    """Yields name and content of each journal file, newest first; keeps few files in memory."""
+    """Yields name and content of each journal file, newest first; reads 32 files at a time."""
     names = sorted(_names(folder), reverse=True)[:MAX_FILES]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # each read is a round trip to a bucket
         for start in range(0, len(names), _CONCURRENT_READS):
@@ -157,7 +157,7 @@ def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
 def latest_start(directory: epath.Path) -> Event | None:
     """Returns the ``started`` event of the newest run; None if no such event is found.
 
-    ``latest_start`` reads only one file: of the newest run's files that still exist, the oldest.
+    ``latest_start`` reads only the oldest of the newest run's files that still exist.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -190,7 +190,7 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _read(folder: epath.Path, name: str) -> bytes:
-    """Returns a file's content up to a limit; b"" if the file is unreadable or not regular."""
+    """Returns a file's first 1 MiB at most; b"" if the file is unreadable or not regular."""
     try:
         if location.is_bucket(folder):
             with (folder / name).open("rb") as file:

@@ -91,9 +91,9 @@ class Telemetry:
         return self._thread is not None
 
     def skipped(self, step: int) -> None:
-        """Notes the step that training reached, and counts one more step that was not saved.
+        """Keeps ``step``, which training has reached, and counts one more step that was not saved.
 
-        ``skipped`` sends no event: later events report the step and the count.
+        ``skipped`` records no event itself. Later events report the step and the count.
         """
         worker = self._worker
         worker.num_skipped += 1
@@ -133,7 +133,7 @@ class Telemetry:
 
     @_logs_errors
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
-        """Records ``name``, the event ``deleted`` or ``set_aside``, if there are any ``steps``."""
+        """Records the event ``name`` (``deleted`` or ``set_aside``), unless ``steps`` is empty."""
         if steps:
             self.emit(name, steps=list(steps))
 
@@ -160,7 +160,7 @@ class Telemetry:
 
     @_logs_errors
     def open(self, steps: Sequence[int]) -> None:
-        """Allows writing events to the directory, because this program now holds the lease.
+        """Lets process 0 write events to the directory, because the run now holds the lease.
 
         Args:
           steps: the steps in the directory, which the event ``started`` records. The events of an
@@ -183,11 +183,14 @@ class Telemetry:
             )
 
     def lost(self) -> None:
-        """Stops writing events, because another program has taken the directory's lease."""
+        """Stops writing events, because another program has taken the directory's lease.
+
+        The hook still receives the events of saves and restores.
+        """
         self._worker.may_write = False
 
     def close(self) -> None:
-        """Waits at most 10 seconds until all events are delivered and written."""
+        """Waits until all events are delivered and written, but for at most 10 seconds."""
         if os.getpid() != self._worker.pid:
             return  # this process was forked from the one that writes
         if self._is_open and not self._is_closed:
@@ -224,7 +227,7 @@ class Telemetry:
 
 
 class _Worker:
-    """Calls the hook and writes the journal, on the event thread of a ``Telemetry``."""
+    """Calls the hook and writes the journal, on a thread that ``Telemetry`` starts for this."""
 
     def __init__(
         self,
@@ -262,7 +265,7 @@ class _Worker:
                 self._write()
 
     def _take(self) -> bool:
-        """Waits until events come or a write of the journal is due; passes events to the hook.
+        """Waits until an event comes or the journal must be written; passes events to the hook.
 
         Returns True once the end marker has come from the queue.
         """
@@ -284,7 +287,7 @@ class _Worker:
         return True
 
     def _measured(self, event: Event, path: epath.Path) -> Event:
-        """Returns a ``durable`` event with the step's size added, if the step still exists."""
+        """Returns a ``durable`` event with the step's size; unchanged if the step is gone."""
         num_bytes = 0
         with contextlib.suppress(Exception):  # bucket clients raise errors of their own
             # A step that was committed as incoming-* may have moved to its final path meanwhile.

@@ -37,7 +37,7 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Counts and times of the saves and restores of a checkpointer in this process.
+    """How many saves and restores a checkpointer made in this process, and what they cost.
 
     An attribute of type ``Quantiles`` is None until its first value is measured.
 
@@ -69,7 +69,7 @@ class Stats:
 
 
 class Tally:
-    """Counts events and keeps their numeric values.
+    """Counts events by name; keeps the latest 1,000 numbers of each of their numeric values.
 
     A ``Tally`` is not thread-safe: all threads that call its methods must hold the same lock.
     """
@@ -85,7 +85,7 @@ class Tally:
             self.measured(event.name, key, value)
 
     def measured(self, name: str, key: str, value: float) -> None:
-        """Keeps ``value``, the numeric value ``key`` of an event of the kind ``name``."""
+        """Keeps for the quantiles the number ``value`` that an event ``name`` has as ``key``."""
         self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:

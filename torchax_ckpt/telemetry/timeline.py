@@ -79,12 +79,12 @@ class RecordedRun:
 
     @property
     def first_step(self) -> int | None:
-        """The first step number in the run's events, usually the restored or first saved step."""
+        """The first step number in the run's events; None if no event has a step number."""
         return next((e.step for e in self.events if e.step is not None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last step number in the run's events."""
+        """The last step number in the run's events; None if no event has a step number."""
         return next((e.step for e in reversed(self.events) if e.step is not None), None)
 
     def named(self, *names: str) -> list[Event]:
@@ -120,7 +120,10 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
 
 
 def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
-    """Returns how many steps of ``run`` the next run, ``later``, trained again; None if unknown."""
+    """Returns a lower bound of the steps of ``run`` that ``later`` trained again; None if unknown.
+
+    ``later`` is the run that followed ``run``; None if there is no such run.
+    """
     if later is None or run.last_step is None:
         return None
     # Only events before ``later`` trains count. A restore after that goes back within ``later``.
@@ -170,9 +173,9 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
     """Returns points (seconds since the epoch, bytes of all steps on storage), one per change.
 
-    The points are computed from recorded events alone. Abandoned steps that a run renamed (event
-    ``set_aside``) still count. A step that was removed without an event counts until the next run
-    starts.
+    This function computes the points from the recorded events, and does not look at the directory.
+    Abandoned steps that a run renamed (event ``set_aside``) still count. A step whose removal was
+    not recorded counts until the next ``started`` event, which lists the steps that exist.
     """
     events = sorted((e for run in runs for e in run.events), key=lambda event: event.time_secs)
     sizes: dict[int, int] = {}

@@ -35,20 +35,20 @@ class CommittedStep:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The pair of number and commit time; no other step of the run has the same pair."""
+        """The pair of number and commit time; identifies a step whose commit record is intact."""
         return self.step, self.commit_timestamp_nsecs
 
     @property
     def has_lost_record(self) -> bool:
-        """Whether the step's commit record was damaged when the directory was listed."""
+        """Whether the commit record was damaged, so that the step's commit time is unknown."""
         return self.commit_timestamp_nsecs == LOST
 
 
 def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
-    """Returns the steps as JSON, to send to other processes of the run."""
+    """Returns the steps as lists that JSON can store, to send to other processes of the run."""
     return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
 
 
 def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
-    """Rebuilds the steps of a directory from the JSON that ``described`` made in any process."""
+    """Rebuilds steps from what the function ``described`` returned in this or another process."""
     return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]

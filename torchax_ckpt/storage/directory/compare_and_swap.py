@@ -1,12 +1,15 @@
 """Replaces a small record, which several programs compete to write, by compare-and-swap.
 
-A program can replace the record only if it knows the present content. If two programs try to
-replace the same content, one succeeds and the other gets ``Conflict``. The exchange is atomic:
+A program that replaces the record names the content that it last read. If the record has changed
+since then, nothing is written and the program gets ``Conflict``. If two programs try to replace the
+same content, one succeeds and the other gets ``Conflict``. No program can write between the
+comparison and the replacement, except on the network file systems named below:
 
 - On a local path, a program locks the directory for the moment of the exchange, compares, and
   renames a new file over the record. A program creates the first record as a hard link, which fails
   if a record exists. On network file systems without locks on directories, a gap of microseconds
-  remains between the comparison and the rename; within this gap, the later of two programs wins.
+  remains between the comparison and the rename. If two programs replace the record within this gap,
+  both succeed, and the record keeps the content of the later rename.
 - On a bucket, the server compares: a request names the generation that the record must still have.
 """
 
@@ -53,7 +56,7 @@ class AtomicRecord(Protocol):
     """A small record at one path or URL, which programs replace by compare-and-swap."""
 
     def read(self) -> Seen | None:
-        """Returns the present record, whatever its content; None if there is no record."""
+        """Returns the present record, valid or not; None if there is no record."""
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
         """Replaces the record ``seen``, or creates the first record if ``seen`` is None.
@@ -72,10 +75,10 @@ class AtomicRecord(Protocol):
         """
 
     def is_orphaned(self) -> bool:
-        """Returns whether the directory of the record was removed or moved elsewhere."""
+        """Returns whether the record's directory was removed or moved; False on a bucket."""
 
     def close(self) -> None:
-        """Closes the files that this object keeps open."""
+        """Closes the file descriptor of the record's directory; does nothing on a bucket."""
 
 
 def record_at(path: Any) -> AtomicRecord:

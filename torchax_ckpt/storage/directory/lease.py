@@ -14,12 +14,14 @@ lease, the holder of that lease decides what happens:
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
 The clocks of hosts that share a directory should agree to within half a minute. If the clocks
-differ more, a holder may lose its lease early, and then stops writing.
+differ more, another program may take the lease over although the holder still renews it. The
+former holder then stops writing.
 
 A holder that stalled for longer than 60 s may have lost the lease without noticing it. Every holder
 therefore reads the lease again right before any of its changes becomes visible, and stops if
 another program has taken the lease over. A gap remains between this read and the rename or upload
-that makes the change visible.
+that makes the change visible: if another program takes the lease over within this gap, the change
+still becomes visible.
 """
 
 from __future__ import annotations
@@ -68,11 +70,13 @@ class Lease:
 
     @property
     def token(self) -> str:
-        """The unique name of the present hold of the lease; "" while the lease is not held."""
+        """A unique name, made when this object took the lease; "" while it holds no lease."""
         return self._hold.holder.token if self._hold is not None else ""
 
     def hold(self) -> None:
         """Takes the lease at the first call; later calls check that this program still holds it.
+
+        If the directory was removed or moved since the last call, this method takes a new lease.
 
         Raises:
           LeaseError: another program writes to the directory, or has taken the lease over.
@@ -86,12 +90,12 @@ class Lease:
         self._hold = self._take()
 
     def renew(self) -> None:
-        """Writes a new sign of life into the lease; a thread of the lease does so every 20 s."""
+        """Writes a new sign of life into the lease now; a separate thread does so every 20 s."""
         if self._hold is not None:
             self._hold.renew()
 
     def release(self) -> None:
-        """Releases the lease, if it is held."""
+        """Releases the lease, so that other programs can take it; does nothing if not held."""
         self._end()
 
     def _end(self) -> None:
@@ -192,11 +196,11 @@ class _Hold:
         self._thread.start()
 
     def is_orphaned(self) -> bool:
-        """Returns whether the lease's directory was removed or moved; False in a forked process."""
+        """Returns whether the directory was removed or moved; False if forked from the holder."""
         return self._is_this_process() and self._record.is_orphaned()
 
     def confirm(self) -> None:
-        """Raises LeaseError if this process does not have the lease any more."""
+        """Raises LeaseError if the lease is lost, or if this process was forked from the holder."""
         self._require_this_process()
         with self._lock:
             self._require_not_lost()
@@ -222,7 +226,10 @@ class _Hold:
                 logger.warning("%s: cannot renew the lease: %s", self._directory, error)
 
     def end(self) -> None:
-        """Releases the lease, unless it is lost or a forked process inherited this object."""
+        """Stops renewing the lease, and removes the lease's file unless the lease is lost.
+
+        Does nothing in a process that was forked from the holder.
+        """
         if not self._is_this_process():
             return
         self._ended.set()

@@ -56,7 +56,7 @@ class LeaseHolder:
         return found if found._is_plausible() else None
 
     def _is_plausible(self) -> bool:
-        """Returns whether each attribute has the right type and a possible value."""
+        """Returns False if an attribute has a wrong type, or a number is negative or too large."""
         texts = (self.token, self.host, self.kernel or "")
         numbers = (self.pid, self.started or 0)
         times = (self.since_secs, self.renewed_secs)
@@ -72,10 +72,10 @@ class LeaseHolder:
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_alive(self) -> bool | None:
-        """Returns whether the holder's process runs; None if unknown.
+        """Returns True if the holder's process runs, False if it has ended, None if unknown.
 
-        The answer is unknown for a process on another host, and for a killed process while some of
-        its threads have not ended.
+        None is returned for a process on another host or in another container, and for a killed
+        process of which some threads have not ended.
         """
         if self.kernel is None or self.kernel != this_kernel():
             return None
@@ -90,7 +90,7 @@ class LeaseHolder:
         return True
 
     def describe(self, now: float) -> str:
-        """Returns a description of the holder, for messages."""
+        """Returns host, pid, start of the lease and age of the last sign of life, for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_secs))
         return (
             f"host {self.host}, pid {self.pid}, since {since}, last sign of life "
@@ -131,7 +131,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def this_kernel() -> str | None:
-    """Returns a unique name of the running kernel and its pid namespace; None if unknown."""
+    """Returns a name of this boot of the kernel and this pid namespace; None if unreadable."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

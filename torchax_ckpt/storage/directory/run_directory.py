@@ -1,9 +1,9 @@
 """Lists, commits, renames and deletes the steps in the directory of a run.
 
     DIRECTORY/120/             a committed step
-    DIRECTORY/incoming-120/    a committed step whose number is still taken by an abandoned step or,
-                               on a bucket, by an unfinished save; buckets also have
-                               incoming-120-2, ...
+    DIRECTORY/incoming-120/    a committed step 120, saved while the folder ``120`` was an abandoned
+                               step or, on a bucket, an unfinished save; if ``incoming-120`` exists,
+                               a save to a bucket uses incoming-120-2, then incoming-120-3, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
@@ -13,17 +13,17 @@
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
 ``abandonment.py`` decides which steps are abandoned. A run may have two tiers: a durable directory,
-and local directories. A step in one tier may abandon steps in both tiers. While storage cannot be
-read, listing raises an error: a temporary failure must not make a run resume from an older step.
+and a local directory on each host. A step in one tier may list abandoned steps of both tiers. While
+storage cannot be read, listing raises an error, so that no run resumes from an older step.
 
 A bucket has no renames, so a save writes a step under the name that the step keeps, and Orbax's
 commit mark, written last, completes the step. On a bucket, an incoming step keeps its name, because
 a rename would move the step object by object, and the step would be incomplete during the move. A
 bucket's server may carry out a request long after the client gave up on the answer, and a stalled
 writer that lost its lease may go on writing its step. On a bucket, a delete therefore removes only
-the exact object that was examined, and a name under which any save began is never used again. One
-gap remains: a stalled writer that lost its lease before its first write may later write into a step
-that the next lease holder wrote. On local storage each save has a unique name until its commit.
+the exact object that was examined, and a program writes no two saves under one name. One gap
+remains: a stalled writer that lost its lease before its first write may later write into a step
+that the next lease holder wrote. A save to local storage writes a folder with a unique name.
 
 Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
 of several processes, process 0 holds the lease, and commits and deletes steps for all processes.
@@ -111,7 +111,7 @@ class RunDirectory:
         return list(self.branches().committed)
 
     def branches(self) -> Branches:
-        """Lists the directory; divides its steps into the run's branch and abandoned steps."""
+        """Lists the directory; returns the steps of the run's branch, and the abandoned steps."""
         return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
@@ -187,7 +187,7 @@ class RunDirectory:
             return run_identity.names(self.path)
 
     def join(self, present: Sequence[str], name: str) -> None:
-        """Writes a run's name into the directory; first deletes other runs' steps in a local tier.
+        """Writes a run's name into the directory; in a local tier, first deletes other runs' steps.
 
         Args:
           present: the name that the run has now, if it has one.
@@ -216,7 +216,7 @@ class RunDirectory:
             run_identity.forget(self.path)
 
     def fence(self) -> None:
-        """Checks, right before a change becomes visible, that this program still holds the lease.
+        """Takes the lease at the first call; later calls check that this program still holds it.
 
         Raises:
           LeaseError: another program writes to the directory.
@@ -228,9 +228,9 @@ class RunDirectory:
         self._lease.release()
 
     def recover(self) -> None:
-        """Cleans up after a killed process.
+        """Cleans up what a killed process left behind in the directory.
 
-        Finishes the process's renames; removes the files that its saves and deletions left behind.
+        Renames steps that it had not renamed yet; removes its unfinished saves and deletions.
         """
         with self._translated("clean up"):
             self.fence()
@@ -268,7 +268,7 @@ class RunDirectory:
         raise AssertionError("unreachable: the count never ends")
 
     def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
-        """Makes step N visible under the name ``N``, or ``incoming-N`` if the name ``N`` is in use.
+        """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
 
         Args:
           step: the step's number.
@@ -317,9 +317,9 @@ class RunDirectory:
         self._summaries.know(committed, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
-        """Renames steps of an abandoned branch, so that no run resumes from them.
+        """Renames abandoned steps N to ``abandoned-N``, so that no run resumes from them.
 
-        In a local tier this method deletes the steps, because their space is needed.
+        In a local tier, this method deletes the steps instead, to free their space.
         """
         for committed in abandoned:
             if committed.path.exists():
@@ -348,9 +348,9 @@ class RunDirectory:
         (target / commit_record.MARK).write_text(mark)
 
     def delete(self, committed: CommittedStep) -> None:
-        """Removes a step: first its name or commit mark, then its files.
+        """Renames a step (on a bucket, removes its commit mark), and then removes its files.
 
-        A process killed between the two removals leaves nothing that looks like a checkpoint.
+        If the process is killed between these two actions, the remaining files are not a step.
         """
         self._require_writable()
         with self._translated("delete from"):
@@ -372,7 +372,7 @@ class RunDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps that ``keep`` rejects, except a durable tier's newest verified step.
+        """Deletes the steps whose ``keep`` is False; spares a durable tier's newest verified step.
 
         Args:
           keep: for each step, whether to keep it.

@@ -1,8 +1,8 @@
 """Keeps in memory which steps belong to a run's branch and which steps the run abandons.
 
-Process 0 lists the directory once for all processes. From then on only this run writes to the
-directory, so the run tracks its steps without listing again. ``abandonment.py`` decides which
-steps are abandoned.
+Process 0 lists the directory for all processes. After that, ``RunHistory`` changes its data in
+memory whenever this run saves, renames or deletes a step. It lists the directory again when the run
+continues from another step. ``abandonment.py`` decides which steps are abandoned.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RunHistory:
             self._is_open = True
 
     def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
-        """Returns on all processes the steps that ``find`` returns on process 0."""
+        """Calls ``find`` on process 0 only; returns the steps that it finds on every process."""
         with self._processes.round("looking for steps"):
             found = self._processes.first(lambda: committed_step.described(find()))
         return committed_step.named(found, self.path)
@@ -90,13 +90,16 @@ class RunHistory:
         return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
-        """Continues the run from ``step`` (None: from the start) and abandons all newer steps."""
+        """Lists the directory again, and marks all steps newer than ``step`` as abandoned.
+
+        The run continues from ``step``; None: from the start, so that every step is abandoned.
+        """
         self._is_open = False
         self.open()
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Abandons each step whose key (number and commit time) is not in ``keys``.
+        """Marks as abandoned each step whose key (number and commit time) is not in ``keys``.
 
         The caller passes the keys of the steps that all hosts have.
         """
@@ -116,7 +119,7 @@ class RunHistory:
         self._checkpoints = (*self._checkpoints, self._in_flight)
 
     def abandons(self) -> list[list[int]]:
-        """Returns the abandoned steps of both tiers, as [number, commit time] lists."""
+        """Returns [number, commit time] of each abandoned step of both tiers, for a summary."""
         tiers = (self,) if self._other_tier is None else (self, self._other_tier)
         return abandonment.to_summary(*(history.branches for history in tiers))
 
@@ -124,6 +127,7 @@ class RunHistory:
         """Records that the step of the current save is committed.
 
         The save can still fail afterwards, for example because another process reports an error.
+        In that case ``end`` marks the step as abandoned.
         """
         self._landed = committed
 
@@ -150,27 +154,27 @@ class RunHistory:
         self._replace(self.branches.moved((*self.branches.in_place, settled)))
 
     def clear_abandoned(self) -> None:
-        """Forgets the abandoned steps after they were set aside."""
+        """Removes the abandoned steps from memory, after they were set aside in the directory."""
         self.branches = Branches(self.branches.committed)
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
-        """Records the present paths of all steps after some steps were moved or deleted."""
+        """Takes the steps' new paths from ``steps``; forgets each step that is not in ``steps``."""
         self._replace(self.branches.moved(steps))
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Forgets the steps with these numbers, which were deleted."""
+        """Removes the steps with these numbers from memory, after they were deleted."""
         if gone := set(steps):
             self.refresh(s for s in self.branches.in_place if s.step not in gone)
 
     def has(self, step: int) -> bool:
-        """Returns whether this run has saved the step, or is saving it now."""
+        """Returns whether the run's branch has a step of this number, committed or being saved."""
         for checkpoint in reversed(self._checkpoints):
             if checkpoint.step <= step:
                 return checkpoint.step == step
         return False
 
     def checkpoints(self) -> Sequence[CheckpointInfo]:
-        """Returns the steps as policies see them, oldest first; a step in flight comes last."""
+        """Returns the branch's steps for policies, oldest first; a step being saved comes last."""
         return self._checkpoints
 
     def _replace(self, branches: Branches) -> None:

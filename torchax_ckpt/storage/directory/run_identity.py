@@ -12,7 +12,7 @@ abandoned. Every program that saves therefore gives the run a new name, which an
 not learn. The local directories get the new name before the durable directory does, and keep the
 present name beside the new name. If the program is killed at any moment, each local directory
 therefore still has the name that is in the durable directory. A program that saves without a local
-tier removes the run's name.
+tier removes the run's name from the durable directory, so that no run uses the old local tiers.
 
 A program replaces the name by compare-and-swap (``compare_and_swap.py``), because a bucket's server
 may carry out a request long after the program has stopped waiting for the answer.
@@ -78,7 +78,7 @@ def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None
 
 
 def forget(durable: epath.Path) -> None:
-    """Removes a run's name from its durable directory; the run then has no local tiers."""
+    """Removes a run's name from its durable directory, so that no local tier belongs to the run."""
     if names(durable):
         with _exchanged(durable) as (record, seen):
             if seen is not None:
@@ -86,7 +86,7 @@ def forget(durable: epath.Path) -> None:
 
 
 def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
-    """Raises if a directory has steps but was never a local tier.
+    """Refuses a directory as local tier if it has steps but was never a local tier.
 
     Raises:
       DirectoryError: the directory has steps and was never a local tier.
@@ -103,7 +103,7 @@ def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-    """Opens the record of a run's name for replacement; yields the record and its present content.
+    """Yields the record of a directory's file ``run``, and the content that the file has now.
 
     Raises:
       DirectoryError: this package did not write the present file, or another program replaces it.

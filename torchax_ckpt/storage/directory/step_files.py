@@ -1,4 +1,4 @@
-"""Reads the JSON of a committed step, and turns read failures into the package's errors."""
+"""Reads the manifest of a committed step; turns read failures into this package's errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchax_ckpt.storage.medium import location, seals, storage_errors
 
 
 def read_manifest(committed: CommittedStep) -> Any:
-    """Returns the manifest of a step, as JSON; also checks the step's summary.
+    """Returns the manifest of a step, as JSON; before, checks that the step's summary is intact.
 
     Raises:
       ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
@@ -52,8 +52,8 @@ def read_manifest(committed: CommittedStep) -> Any:
 def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
     """Turns errors of the ``with`` block into CorruptCheckpointError or DirectoryError.
 
-    DirectoryError says that storage cannot be read now; CorruptCheckpointError, that the step is
-    damaged.
+    DirectoryError says that storage cannot be read now. CorruptCheckpointError says that the step
+    is damaged. This package's own errors, MemoryError and JaxRuntimeError are raised unchanged.
 
     Args:
       committed: the step that the block reads.

@@ -1,4 +1,4 @@
-"""Tracks which steps a full read found intact and no later read found damaged."""
+"""Tracks the verified steps: a full read found them intact, and no later read found damage."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Verified:
         self._written: set[tuple[int, int]] = set()
 
     def note(self, committed: CommittedStep, *, is_sound: bool) -> None:
-        """Records whether a full read found the step intact."""
+        """Records in memory that a full read found the step intact, or that a read found damage."""
         self._noted[committed.key] = is_sound
         self._written.discard(committed.key)
 
     def forget(self, committed: CommittedStep) -> None:
-        """Forgets whether a deleted step was intact."""
+        """Removes from memory whether the step, which was deleted, was intact or damaged."""
         self._noted.pop(committed.key, None)
         self._written.discard(committed.key)
 
@@ -71,7 +71,7 @@ class Verified:
         return (committed.path / MARK).exists() if found is None else found
 
     def named(self, steps: Iterable[CommittedStep]) -> str:
-        """Returns, for messages, the five newest steps not known to be damaged, oldest first."""
+        """Returns text that names the (at most five) newest steps not known to be damaged."""
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 

@@ -1,10 +1,11 @@
-"""Configures the clients of buckets, checks that a bucket is usable, and removes its objects.
+"""Configures the clients of buckets, checks that a bucket is usable, and removes objects.
 
 Three clients access a bucket. TensorStore reads and writes array data, gcsfs (through epath) does
 everything else, and Orbax asks through google-cloud-storage what kind of bucket it is. Each client
 repeats failed requests: gcsfs for about 35 seconds per request, google-cloud-storage for two
-minutes, TensorStore for 15 minutes. On a silent connection, the clients would wait for many minutes
-at each request, or forever, so this module limits how long they wait for an answer.
+minutes, TensorStore for 15 minutes. On a connection that transfers no data, gcsfs and TensorStore
+would by default wait for many minutes, or forever. This module makes them give up such a request
+after 30 seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _WRITING = ("storage.objects.create", "storage.objects.delete")
 
 
 def check(path: epath.Path, *, for_writing: bool) -> None:
-    """Checks within seconds that a bucket exists and that this account may use it.
+    """Checks that a bucket exists, and that this account has the permissions that it needs there.
 
     Args:
       path: ``gs://bucket/prefix``.
@@ -103,9 +104,9 @@ def remove(path: epath.Path) -> None:
     second. A late delete without this condition would remove an object that was written under the
     same name meanwhile.
 
-    If the bucket has a hierarchical namespace, this function also removes the listed folders that
-    are empty after the removal of the objects. An object that appeared or changed since the listing
-    stays, with its folders.
+    If the bucket has a hierarchical namespace, this function then also removes each folder under
+    the prefix that has become empty. An object that was created or replaced after this function
+    listed the objects is not removed, nor are the folders that hold it.
     """
     filesystem = _filesystem(path)
     found = filesystem.find(str(path), withdirs=True, detail=True)
@@ -161,8 +162,8 @@ def _filesystem(path: epath.Path) -> Any:
 class _Settings:
     """The settings of the gcsfs instance that epath, Orbax, this package and the program share.
 
-    The settings have this package's values while any object of this package uses the instance, and
-    their earlier values afterwards.
+    This package's values apply from the first call of ``use`` until every object that was passed
+    as ``user`` is deleted. Then the settings get their earlier values again.
     """
 
     def __init__(self) -> None:
@@ -198,14 +199,14 @@ _settings = _Settings()
 
 
 def use(path: epath.Path, user: object) -> None:
-    """Applies this package's settings to the clients of a bucket while ``user`` exists."""
+    """Applies this package's settings to gcsfs while ``user`` exists, to TensorStore for good."""
     _start_tensorstore()
     _settings.use(_filesystem(path), user)
 
 
 @functools.cache
 def _start_tensorstore() -> None:
-    """Makes TensorStore give up on silent connections.
+    """Makes TensorStore give up a request if its connection transfers nothing for 30 seconds.
 
     TensorStore takes the limit on silence only from environment variables, which it reads once,
     when it opens its first bucket. This function therefore sets the variables, opens a bucket,

@@ -22,7 +22,7 @@ _DATA_FOLDER = "d"
 
 
 def require_contained(step_path: epath.Path, step: int) -> None:
-    """Refuses a local step that holds anything but folders and regular files of expected sizes.
+    """Refuses a local step that holds a link, a special file, or a file that is too large.
 
     Raises:
       CorruptCheckpointError: it holds a symbolic link, a device, a pipe, or a file that is too
@@ -69,7 +69,7 @@ def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def stored_bytes(step_path: epath.Path) -> int:
-    """Returns the size of a step's files on storage; files removed meanwhile count as 0."""
+    """Returns the total size of a step's files; 0 if a local file is removed during the count."""
     if location.is_bucket(step_path):
         return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
     try:
@@ -79,7 +79,10 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:
-    """Returns whether a folder is no link and ``is_plain_file`` accepts the folder's ``file``."""
+    """Returns False if ``folder`` is not a folder, or ``is_plain_file`` refuses its ``file``.
+
+    A link counts as no folder. A missing folder or a missing file is accepted.
+    """
     if location.is_bucket(folder):
         return True
     try:
@@ -91,7 +94,7 @@ def is_plain(folder: epath.Path, file: str) -> bool:
 
 
 def is_plain_file(path: epath.Path) -> bool:
-    """Returns True if a file is regular and of an expected size, or if the file is missing.
+    """Returns True if a file is regular and has at most ``MAX_JSON_BYTES``, or if it is missing.
 
     The folder of the file may be a link, which a user may have made on purpose.
     """

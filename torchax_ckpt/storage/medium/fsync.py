@@ -1,7 +1,7 @@
 """Syncs files and folders, so that they survive a loss of power.
 
 TensorStore syncs each file that it writes, and the folder that holds the file, before it reports
-the write (``file_io_sync``, which is on unless a context turns it off). Orbax syncs neither the
+that the file is written (its setting ``file_io_sync`` is on by default). Orbax syncs neither the
 files that it writes without TensorStore nor the folders above them. A bucket needs no sync,
 because it answers a write only after it has stored the object.
 """
@@ -42,7 +42,7 @@ def sync_tree(top: epath.Path, *, but: str = "") -> None:
 
 
 def sync(path: Any) -> None:
-    """Syncs a file, or a folder with the names of its entries.
+    """Syncs a file's content, or the names of a folder's entries without their content.
 
     Raises:
       OSError: the medium failed to store it.

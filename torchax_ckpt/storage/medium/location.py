@@ -66,8 +66,8 @@ def reading_context() -> ts.Context:
 
     The settings for reading turn on parallel file access, and a cache for the index of an OCDBT
     database. By default TensorStore repeats a failed request to a bucket for 15 minutes; the
-    settings for reading limit this time to two minutes. Writes use Orbax's own settings, which are
-    constants that no option changes.
+    settings for reading limit this time to two minutes. These settings do not apply to writes:
+    Orbax writes with settings that are constants in its code.
     """
     return ts.Context(
         {

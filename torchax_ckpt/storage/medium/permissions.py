@@ -4,8 +4,8 @@ Orbax and TensorStore create files and folders with the modes that the umask all
 belongs to the whole process, so a change of the umask during a save would affect files that other
 threads create at that time. A save therefore leaves the umask as it is, and writes its step in a
 folder that only the owner can enter. Before a step's folder gets its final name, the save removes
-everybody's write permission (the mode's ``o+w``) inside the folder, and opens the folder to other
-users.
+everybody's write permission (the mode's ``o+w``) inside the folder, and gives the folder itself the
+mode of its inner folders, so that other users can enter it if the umask allows this.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
 def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
     """Keeps a step's folder closed to other users during a ``with`` block; opens it at the end.
 
-    If the process is killed during the block, the step's folder stays closed.
+    The folder stays closed if the block raises an error or the process is killed during the block.
 
     Args:
       step: the folder, which the block creates.

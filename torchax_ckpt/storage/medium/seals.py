@@ -28,7 +28,7 @@ def read_sealed(folder: epath.Path) -> dict[str, Any]:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON object together with the digest of its text.
+    """Returns a copy of a JSON object with one more key, which holds the digest of its text.
 
     Raises:
       ValueError: the result is larger than the largest object that this package reads.

@@ -95,7 +95,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Finds the error that storage reported, in the chain of ``error``; else returns ``error``."""
+    """Returns the storage error that is or caused ``error``; ``error`` if none is found."""
     for link in _chain(error):
         if isinstance(link, CheckpointError):
             if link.__cause__ is None:
@@ -145,7 +145,7 @@ def without_locals(error: BaseException) -> BaseException:
     """Clears the stack frames of an error's traceback, and returns the error.
 
     A program that keeps an error with uncleared frames also keeps the frames' local variables
-    alive, perhaps a copy of a whole state on the devices.
+    alive. One of them may be a copy of the whole state in the devices' memory.
     """
     if error.__traceback__ is not None:  # the frame that caught it still runs and cannot be cleared
         error.__traceback__ = error.__traceback__.tb_next
@@ -155,7 +155,7 @@ def without_locals(error: BaseException) -> BaseException:
 
 
 def kind(error: BaseException) -> str:
-    """Returns a text that is the same for all failures that need the same repair."""
+    """Returns a text that stays the same if a failure with the same cause happens again."""
     link = root_cause(error)
     what = _errno(link) or _http_code(link) or _status(link)
     # Codes are best: file names in texts differ between saves, and error types between libraries.
@@ -199,6 +199,8 @@ def _http_code(error: BaseException) -> int | None:
 @contextlib.contextmanager
 def translated(action: str, directory: epath.Path) -> Iterator[None]:
     """Turns storage errors that the ``with`` block raises into DirectoryError with advice.
+
+    All other errors are raised unchanged, also those of this package.
 
     Args:
       action: what the block does to the directory, for the message ("read", "write").
