@@ -36,6 +36,6 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
     if at is not None:
         raise SelectionError(
             f"{path}: was written neither by torch.save nor by torch's DCP. Only these two formats "
-            f"have nested keys, to which at={at!r} could refer. Leave out the argument at"
+            f"have nested keys, to which at={at!r} could refer. Call again without at=."
         )
     return open_safetensors(path)

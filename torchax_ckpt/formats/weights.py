@@ -49,8 +49,8 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     if node is None or (at is None and not is_module):
         raise MismatchError(
             f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
-            f"at {place!r}, found leaves at {', '.join(_places(stored))}. Pass one of these "
-            "key paths in the argument at",
+            f"at {place!r}, but no single model is there; found leaves at "
+            f"{', '.join(_places(stored))}. Choose one of these key paths with at=.",
             missing=(place,),
             step=stored.committed.step,
             path=stored.committed.path,

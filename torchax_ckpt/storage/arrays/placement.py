@@ -143,12 +143,12 @@ class Target:
         raise NotImplementedError
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Announces a piece that will be read; returns the host memory that the piece will take.
+        """Announces a piece that will be read; returns the host memory that it will take, in bytes.
 
         Returns:
-          The bytes of the piece, which count until the piece has been read, and the bytes of the
-          parts of the array whose first piece this is, which count until the parts are on their
-          devices.
+          Two numbers: the bytes of the buffer for the piece itself, which is freed when the piece
+          has arrived; and the bytes of the buffers for those parts of the array of which no piece
+          was announced before, which are freed when the parts are on their devices.
         """
         return piece.nbytes, 0
 
@@ -207,9 +207,11 @@ class SingleLeaf(Target):
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Returns the bytes of the piece, and the bytes of all parts whose first piece this is.
+        """Returns the two numbers of bytes that ``Target.awaits`` describes.
 
-        If the piece is exactly one part, it is not copied, and the first number is 0.
+        The second number counts the parts that overlap this piece, and no piece announced before
+        it. If the piece is exactly one part, the part uses the piece's memory, so the first number
+        is 0.
         """
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
