@@ -169,7 +169,7 @@ def _num_moments(optimizer: str | float) -> float:
         if optimizer not in MOMENTS:
             raise PlanError(
                 f"optimizer: expected one of {', '.join(MOMENTS)}, found {optimizer!r}; for "
-                "any other optimizer give the number of values that it keeps per parameter"
+                "any other optimizer give an int: how many values it keeps per parameter"
             )
         return MOMENTS[optimizer]
     arguments.at_least(
