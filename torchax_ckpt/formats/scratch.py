@@ -56,7 +56,7 @@ def room_for(
     except OSError as error:
         raise DirectoryError(
             f"{folder}: has no room for a temporary file of {total} bytes: {error}. Free disk "
-            "space, or raise max_host_bytes to the size of the leaves",
+            "space, or raise max_host_bytes to the size of all leaves: then no such file is made",
             path=folder,
         ) from error
     end = 0

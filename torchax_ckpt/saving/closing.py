@@ -117,7 +117,7 @@ class Closing:
             self._finish_later()
 
     def concerns(self, saver: _Saver) -> bool:
-        """Returns whether this object's checkpointer has not ended, and writes where ``saver`` writes.
+        """Returns whether this object's checkpointer has not ended and writes where ``saver`` does.
 
         Args:
           saver: a saver of the checkpointer that asks; its directory is the one in question.
