@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
@@ -46,7 +46,7 @@ def described(
         for node in array_nodes(component):
             stored, _ = located.get(node["array"], (node["array"], 0))
             array = arrays.get(stored)
-            if not isinstance(array, jax.Array) or array.is_fully_addressable:
+            if array is None or isinstance(array, np.ndarray) or array.is_fully_addressable:
                 continue
             is_member = node["array"] in located
             part = host_part(array.sharding, array.shape)

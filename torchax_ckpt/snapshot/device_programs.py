@@ -83,6 +83,16 @@ def reshape_program(shape: tuple[int, ...], sharding: Sharding) -> Program:
     return jax.jit(checkpoint_reshape, out_shardings=sharding)
 
 
+@device_program(maxsize=1024)
+def slice_program(starts: tuple[int, ...], limits: tuple[int, ...], sharding: Sharding) -> Program:
+    """Returns the program that cuts the part from ``starts`` to ``limits`` out of a shard."""
+
+    def checkpoint_slice(array: jax.Array) -> tuple[jax.Array]:
+        return (jax.lax.slice(array, starts, limits),)
+
+    return jax.jit(checkpoint_slice, out_shardings=sharding)
+
+
 def copied(array: jax.Array) -> jax.Array:
     """Returns a copy of an array, which keeps its values if a later step donates the original."""
     (copy,) = copy_program(array.sharding)(array)
@@ -101,6 +111,14 @@ def reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return array
     (other,) = reshape_program(shape, array.sharding)(array)
     return other
+
+
+def sliced(array: jax.Array, within: tuple[slice, ...]) -> jax.Array:
+    """Returns a part of an array of one device; ``within`` has one slice for each dim."""
+    bounds = [dim.indices(n) for dim, n in zip(within, array.shape, strict=True)]
+    starts, limits, _ = zip(*bounds, strict=True)
+    (part,) = slice_program(starts, limits, array.sharding)(array)
+    return part
 
 
 def in_chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -280,7 +280,7 @@ def test_any_single_flipped_bit_changes_exactly_one_block(
     is_stack = is_stack and host.ndim > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunking, "MAX_BYTES", max_bytes)
-        taken = block_digests.take(host, block_digests.shards(host), is_stack=is_stack)
+        taken = block_digests.take(host, {(0,) * host.ndim: host}, is_stack=is_stack)
     start = (0,) * host.ndim
     assert block_digests.fit(taken, host.shape)
     assert block_digests.mismatches(host, start, taken, host.shape) == []

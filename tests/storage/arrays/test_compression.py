@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from orbax.checkpoint._src.serialization import replica_slices
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.storage.arrays import compression
+from torchax_ckpt.storage.arrays import compression, host_batches
 from torchax_ckpt.storage.arrays.compression import SLOW_BYTES_PER_SEC, Compression
 
 MANY = 100 << 20
@@ -121,13 +120,18 @@ def test_the_time_in_which_arrays_come_from_the_devices_does_not_count(
     clock = Clock(monkeypatch)
     monkeypatch.setattr(compression, "_MIN_BYTES", 1)
     monkeypatch.setattr(compression, "_MIN_MEAN_BYTES", 1)
-    fetch = replica_slices.transfer_arrays_to_host
+    start = host_batches._start
 
-    def an_hour_later(*args: Any, **kwargs: Any) -> Any:
-        clock.now += 3600
-        return fetch(*args, **kwargs)
+    def an_hour_later(array: Any) -> Any:
+        fetch = start(array)
 
-    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", an_hour_later)
+        def slowly() -> Any:
+            clock.now += 3600
+            return fetch()
+
+        return slowly
+
+    monkeypatch.setattr(host_batches, "_start", an_hour_later)
     with TorchaxCheckpointer(directory) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, state={"w": jnp.zeros((512, 512))}, force=True)

@@ -48,7 +48,7 @@ def _all_is_put_back() -> Iterator[None]:
 
 
 def test_all_that_is_replaced_is_known_to_these_tests() -> None:
-    found = {(patch.module, patch.path) for patch in orbax_internals._PATCHES}
+    found = {(patch.module, patch.path) for patch in orbax_internals._patches.registered}
     assert found == set(REPLACED)
 
 
@@ -294,8 +294,11 @@ BREAKAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "another runner": lambda patch: patch.setattr(
         thread_utils, "BackgroundThreadRunner", _WithoutFuture
     ),
-    "no parts": lambda patch: patch.delattr(replica_slices, "get_replica_slices"),
+    "no parts": lambda patch: patch.delattr(replica_slices, "ReplicaSlices"),
     "other parts": lambda patch: patch.delattr(replica_slices.ReplicaSlice, "data"),
+    "another transfer": lambda patch: patch.setattr(
+        jax_array_handlers, "_serialize_arrays_batches_without_dispatcher", lambda: None
+    ),
     "another registry": lambda patch: patch.setattr(
         registry, "STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER", [(jax.Array, None)]
     ),

@@ -15,34 +15,32 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-import jax
 import numpy as np
 import xxhash
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.snapshot.sharding import shards_of
-from torchax_ckpt.storage.arrays import chunking, orbax_internals
+from torchax_ckpt.snapshot.host_array import Start
+from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays.chunking import AnyArray
 
 Index = tuple[slice, ...]
-Part = tuple[tuple[int, ...], np.ndarray]
 
 
-def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool) -> Digests:
+def take(array: AnyArray, parts: Mapping[Start, np.ndarray], *, is_stack: bool) -> Digests:
     """Returns an array's digests; the digest of a block that this process does not store is 0.
 
     Args:
       array: the array.
-      parts: the result of ``shards`` for this array.
+      parts: where each part that this process stores begins -> the part.
       is_stack: whether the array is a stack.
     """
     block = chunking.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
-    for start, host in parts:
+    for start, host in parts.items():
         found = of_blocks(host, block)
         at = tuple(
             slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
@@ -52,7 +50,7 @@ def take(array: jax.Array | np.ndarray, parts: Iterable[Part], *, is_stack: bool
 
 
 def gathered(
-    taken: Mapping[str, Digests], arrays: Mapping[str, jax.Array | np.ndarray], processes: Processes
+    taken: Mapping[str, Digests], arrays: Mapping[str, AnyArray], processes: Processes
 ) -> Mapping[str, Digests]:
     """On process 0, returns the digests of all processes; on other processes, returns ``taken``.
 
@@ -68,7 +66,7 @@ def gathered(
     """
     if processes.count == 1:
         return taken
-    shared = [name for name, array in arrays.items() if isinstance(array, jax.Array)]
+    shared = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
     layouts = [[n, arrays[n].dtype.name, arrays[n].shape, taken[n].block] for n in shared]
     layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())
     all_values = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
@@ -98,38 +96,6 @@ def gathered(
 
 def _values(known: Digests) -> np.ndarray:
     return np.frombuffer(known.values, "<u8")
-
-
-def shards(array: jax.Array | np.ndarray) -> Iterator[Part]:
-    """Yields the start and the content of each part of the array that this process stores.
-
-    If Orbax has already fetched a part of a device array to the host, this function uses the copy
-    that JAX keeps beside the array. This function fetches each part that Orbax has not fetched
-    yet. If replicas of a shard on several processes each store a part of the shard, Orbax and this
-    function each fetch a copy of that part.
-    """
-    if not isinstance(array, jax.Array):
-        yield (0,) * array.ndim, array
-        return
-    parts = _stored_parts(array).replica_slices
-    found = [(tuple(dim.start or 0 for dim in part.index), part.data()) for part in parts]
-    for _, device in found:
-        device.copy_to_host_async()
-    for start, device in found:
-        yield start, np.asarray(device)
-
-
-def num_host_bytes(array: jax.Array) -> int:
-    """Returns how many bytes of host memory this process needs to store a device array."""
-    parts = _stored_parts(array)
-    # ``shards`` explains why a part of a shard is fetched twice.
-    is_cut = any(part.slice_args is not None for part in parts.replica_slices)
-    return int(parts.nbytes) * (2 if is_cut else 1)
-
-
-def _stored_parts(array: jax.Array) -> Any:
-    shards_of(array)  # must precede Orbax's listing: two threads would conflict
-    return orbax_internals.stored_parts(array, use_replica_parallel=chunking.is_shared(array))
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:

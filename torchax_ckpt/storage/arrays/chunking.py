@@ -3,16 +3,25 @@
 A read takes whole chunks and whole blocks. To keep reads small, the length of a block along each
 dim divides the length of a chunk along that dim, or is a multiple of it. Orbax cuts the chunks, and
 torchax_ckpt sets the limit on the size of a chunk. This module computes which chunks Orbax will
-choose, and cuts the blocks to match.
+choose, and cuts the blocks to match. This module also says which parts of an array each process
+stores.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
+
+from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
+
+AnyArray = jax.Array | HostArray | np.ndarray
 
 # The most bytes that are read, checked and kept in memory as one piece. A piece is larger if its
 # dims cannot be divided so far.
@@ -23,17 +32,17 @@ MAX_BYTES = 64 << 20
 _MIN_FRACTION = 16
 
 
-def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
+def chunk_shape(array: AnyArray) -> tuple[int, ...]:
     """Returns the shape of the chunks into which Orbax cuts what one device or host writes.
 
     This function repeats Orbax's own computation, which starts with the shape that one device or
-    host writes (``_written_shape``). As long as a chunk exceeds ``chunk_limit``, Orbax shortens one
+    host writes (``written_shape``). As long as a chunk exceeds ``chunk_limit``, Orbax shortens one
     dim to its next smaller divisor: the longest dim among those in which the written shape is
     smaller than the array. If all of those dims have length 1, Orbax shortens the longest of the
     remaining dims. A caller of Orbax can set the size at which Orbax stops, but cannot exclude a
     dim from the cutting.
     """
-    written = _written_shape(array)
+    written = written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:
         return written
     divisors = [_divisors(n) for n in written]
@@ -51,26 +60,26 @@ def chunk_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def chunk_limit(array: jax.Array | np.ndarray) -> int:
+def chunk_limit(array: AnyArray) -> int:
     """Returns the limit, in bytes, that makes Orbax cut an array into chunks of ``chunk_shape``."""
     return max(MAX_BYTES, _nbytes(chunk_shape(array), array))
 
 
-def block_shape(array: jax.Array | np.ndarray, *, is_stack: bool) -> tuple[int, ...]:
+def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:
     """Returns the shape of an array's blocks. A block of a stack has data of only one member.
 
-    A block has the shape that one device or host writes (``_written_shape``), or the shape of a
+    A block has the shape that one device or host writes (``written_shape``), or the shape of a
     chunk if the former has more than ``MAX_BYTES`` bytes. The first dim of a stack's block has
     length 1.
     """
-    written, first = _written_shape(array), int(is_stack)
+    written, first = written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
     if _nbytes(block, array) > MAX_BYTES:
         block = (1,) * first + chunk_shape(array)[first:]
     return block
 
 
-def is_shared(array: jax.Array | np.ndarray) -> bool:
+def is_shared(array: AnyArray) -> bool:
     """Returns whether the replicas of a shard share the work of writing the shard.
 
     If an array spans several processes, and the number of replicas divides a dim of the shard, each
@@ -79,7 +88,57 @@ def is_shared(array: jax.Array | np.ndarray) -> bool:
     fetched for the shard's digest are then also the bytes that are written, so the bytes leave the
     device only once.
     """
-    return isinstance(array, jax.Array) and not array.is_fully_addressable
+    return not isinstance(array, np.ndarray) and not array.is_fully_addressable
+
+
+class StoredPart(NamedTuple):
+    """A part of an array that this process stores.
+
+    Attributes:
+      start: where the part begins in the array.
+      device: the device whose shard holds the part.
+      within: where the part lies in the shard; None for the whole shard.
+    """
+
+    start: Start
+    device: jax.Device
+    within: tuple[slice, ...] | None
+
+
+def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
+    """Yields the parts of an array that this process stores, see ``is_shared``."""
+    shape, sharding = tuple(array.shape), array.sharding
+    part, shard = written_shape(array), _shard_shape(array)
+    cut = next((dim for dim, n in enumerate(shard) if part[dim] != n), None)
+    replicas = _replicas(sharding, shape)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        start = start_of(index)
+        if cut is None:
+            if replicas[device] == 0:
+                yield StoredPart(start, device, None)
+            continue
+        first = replicas[device] * part[cut]
+        within = [slice(None)] * len(shard)
+        within[cut] = slice(first, first + part[cut])
+        start = (*start[:cut], start[cut] + first, *start[cut + 1 :])
+        yield StoredPart(start, device, tuple(within))
+
+
+def num_stored_bytes(array: jax.Array | HostArray) -> int:
+    """Returns how many bytes of an array this process stores."""
+    return sum(1 for _ in stored_parts(array)) * _nbytes(written_shape(array), array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _replicas(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, int]:
+    """Returns for each device how many devices before it have the same shard."""
+    seen: collections.Counter[Start] = collections.Counter()
+    replicas = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        start = start_of(index)
+        replicas[device] = seen[start]
+        seen[start] += 1
+    return replicas
 
 
 def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
@@ -87,10 +146,10 @@ def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
     return math.prod(-(-n // length) for n, length in zip(shape, piece, strict=True))
 
 
-def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
+def written_shape(array: AnyArray) -> tuple[int, ...]:
     """Returns the shape that one device or host writes: a shard, or a replica's part of a shard."""
     shard = _shard_shape(array)
-    if not (isinstance(array, jax.Array) and is_shared(array)):
+    if isinstance(array, np.ndarray) or not is_shared(array):
         return shard
     replicas = len(array.sharding.device_set) // num_pieces(array.shape, shard)
     dim = next((dim for dim, n in enumerate(shard) if n % replicas == 0), None)
@@ -99,12 +158,12 @@ def _written_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
     return (*shard[:dim], shard[dim] // replicas, *shard[dim + 1 :])
 
 
-def _shard_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
+def _shard_shape(array: AnyArray) -> tuple[int, ...]:
     shape = tuple(array.shape)
-    return tuple(array.sharding.shard_shape(shape)) if isinstance(array, jax.Array) else shape
+    return shape if isinstance(array, np.ndarray) else tuple(array.sharding.shard_shape(shape))
 
 
-def _nbytes(shape: Sequence[int], array: jax.Array | np.ndarray) -> int:
+def _nbytes(shape: Sequence[int], array: AnyArray) -> int:
     return math.prod(shape) * array.dtype.itemsize
 
 

@@ -3,7 +3,7 @@
 The arrays move in batches, and only one batch is on the host at a time. JAX keeps the fetched bytes
 beside an array as long as that array exists, and Orbax holds all arrays of a step until the step is
 written. Each batch is therefore fetched through temporary arrays, which share the buffers of the
-original arrays.
+original arrays. The digests are computed from the same bytes that Orbax writes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ import numpy as np
 
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.snapshot.device_programs import sliced
+from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
 from torchax_ckpt.storage.arrays import block_digests, chunking, orbax_internals
+from torchax_ckpt.storage.arrays.chunking import AnyArray
 
 _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
+_Fetch = Callable[[], HostArray]
+"""Waits for the transfers of an array that have begun, and returns the array on the host."""
 
 
 class Batches(orbax_internals.StatusCallback):
@@ -60,19 +65,17 @@ class Batches(orbax_internals.StatusCallback):
 
     def __init__(
         self,
-        arrays: Mapping[str, jax.Array | np.ndarray],
+        arrays: Mapping[str, AnyArray],
         stacks: Collection[str],
         max_bytes: int | None,
         on_host: Callable[[int, int, int], None],
     ) -> None:
-        self._device = {n: array for n, array in arrays.items() if isinstance(array, jax.Array)}
-        self._host = {n: array for n, array in arrays.items() if not isinstance(array, jax.Array)}
+        self._device = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
+        self._host = {n: a for n, a in arrays.items() if isinstance(a, np.ndarray)}
         self._stacks = stacks
         self._on_host = on_host
         self._is_over = False
         self.on_devices: concurrent.futures.Future[dict[str, Digests]] = concurrent.futures.Future()
-        for array in self._device.values():
-            shards_of(array)  # must precede the listing by Orbax's threads
         self._batches = [*_cut(self._device, max_bytes)]
         # The first batch is fetched while Orbax prepares the save.
         self._first = self._started(self._batches[0]) if self._batches else {}
@@ -83,7 +86,7 @@ class Batches(orbax_internals.StatusCallback):
 
     def taken(self) -> dict[str, Digests]:
         """Waits for the last batch; returns the digests of the blocks that this process stores."""
-        on_host = {n: self._digests(n, a, block_digests.shards(a)) for n, a in self._host.items()}
+        on_host = {n: self._digests(n, a, {(0,) * a.ndim: a}) for n, a in self._host.items()}
         return on_host | self.on_devices.result()
 
     def writing(self, params: Sequence[Any], write: _Write) -> _Writing:
@@ -106,25 +109,26 @@ class Batches(orbax_internals.StatusCallback):
             for number, batch in enumerate(self._batches, 1):
                 if self._is_over:
                     raise asyncio.CancelledError
-                fetched, self._first = self._first or self._started(batch), {}
+                coming, self._first = self._first or self._started(batch), {}
+                fetched = {name: fetch() for name, fetch in coming.items()}
+                del coming  # with the temporary arrays
+                nbytes = sum(part.nbytes for a in fetched.values() for part in a.parts.values())
+                nbytes += self._host_bytes if number == 1 else 0
+                # From now on the training program may delete the original arrays.
+                self._on_host(number, len(self._batches), nbytes)
                 writing = await write(
                     [
                         dataclasses.replace(by_path[names.component_and_rest(name)], value=array)
                         for name, array in fetched.items()
                     ]
                 )
-                hosts = {name: [*block_digests.shards(array)] for name, array in fetched.items()}
-                nbytes = sum(host.nbytes for parts in hosts.values() for _, host in parts)
-                nbytes += self._host_bytes if number == 1 else 0
-                # From now on the training program may delete the original arrays.
-                self._on_host(number, len(self._batches), nbytes)
-                digesting = asyncio.to_thread(self._take, fetched, hosts, taken)
+                digesting = asyncio.to_thread(self._take, fetched, taken)
                 for error in await asyncio.gather(writing, digesting, return_exceptions=True):
                     if error is not None:
                         raise error
                 # Releases this batch before the next one is fetched. JAX frees memory that numpy
                 # has viewed only when Python collects garbage.
-                del fetched, writing, digesting, hosts
+                del fetched, writing, digesting
                 gc.collect(0)
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
@@ -139,35 +143,60 @@ class Batches(orbax_internals.StatusCallback):
         self._is_over = True
         self.on_devices.cancel()
 
-    def _started(self, batch: Iterable[str]) -> dict[str, jax.Array]:
-        """Returns temporary arrays for a batch, and starts to copy them to the host."""
-        fetched = {name: unshared(self._device[name]) for name in batch}
-        for array in fetched.values():
-            for shard in shards_of(array):
-                if shard.replica_id == 0 and not chunking.is_shared(array):
-                    shard.data.copy_to_host_async()
-        return fetched
+    def _started(self, batch: Iterable[str]) -> dict[str, _Fetch]:
+        """Starts to copy a batch to the host."""
+        return {name: _start(self._device[name]) for name in batch}
 
-    def _take(
-        self,
-        fetched: Mapping[str, jax.Array],
-        hosts: Mapping[str, Sequence[block_digests.Part]],
-        taken: dict[str, Digests],
-    ) -> None:
+    def _take(self, fetched: Mapping[str, HostArray], taken: dict[str, Digests]) -> None:
         """Computes a batch's digests; after the last batch, completes the future ``on_devices``."""
-        for name, parts in hosts.items():
-            taken[name] = self._digests(name, fetched[name], parts)
+        for name, array in fetched.items():
+            taken[name] = self._digests(name, array, array.parts)
         if len(taken) == len(self._device):
             self.on_devices.set_result(taken)
 
-    def _digests(
-        self, name: str, array: jax.Array | np.ndarray, parts: Iterable[block_digests.Part]
-    ) -> Digests:
+    def _digests(self, name: str, array: AnyArray, parts: Mapping[Start, np.ndarray]) -> Digests:
         return block_digests.take(array, parts, is_stack=name in self._stacks)
 
 
-def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[list[str]]:
-    """Divides arrays into batches of at most ``max_bytes``; yields the names in each batch."""
+def fetched(array: jax.Array | HostArray) -> HostArray:
+    """Returns the parts of an array that this process stores, on the host."""
+    return _start(array)()
+
+
+def _start(array: jax.Array | HostArray) -> _Fetch:
+    """Starts to copy the parts of an array that this process stores to the host."""
+    if isinstance(array, HostArray):
+        return lambda: _stored(array)
+    # JAX would keep the host's copy beside the original array.
+    shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
+    parts: list[tuple[Start, jax.Array]] = []
+    for start, device, within in chunking.stored_parts(array):
+        part = shards[device] if within is None else sliced(shards[device], within)
+        part.copy_to_host_async()
+        parts.append((start, part))
+
+    def fetch() -> HostArray:
+        on_host = {start: np.asarray(part) for start, part in parts}
+        return HostArray(tuple(array.shape), array.dtype, array.sharding, on_host)
+
+    return fetch
+
+
+def _stored(array: HostArray) -> HostArray:
+    """Returns the array with the parts that this process stores, cut from its shards."""
+    index_of = array.sharding.addressable_devices_indices_map(array.shape)
+    parts = {}
+    for start, device, within in chunking.stored_parts(array):
+        shard = array.parts[start_of(index_of[device])]
+        parts[start] = shard if within is None else shard[within]
+    return dataclasses.replace(array, parts=parts)
+
+
+def _cut(arrays: Mapping[str, jax.Array | HostArray], max_bytes: int | None) -> Iterator[list[str]]:
+    """Divides arrays into batches of at most ``max_bytes``; yields the names in each batch.
+
+    Arrays that are on the host already do not count.
+    """
     if max_bytes is None:
         if arrays:
             yield [*arrays]
@@ -175,7 +204,7 @@ def _cut(arrays: Mapping[str, jax.Array], max_bytes: int | None) -> Iterator[lis
     batch: list[str] = []
     nbytes = 0
     for name, array in arrays.items():
-        array_bytes = block_digests.num_host_bytes(array)
+        array_bytes = 0 if isinstance(array, HostArray) else chunking.num_stored_bytes(array)
         if batch and nbytes + array_bytes > max_bytes:
             yield batch
             batch, nbytes = [], 0

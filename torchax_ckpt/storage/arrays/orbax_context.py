@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 from etils import epath
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
@@ -100,7 +99,7 @@ def for_loading(options: CheckpointOptions) -> Iterator[None]:
 @contextlib.contextmanager
 def for_saving(
     path: epath.Path,
-    arrays: Mapping[str, jax.Array | np.ndarray],
+    arrays: Mapping[str, chunking.AnyArray],
     coming: host_batches.Batches,
     folder_mode: int | None,
     before_commit: Callable[[], None],
@@ -141,8 +140,6 @@ def for_saving(
     # The cutting of chunks depends on this option. The defaults of this option and the next one
     # depend on the platform.
     saving.use_replica_parallel = not is_alone
-    # A pinned transfer would not leave the fetched bytes where the digests read them.
-    saving.enable_pinned_host_transfer = False
     # Zarr version 3 would join a shard's chunks and their index to one value. The join copies each
     # byte once more, and takes a seventh of the time of a save.
     saving.use_zarr3 = False

@@ -19,17 +19,18 @@ import contextvars
 import dataclasses
 import functools
 import importlib.metadata
-import operator
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
+from torchax_ckpt.runtime.replacements import Replacements
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.storage.arrays import chunking
 
 # The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
@@ -111,74 +112,8 @@ def _as_operation(current: _Operation) -> Iterator[None]:
             _operation.reset(token)
 
 
-class _Patch(NamedTuple):
-    """One attribute of Orbax to replace, and the function that builds the replacement."""
-
-    module: Any
-    path: str
-    make: Callable[[Any], Any]
-
-
-_PATCHES: list[_Patch] = []
-
-
-def _replaces(module: Any, path: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        _PATCHES.append(_Patch(module, path, make))
-        return make
-
-    return register
-
-
-_ABSENT = object()
-
-
-class _Replaced:
-    """Replaces Orbax's attributes while at least one thread is within this context."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_within = 0
-        # Owner, name, original (``_ABSENT`` if the owner inherits it), replacement.
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_within == 0:
-                try:
-                    for patch in _PATCHES:
-                        self._replace(patch)
-                except BaseException:
-                    self._put_back()
-                    raise
-            self._num_within += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_within -= 1
-            if self._num_within == 0:
-                self._put_back()
-
-    def _replace(self, patch: _Patch) -> None:
-        *outer, name = patch.path.split(".")
-        owner = operator.attrgetter(".".join(outer))(patch.module) if outer else patch.module
-        original = vars(owner).get(name, _ABSENT)
-        replacement = patch.make(getattr(owner, name) if original is _ABSENT else original)
-        setattr(owner, name, replacement)
-        self._replaced.append((owner, name, original, replacement))
-
-    def _put_back(self) -> None:
-        while self._replaced:
-            owner, name, original, replacement = self._replaced.pop()
-            if vars(owner).get(name) is not replacement:
-                continue  # other code has replaced it since, and may call our replacement
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-
-_patches = _Replaced()
+_patches = Replacements()
+_replaces = _patches.register
 
 
 # Orbax numbers operations with one counter for the process, and reads the newest number where it
@@ -250,12 +185,36 @@ def _raw_bytes(original: Any) -> Any:
     return ask
 
 
+# Orbax would fetch arrays itself. ``host_batches.Batches`` has already fetched the arrays that it
+# passes to Orbax, because the digests need the same bytes. No upstream issue is known.
+@_replaces(replica_slices, "transfer_arrays_to_host")
+def _transfer(original: Any) -> Any:
+    def transfer(arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(arrays[0], HostArray):
+            return original(arrays, *args, **kwargs)
+        return [_slices(array) for array in arrays]
+
+    return transfer
+
+
+def _slices(array: HostArray) -> Any:
+    """Returns Orbax's form of the parts that this process stores of an array."""
+    shape = chunking.written_shape(array)
+    parts = [
+        replica_slices.ReplicaSlice(
+            tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True)), part, None
+        )
+        for start, part in array.parts.items()
+    ]
+    return replica_slices.ReplicaSlices(
+        array.shape, shape, array.sharding, array.dtype, True, parts
+    )
+
+
 # This is for operations of one process. Orbax writes host arrays of process 0 only, and requires
-# array metadata of all processes (no upstream issue is known). It also rejects arrays of one
-# process (google/orbax#731 and #844, which were about arrays that all processes have).
+# array metadata of all processes (no upstream issue is known).
 @_replaces(type_handlers, "multihost")
 @_replaces(array_metadata_store, "multihost")
-@_replaces(jax_array_handlers, "jax")
 class _SingleProcessView:
     """Wraps a module, so that Orbax sees one process while this process saves or loads alone."""
 
@@ -281,13 +240,6 @@ def _is_alone() -> bool:
 def future_of(response: Any) -> concurrent.futures.Future[Any]:
     """Returns the future that completes when Orbax has ended the save of ``response``."""
     return response._thread_runner._future
-
-
-def stored_parts(array: jax.Array, *, use_replica_parallel: bool) -> Any:
-    """Returns an object; its ``replica_slices`` are the array's parts that this process writes."""
-    return replica_slices.get_replica_slices(
-        array, replica_id=0, use_replica_parallel=use_replica_parallel
-    )
 
 
 StatusCallback = DefaultSerializationStatusCallback
@@ -324,6 +276,8 @@ class PyTreeInBatches(ocp.handlers.PyTreeHandler):
         for leaf, abstract, typestrs, handler in entries:
             chosen = _Arrays if leaf is jax.Array else handler
             leaves.add(leaf, abstract, chosen, secondary_typestrs=typestrs)
+            if leaf is jax.Array:
+                leaves.add(HostArray, abstract, chosen, secondary_typestrs=typestrs)
         super().__init__(context=context, leaf_handler_registry=leaves)
 
 
@@ -369,10 +323,10 @@ def _check_operations() -> None:
 
 
 def _check_handlers() -> None:
-    parts = stored_parts(jax.device_put(np.zeros(2, np.float32)), use_replica_parallel=False)
-    [part] = parts.replica_slices
-    assert (parts.nbytes, part.slice_args) == (8, None), "arrays are cut into other parts"
-    assert (part.index, part.data().shape) == ((slice(None),), (2,)), "parts have other shapes"
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    array = HostArray((2,), np.dtype(np.float32), where, {(0,): np.zeros(2, np.float32)})
+    [part] = _slices(array).to_fragments().fragments
+    assert (part.value.shape, _slices(array).nbytes) == ((2,), 8), "arrays have another form"
     public, context = ocp.handlers.PyTreeHandler, ocp.Context()
     assert typestr(PyTreeInBatches) == typestr(public), "handlers are recorded by other names"
     PyTreeInBatches(context=context)
@@ -390,8 +344,8 @@ def _check_users() -> None:
         (execution._SaveResponse._finalize_save, "multihost", "sync_global_processes"),
         (type_handlers.NumpyHandler._background_serialize, "multihost", "process_index"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
-        (jax_array_handlers.ArrayHandler.serialize, "jax", "process_count"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
+        (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),
     ):
         code: CodeType = function.__code__
         missing = [name for name in names if name not in code.co_names]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
@@ -19,15 +18,14 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.snapshot.sharding import unshared
 from torchax_ckpt.storage.arrays import (
     array_checks,
-    block_digests,
     chunking,
     host_batches,
     orbax_context,
     orbax_internals,
 )
+from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
 
@@ -41,7 +39,7 @@ _PLACEHOLDER = {"empty": np.zeros(1, np.uint8)}
 
 def write_step(
     path: epath.Path,
-    arrays: Mapping[str, jax.Array | np.ndarray],
+    arrays: Mapping[str, AnyArray],
     manifest: Callable[[Mapping[str, Digests]], Mapping[str, Any]],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
@@ -123,7 +121,7 @@ def write_step(
         fsync.sync_tree(path, but=_DATA)
 
 
-def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
+def _require_readable(name: str, array: AnyArray) -> None:
     """Raises if readers would reject an array, or could not return its exact bytes."""
     count = chunking.num_pieces(array.shape, chunking.chunk_shape(array))
     if count > array_checks.MAX_CHUNKS:
@@ -134,8 +132,8 @@ def _require_readable(name: str, array: jax.Array | np.ndarray) -> None:
         )
     if array.dtype != np.bool_:
         return
-    own = unshared(array) if isinstance(array, jax.Array) else array
-    if any((host.view(np.uint8) > 1).any() for _, host in block_digests.shards(own)):
+    parts = [array] if isinstance(array, np.ndarray) else host_batches.fetched(array).parts.values()
+    if any((part.view(np.uint8) > 1).any() for part in parts):
         raise SaveError(
             f"{name}: expected booleans whose bytes are 0 or 1, found other bytes, which "
             "storage does not preserve; compute the array again, for example as x != 0",

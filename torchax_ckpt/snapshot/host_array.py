@@ -1,0 +1,75 @@
+"""Arrays in ordinary memory of the host that still have the sharding they had on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Sharding
+
+from torchax_ckpt.snapshot.sharding import host_part
+
+Start = tuple[int, ...]
+"""The index in an array at which a part of the array begins."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostArray:
+    """An array in ordinary memory of the host, with the sharding that it had on devices.
+
+    Attributes:
+      shape, dtype: of the whole array.
+      sharding: how the array was sharded over devices, also over devices of other processes.
+      parts: where each part begins -> the part. The parts are of one shape: either the shards of
+        this process's devices, each shard once, or what this process stores.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding
+    parts: Mapping[Start, np.ndarray]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole array."""
+        return math.prod(self.shape)
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether all devices of the sharding belong to this process."""
+        return self.sharding.is_fully_addressable
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Returns the whole array; all of its shards must be among the parts."""
+        whole = self.parts.get((0,) * self.ndim)
+        if whole is None or whole.shape != self.shape:
+            whole = np.empty(self.shape, self.dtype)
+            for start, part in self.parts.items():
+                region = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+                whole[region] = part
+        elif copy:
+            whole = whole.copy()
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def to_host_part(self) -> HostArray:
+        """Returns what ``sharding.to_host_part`` returns for an array on devices."""
+        part = host_part(self.sharding, self.shape)
+        whole = self.sharding.addressable_devices_indices_map(self.shape)
+        within = part.sharding.addressable_devices_indices_map(part.shape)
+        parts = {
+            start_of(index): self.parts[start_of(whole[device])] for device, index in within.items()
+        }
+        return HostArray(part.shape, self.dtype, part.sharding, parts)
+
+
+def start_of(index: tuple[slice, ...] | None) -> Start:
+    """Returns where a shard begins, from the index that a sharding gives for a device."""
+    return tuple(dim.start or 0 for dim in index or ())
