@@ -8,7 +8,7 @@ import os
 from typing import Any, Literal, get_args
 
 Layout = Literal["auto", "stacked", "flat"]
-SnapshotMode = Literal["auto", "reference", "copy", "transfer"]
+SnapshotMode = Literal["auto", "reference", "copy", "offload", "transfer"]
 Verify = Literal["restore", "never"]
 OnSaveError = Literal["continue", "raise"]
 TierName = Literal["durable", "local"]

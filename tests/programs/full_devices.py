@@ -1,9 +1,9 @@
 """Two processes save; the devices of one have no memory left at some steps.
 
-    python full_devices.py INDEX COUNT PORT DIRECTORY MODE FULLS
+    python full_devices.py INDEX COUNT PORT DIRECTORY MODE HOST_BYTES FULLS
 
-MODE is that of snapshots. FULLS is JSON: for each step the process whose devices are full, or
-null.
+MODE is that of snapshots. HOST_BYTES are available on the host. FULLS is JSON: for each step the
+process whose devices are full, or null.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policie
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 
-directory, mode, fulls = sys.argv[4], cast(Any, sys.argv[5]), json.loads(sys.argv[6])
+directory, mode, host_bytes = sys.argv[4], cast(Any, sys.argv[5]), int(sys.argv[6])
+fulls = json.loads(sys.argv[7])
 rows = NamedSharding(MESH, P("fsdp"))
 ones = np.ones((8, 1024), np.float32)
 limit = {"bytes_in_use": 0}
@@ -31,7 +32,8 @@ ckpt = TorchaxCheckpointer(
     options=CheckpointOptions(process_timeout_secs=60),
     preservation_policy=policies.PreserveAll(),
 )
-ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(lambda device: limit))
+memory = DeviceMemory(lambda device: limit, lambda: host_bytes)
+ckpt._saves.snapshotter = Snapshotter(mode, "auto", memory)
 failed = {}
 
 

@@ -75,8 +75,8 @@ class Accelerator:
 class Watched(DeviceMemory):
     """Has the accelerator account for copies as they are made."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
+    def __init__(self, accelerator: Accelerator, host_bytes: int = 0) -> None:
+        super().__init__(accelerator, lambda: host_bytes)
         self._accelerator = accelerator
 
     def took(self, copies: Iterable[Any]) -> None:
@@ -193,7 +193,7 @@ def test_after_memory_was_exhausted_the_whole_peak_counts(
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
         patch.setattr(stacking, "copy_program", exhausted)
         assert take(snapshotter).way == "transfer"
-    assert "taken by transfer: the devices ran out of memory" in caplog.text
+    assert "taken by transfer: the program donates" in caplog.text
     assert take(snapshotter).way == "transfer"
 
 
@@ -260,7 +260,7 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
 
 
 def saved_while_full(
-    mode: str, fulls: list[int | None], directory: Path
+    mode: str, fulls: list[int | None], directory: Path, host_bytes: int = 0
 ) -> tuple[dict[str, str], list[int], list[bool]]:
     """What failed, which steps there are, and which of them have stacks; the same everywhere.
 
@@ -268,8 +268,10 @@ def saved_while_full(
       mode: of snapshots.
       fulls: the process whose devices have no memory at each step.
       directory: where to save.
+      host_bytes: available on each host.
     """
-    told = run_processes(PROGRAMS / "full_devices.py", 2, str(directory), mode, json.dumps(fulls))
+    arguments = str(directory), mode, str(host_bytes), json.dumps(fulls)
+    told = run_processes(PROGRAMS / "full_devices.py", 2, *arguments)
     (first,), (second,) = told
     assert first["failed"].keys() == second["failed"].keys()
     for report in (first, second):
@@ -295,6 +297,24 @@ def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path
     (text,) = failed.values()
     assert "From the next save on, leaves are copied and stored one by one" in text
     assert (steps, stacked) == ([1, 2, 4, 5, 6, 7], [True, True, False, False, False, False])
+
+
+@pytest.mark.slow
+def test_a_process_without_memory_offloads_while_others_copy(directory: Path) -> None:
+    assert saved_while_full("auto", [None, 1, 0, None], directory, 1 << 30) == (
+        {},
+        [1, 2, 3, 4],
+        [True] * 4,
+    )
+
+
+@pytest.mark.slow
+def test_processes_offload(directory: Path) -> None:
+    assert saved_while_full("offload", [None, 1, 0], directory, 1 << 30) == (
+        {},
+        [1, 2, 3],
+        [True] * 3,
+    )
 
 
 def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:

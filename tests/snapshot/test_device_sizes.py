@@ -112,7 +112,7 @@ def test_a_program_that_no_device_holds_is_compiled_once(monkeypatch: pytest.Mon
     leaves = {"w": jax.device_put(np.zeros((8, 3), np.float32), ROWS)}
     planner, memory = Planner("auto"), DeviceMemory()
     for _ in range(3):
-        planned = planner.planned(["w"], [leaves["w"]])
+        planned = planner(["w"], [leaves["w"]])
         needed = planned.bytes_on_devices([leaves["w"]], copy=True)
         assert needed is None
         assert not memory.holds(needed)

@@ -89,7 +89,7 @@ layouts = pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.slow
 @donating
 @layouts
-@pytest.mark.parametrize("mode", ["auto", "copy", "transfer"])
+@pytest.mark.parametrize("mode", ["auto", "copy", "offload", "transfer"])
 def test_donated_buffers_are_saved_as_they_were(
     mode: Any, layout: Any, step_fn: Any, directory: Path, busy: None
 ) -> None:
@@ -262,7 +262,7 @@ def test_auto_transfers_where_memory_does_not_hold_copies(
 ) -> None:
     size = sum(x.nbytes for x in start().values())
     limit = {"bytes_limit": size // 2, "bytes_in_use": 0}
-    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit))
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit, lambda: 0))
     state = start()
     names = [f"state/{n}" for n in state]
     assert snapshotter.take(names, list(state.values())).way == "transfer"
@@ -272,7 +272,7 @@ def test_auto_transfers_where_memory_does_not_hold_copies(
     assert "no memory for copies" in caplog.text
 
 
-@pytest.mark.parametrize("mode", ["reference", "copy", "transfer"])
+@pytest.mark.parametrize("mode", ["reference", "copy", "offload", "transfer"])
 def test_each_way_is_said_once(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     snapshotter = Snapshotter(mode, "auto")
     state = start()
@@ -287,7 +287,7 @@ def test_the_way_of_the_first_snapshot_is_said_too(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = {"bytes_limit": 0 if way == "transfer" else 1 << 30, "bytes_in_use": 0}
-    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit))
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: limit, lambda: 0))
     state = start()
     with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
         snapshotter.take([f"state/{n}" for n in state], list(state.values()))
@@ -410,10 +410,10 @@ def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves(
             return super().__ne__(other)
 
     state = start()
-    expected = Planner("stacked")(list(state), list(state.values()))
+    expected = Planner("stacked")(list(state), list(state.values())).plan
     planner(list(state), list(state.values()))
-    assert planner(Interrupted(state), list(state.values())) == expected
-    assert planner(list(state), list(state.values())) == expected
+    assert planner(Interrupted(state), list(state.values())).plan == expected
+    assert planner(list(state), list(state.values())).plan == expected
 
 
 def test_threads_that_ask_for_shards_at_the_same_time_are_each_given_all() -> None:

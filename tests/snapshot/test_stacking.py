@@ -308,7 +308,7 @@ def test_every_leaf_is_found_where_the_plan_says(
     for seed, (name, (leaf, where, _)) in enumerate(drawn.items()):
         if leaf.kind in ("jax", "numpy"):  # what others are captured as
             tree[names.join(("model", name))] = leaf.make(seed, where)
-    found = Planner(layout)(list(tree), list(tree.values()))
+    found = Planner(layout)(list(tree), list(tree.values())).plan
     stored = execute(found, tree, copy=copy)
     located = found.locate()
     for name, array in tree.items():

@@ -160,7 +160,7 @@ def assert_saves_alone(program: Compiled) -> None:
 
 def assert_saved(leaves: Leaves, layout: Any = "auto") -> Programs:
     """Asserts the same of all programs that copy and stack these leaves; returns the programs."""
-    plan = Planner(layout)(list(leaves), [*leaves.values()])
+    plan = Planner(layout)(list(leaves), [*leaves.values()]).plan
     programs = Programs()
     stored = stacking._execute(plan, leaves, True, programs)
     assert (
@@ -189,7 +189,7 @@ def test_saving_a_training_state_needs_no_other_device_and_no_scratch(
     for over in grids(FIRST):
         leaves = training_state(name, layout, over)
         programs = assert_saved(leaves)
-        plan = Planner("auto")(list(leaves), [*leaves.values()])
+        plan = Planner("auto")(list(leaves), [*leaves.values()]).plan
         needed = stacking.bytes_to_execute(plan, leaves, copy=True)
         assert needed.keys() == set(one_host(devices(*FIRST)))
         # Each program counts as often as it runs, so that only the sum over equal ones is known.

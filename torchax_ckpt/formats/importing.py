@@ -71,7 +71,7 @@ def import_weights(
         names.join((MODEL, name)): _as_on_devices(name, tensor.mapped())
         for name, tensor in source.tensors.items()
     }
-    plan = Planner(options.layout)(list(arrays), list(arrays.values()))
+    plan = Planner(options.layout)(list(arrays), list(arrays.values())).plan
     stored = execute(plan, arrays, copy=False)
     document = {
         MODEL: {

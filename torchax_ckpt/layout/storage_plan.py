@@ -66,6 +66,18 @@ class Plan:
     stacks: Mapping[str, tuple[str, ...]]
     empty: frozenset[str]
 
+    def members(self, leaf_names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Returns a dict from the name of each stored array to the leaves in it.
+
+        Args:
+          leaf_names: the names of all leaves.
+        """
+        alone = {n: (n,) for n in leaf_names if n not in self.empty}
+        for group in self.stacks.values():
+            for member in group:
+                del alone[member]
+        return {**alone, **self.stacks}
+
     def locate(self) -> dict[str, tuple[str, int]]:
         """Returns a dict from stacked leaf to (name of the stack, index on its leading axis)."""
         return {

@@ -25,13 +25,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.sharding import Local, host_part, spans_hosts
-from torchax_ckpt.snapshot.stacking import Array
+from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
 
 
 def described(
-    document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Array]
+    document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Stored]
 ) -> Mapping[str, Node]:
     """Returns a copy of the document in which nodes describe this host's parts of the leaves.
 

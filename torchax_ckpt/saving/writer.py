@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -24,10 +23,9 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
-from torchax_ckpt.snapshot.sharding import to_host_part
-from torchax_ckpt.snapshot.snapshotter import Snapshot
-from torchax_ckpt.snapshot.stacking import Array
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
 from torchax_ckpt.state.per_process_state import PerProcessState, joined
 from torchax_ckpt.storage.arrays import block_digests, write_step
 from torchax_ckpt.storage.arrays.compression import Compression
@@ -174,7 +172,7 @@ class Writer:
         known = committed_step.described(self._history.branches.in_place)
         return self._directory.path_for(step).name, known
 
-    def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Array]]:
+    def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored]]:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.
 
         In a run of several processes, Orbax does not accept an array all of whose devices belong to
@@ -192,9 +190,9 @@ class Writer:
             if is_per_host
             else capture.document
         )
-        stored: dict[str, Array] = {}
+        stored: dict[str, Stored] = {}
         for name, array in arrays.items():
-            if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            if not isinstance(array, np.ndarray) and not array.is_fully_addressable:
                 stored[name] = to_host_part(array) if is_per_host else array
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)

@@ -70,10 +70,17 @@ class DeviceMemory:
 
     Args:
       stats: device -> its memory statistics, or None if it reports none.
+      host_bytes: returns the available bytes of the host's memory, or None if they are unknown; by
+        default ``host_memory.available_host_bytes``.
     """
 
-    def __init__(self, stats: Stats = memory_stats) -> None:
+    def __init__(
+        self,
+        stats: Stats = memory_stats,
+        host_bytes: Callable[[], int | None] | None = None,
+    ) -> None:
         self._stats = stats
+        self._host_bytes = host_bytes or host_memory.available_host_bytes
         # Reentrant, because Python may collect copies, and call _forget_copies, inside these
         # methods too.
         self._lock = threading.RLock()
@@ -97,6 +104,17 @@ class DeviceMemory:
                 (left := free[device]) is None or num_bytes * _HEADROOM <= left
                 for device, num_bytes in needed.items()
             )
+
+    def host_holds(self, num_bytes: int) -> bool:
+        """Returns whether the host has memory for this many bytes."""
+        available = self._host_bytes()
+        return available is None or num_bytes * _HEADROOM <= available
+
+    def described_on_host(self, num_bytes: int) -> str:
+        """Returns a text: bytes needed and available on the host."""
+        available = self._host_bytes()
+        found = "unknown" if available is None else f"{available} bytes"
+        return f"expected {num_bytes} bytes of host memory available, found {found}"
 
     def described(self, needed: Mapping[jax.Device, int]) -> str:
         """Returns a text: bytes needed and free on the device where free minus needed is least."""
@@ -142,7 +160,7 @@ class DeviceMemory:
     def _free_of_each(self, devices: Collection[jax.Device]) -> dict[jax.Device, int | None]:
         """Returns the free bytes of each device; CPU devices share the host's memory equally."""
         # Cached, because each call reads several files.
-        host_bytes = functools.cache(host_memory.available_host_bytes)
+        host_bytes = functools.cache(self._host_bytes)
         return {device: self._free(device, len(devices), host_bytes) for device in devices}
 
     def _free(

@@ -8,10 +8,11 @@ named ``checkpoint_*``, so that profiles of a training show what a save runs.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ Program = Any
 MAX_ARGUMENTS = 128
 
 P = ParamSpec("P")
+K = TypeVar("K")
 
 BUILDERS: dict[str, Callable[..., Program]] = {}
 """Name of each function that returns a program -> the function."""
@@ -119,6 +121,30 @@ def sliced(array: jax.Array, within: tuple[slice, ...]) -> jax.Array:
     starts, limits, _ = zip(*bounds, strict=True)
     (part,) = slice_program(starts, limits, array.sharding)(array)
     return part
+
+
+def run_by_sharding(
+    build: Callable[[Sharding], Program], arrays: Mapping[K, Any], run: Callable[..., Any]
+) -> dict[K, Any]:
+    """Runs the programs of the arrays' shardings; returns key -> output of the program.
+
+    One program gets the arrays of one sharding, at most ``MAX_ARGUMENTS`` at a time. Complex arrays
+    come one at a time, because the programs of a TPU need temporary memory for each of them.
+
+    Args:
+      build: returns the program of a sharding, which has one output per argument.
+      arrays: key -> array, or an abstract array with a sharding.
+      run: a program and its arguments -> the program's outputs.
+    """
+    groups: dict[tuple[Sharding, bool], list[K]] = collections.defaultdict(list)
+    for key, array in arrays.items():
+        groups[array.sharding, array.dtype.kind == "c"].append(key)
+    outputs: dict[K, Any] = {}
+    for (sharding, is_complex), keys in groups.items():
+        for chunk in in_chunks(keys, 1 if is_complex else MAX_ARGUMENTS):
+            found = run(build(sharding), *(arrays[key] for key in chunk))
+            outputs.update(zip(chunk, found, strict=True))
+    return outputs
 
 
 def in_chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

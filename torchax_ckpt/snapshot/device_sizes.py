@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,9 @@ from torchax_ckpt.snapshot.device_programs import (
     in_chunks,
     zeros_program,
 )
+
+Run = Callable[..., Any]
+"""A program and its arguments -> its outputs, or abstract arrays that stand for them."""
 
 _Spec = tuple[tuple[int, ...], Any]
 """The shape and the dtype of a shard."""
@@ -89,6 +92,50 @@ def compiled(program: Program, *arrays: Any) -> Compiled:
     return Compiled(outputs, 0 if memory is None else memory.temp_size_in_bytes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """The memory that programs need.
+
+    Attributes:
+      devices: device of this process -> bytes of outputs and temporary memory there.
+      host_bytes: bytes of the outputs that are in the memory of the host.
+    """
+
+    devices: Mapping[jax.Device, int]
+    host_bytes: int
+
+
+def needed_by(compute: Callable[[Run], object]) -> Needed:
+    """Returns the memory that a computation needs; compiles its programs but does not run them.
+
+    JAX caches the compiled programs, so the computation does not compile them again. The outputs of
+    all programs count, also those of which later programs make other outputs, because they may
+    exist at the same time. The programs run one after another, so the result includes the temporary
+    memory of the program that needs the most, not the sum.
+
+    Args:
+      compute: runs its programs through the function that it gets, on abstract arrays.
+    """
+    outputs: list[Any] = []
+    temporary: dict[jax.Device, int] = collections.defaultdict(int)
+
+    def compile_only(program: Program, *arrays: Any) -> Any:
+        found = compiled(program, *arrays)
+        outputs.extend(jax.tree.leaves(found.outputs))
+        for device in arrays[0].sharding.addressable_devices:
+            temporary[device] = max(temporary[device], found.temporary_bytes)
+        return found.outputs
+
+    compute(compile_only)
+    by_sharding = _bytes_by_sharding(outputs)
+    host_bytes = sum(
+        num_bytes * len(sharding.addressable_devices)
+        for sharding, num_bytes in by_sharding.items()
+        if sharding.memory_kind in _HOST_MEMORY
+    )
+    return Needed(_on_devices(by_sharding) + collections.Counter(temporary), host_bytes)
+
+
 def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
     """Returns the bytes that arrays take on each device of this process.
 
@@ -96,23 +143,31 @@ def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
       arrays: JAX arrays, and abstract arrays with a layout, as ``compiled`` returns them.
         Other values, and arrays in the memory of the host, take no memory of devices.
     """
+    return _on_devices(_bytes_by_sharding(arrays))
+
+
+def _bytes_by_sharding(arrays: Iterable[Any]) -> dict[Sharding, int]:
+    """Returns sharding -> the bytes that the arrays with this sharding take for each device."""
     by_sharding: dict[Sharding, int] = collections.defaultdict(int)
     for array in arrays:
         if not isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
             continue
         sharding: Any = array.sharding
-        if sharding.memory_kind in _HOST_MEMORY:
-            continue
         if isinstance(array, jax.Array):
             of_all = array.on_device_size_in_bytes()  # counts devices of other processes too
             by_sharding[sharding] += of_all // sharding.num_devices
         else:
             shape = sharding.shard_shape(array.shape)
             by_sharding[sharding] += padded_bytes(shape, array.dtype, array.format.layout)
+    return by_sharding
+
+
+def _on_devices(by_sharding: Mapping[Sharding, int]) -> collections.Counter[jax.Device]:
     taken: collections.Counter[jax.Device] = collections.Counter()
     for sharding, num_bytes in by_sharding.items():
-        for device in sharding.addressable_devices:
-            taken[device] += num_bytes
+        if sharding.memory_kind not in _HOST_MEMORY:
+            for device in sharding.addressable_devices:
+                taken[device] += num_bytes
     return taken
 
 

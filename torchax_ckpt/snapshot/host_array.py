@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from torchax_ckpt.snapshot.sharding import host_part
+from torchax_ckpt.snapshot.sharding import host_part, shards_as
 
 Start = tuple[int, ...]
 """The index in an array at which a part of the array begins."""
@@ -59,15 +60,20 @@ class HostArray:
             whole = whole.copy()
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
-    def to_host_part(self) -> HostArray:
-        """Returns what ``sharding.to_host_part`` returns for an array on devices."""
-        part = host_part(self.sharding, self.shape)
-        whole = self.sharding.addressable_devices_indices_map(self.shape)
-        within = part.sharding.addressable_devices_indices_map(part.shape)
-        parts = {
-            start_of(index): self.parts[start_of(whole[device])] for device, index in within.items()
-        }
-        return HostArray(part.shape, self.dtype, part.sharding, parts)
+
+def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
+    """Returns the part of an array that this host holds, as an array that shares the buffers.
+
+    To form the whole array again, each host calls ``sharding.shards_as`` with its part, and with
+    the sharding and shape of the whole array.
+    """
+    part = host_part(array.sharding, array.shape)
+    if isinstance(array, jax.Array):
+        return shards_as(array, part.sharding, part.shape)
+    whole = array.sharding.addressable_devices_indices_map(array.shape)
+    within = part.sharding.addressable_devices_indices_map(part.shape)
+    parts = {start_of(within[d]): array.parts[start_of(index)] for d, index in whole.items()}
+    return HostArray(part.shape, array.dtype, part.sharding, parts)
 
 
 def start_of(index: tuple[slice, ...] | None) -> Start:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,8 +15,12 @@ import numpy as np
 from torchax_ckpt.layout.storage_plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout
 from torchax_ckpt.snapshot.device_memory import is_exhausted
+from torchax_ckpt.snapshot.device_sizes import Needed, shard_bytes
+from torchax_ckpt.snapshot.offload import bytes_to_offload
 from torchax_ckpt.snapshot.sharding import stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, Array, bytes_to_execute, execute
+
+T = TypeVar("T")
 
 
 class Planner:
@@ -28,23 +34,26 @@ class Planner:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._may_stack = True
-        self._known = Planned((), [], True, Plan({}, frozenset()))
+        nothing = Plan({}, frozenset())
+        self._known = Planned((), [], True, nothing, nothing)
 
-    def __call__(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Plan:
-        """Returns the storage plan for leaves with these names and arrays."""
-        return self.planned(names, arrays).plan
+    def __call__(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Planned:
+        """Returns the leaves with their storage plan.
 
-    def planned(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Planned:
-        """Returns a ``Planned`` with the storage plan for these leaves."""
+        Args:
+          names: the names of the leaves.
+          arrays: the arrays of the leaves; abstract arrays with shardings may stand for arrays on
+            devices.
+        """
         signatures = [
             (a.shape, a.dtype, None if isinstance(a, np.ndarray) else a.sharding) for a in arrays
         ]
         known, may_stack = self._known, self._may_stack
         if (signatures, names, may_stack) != (known.signatures, known.names, known.may_stack):
             plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
-            if not may_stack:
-                plan = unstacked(plan, dict(zip(names, arrays, strict=True)))
-            self._known = known = Planned(names, signatures, may_stack, plan)
+            flat = unstacked(plan, dict(zip(names, arrays, strict=True)))
+            plan = plan if may_stack else flat
+            self._known = known = Planned(names, signatures, may_stack, plan, flat)
         return known
 
     def stack_no_more(self) -> None:
@@ -63,13 +72,16 @@ class Planned:
       names, signatures: of the leaves: names, and shapes, dtypes and shardings.
       may_stack: whether the planner was allowed to stack.
       plan: the plan of the leaves.
+      flat: the plan without its stacks of device arrays.
     """
 
     names: Sequence[str]
     signatures: list[Any]
     may_stack: bool
     plan: Plan
+    flat: Plan
     _sizes: dict[bool, Mapping[jax.Device, int] | None] = dataclasses.field(default_factory=dict)
+    _divisions: dict[frozenset[str], Needed | None] = dataclasses.field(default_factory=dict)
 
     def bytes_on_devices(
         self, arrays: Sequence[AnyArray], *, copy: bool
@@ -85,13 +97,105 @@ class Planned:
         """
         if copy not in self._sizes:
             leaves = dict(zip(self.names, arrays, strict=True))
-            try:
-                self._sizes[copy] = bytes_to_execute(self.plan, leaves, copy=copy)
-            except jax.errors.JaxRuntimeError as error:
-                if not is_exhausted(error):
-                    raise
-                self._sizes[copy] = None  # the compiler refuses what no device can hold
+            self._sizes[copy] = _unless_refused(
+                lambda: bytes_to_execute(self.plan, leaves, copy=copy)
+            )
         return self._sizes[copy]
+
+    def divided(
+        self, arrays: Sequence[AnyArray], copied: Collection[str]
+    ) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
+        """Divides the leaves into those to copy and those to offload.
+
+        Returns the plan of the first, the first with the leaves on the host, and the others.
+
+        Args:
+          arrays: the leaves, in the order of ``names``.
+          copied: the names of the arrays to store that are copied on devices.
+        """
+        leaves = dict(zip(self.names, arrays, strict=True))
+        offloaded = {
+            leaf: leaves.pop(leaf)
+            for name, group in self.plan.members(self.names).items()
+            if name not in copied and not isinstance(leaves[group[0]], np.ndarray)
+            for leaf in group
+        }
+        stacks = {n: group for n, group in self.plan.stacks.items() if group[0] in leaves}
+        return Plan(stacks, self.plan.empty), leaves, offloaded
+
+    def bytes_if_divided(self, arrays: Sequence[AnyArray], copied: frozenset[str]) -> Needed | None:
+        """Returns the memory that ``divided`` leaves take; None if no device has so much.
+
+        Like ``bytes_on_devices``, compiles the programs at the first call.
+        """
+        if copied not in self._divisions:
+            plan, copies, offloaded = self.divided(arrays, copied)
+
+            def needed() -> Needed:
+                of_copies = bytes_to_execute(plan, copies, copy=True)
+                of_others = bytes_to_offload(offloaded)
+                devices = collections.Counter(of_copies) + collections.Counter(of_others.devices)
+                return Needed(devices, of_others.host_bytes)
+
+            self._divisions.clear()  # the memory of a program settles, and so does its division
+            self._divisions[copied] = _unless_refused(needed)
+        return self._divisions[copied]
+
+    def division(
+        self,
+        arrays: Sequence[AnyArray],
+        holds: Callable[[Mapping[jax.Device, int] | None], bool],
+    ) -> frozenset[str] | None:
+        """Returns which of the arrays to store can be copied on devices if the rest is offloaded.
+
+        The smallest arrays are copied, because a transfer to the host takes some time for each
+        array, whatever its size. As long as the last result fits, this method returns it again,
+        because the programs of another result would have to be compiled. None means that the devices lack memory even to offload all.
+
+        Args:
+          arrays: the leaves, in the order of ``names``.
+          holds: whether the devices have memory for the bytes on each device.
+        """
+        for known, needed in self._divisions.items():
+            if needed is not None and holds(needed.devices):
+                return known
+        leaves = dict(zip(self.names, arrays, strict=True))
+        targets = {
+            name: _stored_array([leaves[member] for member in group], name in self.plan.stacks)
+            for name, group in self.plan.members(self.names).items()
+            if not isinstance(leaves[group[0]], np.ndarray)
+        }
+        sizes = shard_bytes(targets)
+        names = sorted(targets, key=sizes.__getitem__)
+        totals = [collections.Counter[jax.Device]()]
+        for name in names:
+            sharding: Any = targets[name].sharding
+            more = dict.fromkeys(sharding.addressable_devices, sizes[name])
+            totals.append(totals[-1] + collections.Counter(more))
+        count = bisect.bisect_left(range(len(totals)), True, key=lambda n: not holds(totals[n])) - 1
+        for copied in (frozenset(names[: max(count, 0)]), frozenset[str]()):
+            needed = self.bytes_if_divided(arrays, copied)
+            if needed is not None and holds(needed.devices):
+                return copied
+        return None
+
+
+def _unless_refused(needed: Callable[[], T]) -> T | None:
+    """Returns the result of a function that compiles; None if no device can hold its programs."""
+    try:
+        return needed()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_exhausted(error):
+            raise
+        return None
+
+
+def _stored_array(members: Sequence[Any], is_stack: bool) -> jax.ShapeDtypeStruct:
+    first = members[0]
+    if not is_stack:
+        return jax.ShapeDtypeStruct(first.shape, first.dtype, sharding=first.sharding)
+    shape = (len(members), *first.shape)
+    return jax.ShapeDtypeStruct(shape, first.dtype, sharding=stacked(first.sharding))
 
 
 def _spec(array: AnyArray) -> LeafSpec:

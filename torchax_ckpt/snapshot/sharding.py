@@ -187,16 +187,6 @@ def unshared(array: jax.Array) -> jax.Array:
     return shards_as(array, array.sharding, array.shape)
 
 
-def to_host_part(array: jax.Array) -> jax.Array:
-    """Returns the part of an array that this host holds, as an array that shares the buffers.
-
-    To form the whole array again, each host calls ``shards_as`` with its part, and with the
-    sharding and shape of the whole array.
-    """
-    part = host_part(array.sharding, array.shape)
-    return shards_as(array, part.sharding, part.shape)
-
-
 def resolve_rule(
     rule: ShardingRule | None, mesh: Mesh | None, name: str, abstract: jax.ShapeDtypeStruct
 ) -> Sharding | None:

@@ -1,7 +1,7 @@
 """Takes snapshots; a snapshot holds the arrays that a save stores while training continues.
 
 JAX arrays are immutable, but a jitted step may donate their buffers, which deletes the arrays. A
-snapshot is taken in one of three ways:
+snapshot is taken in one of four ways:
 
 - ``reference`` holds the arrays themselves, at no cost. If the program donates an array before the
   save has fetched it, the save fails. The save never stores wrong values, because reading a deleted
@@ -9,25 +9,29 @@ snapshot is taken in one of three ways:
 - ``copy`` enqueues copies on the devices before any later computation. The copies are stacked as
   the storage plan says. The copies cost device memory. Making them does not block the training
   thread.
+- ``offload`` enqueues copies into memory of the host, see ``offload.py``. The copies are stacked on
+  the host. The copies cost memory of the host, and almost none of the devices. Making them does not
+  block the training thread.
 - ``transfer`` holds the arrays themselves, and blocks the training thread until the save has
   fetched them.
 
 The mode ``auto`` makes copies at first. At the next save, ``auto`` checks whether the program
 donated the arrays that were copied. If the program donated none of them, ``auto`` continues with
 references. If a training step then donates an array that a save still holds by reference, that save
-fails, and later saves copy. If device memory does not suffice for copies, ``auto`` uses
-``transfer``.
+fails, and later saves copy. If device memory does not suffice for copies of all arrays, ``auto``
+copies the small ones, as many as fit, and offloads the rest. If the host lacks memory for that,
+``auto`` uses ``transfer``.
 
 In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later, on
 the devices. If device memory does not suffice for these stacks, the save stores each leaf as a
 separate array.
 
-Each process chooses by itself whether it takes a snapshot by reference, copy or transfer, but all
-processes must stack the same leaves. After each process has its snapshot, the processes therefore
-tell each other whether they lack memory for stacks. The threads of the saves exchange these
-messages, so that training never waits for other processes. If one process lacks memory for stacks,
-no process may stack, but a process that has already stacked its copies cannot unstack them. In this
-case the save fails on all processes, and later saves do not stack.
+Each process chooses by itself in which way it takes a snapshot, but all processes must stack the
+same leaves. After each process has its snapshot, the processes therefore tell each other whether
+they lack memory for stacks. The threads of the saves exchange these messages, so that training
+never waits for other processes. If one process lacks memory for stacks, no process may stack, but a
+process that has already stacked its copies cannot unstack them. In this case the save fails on all
+processes, and later saves do not stack.
 """
 
 from __future__ import annotations
@@ -39,17 +43,21 @@ from typing import Literal
 
 import jax
 
-from torchax_ckpt.errors import DonatedBufferError, OutOfMemoryError, SaveError
+from torchax_ckpt.errors import CheckpointError, DonatedBufferError, OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
-from torchax_ckpt.snapshot.planner import Planned, Planner, unstacked
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.snapshot.offload import PINNED, Offloaded, is_supported
+from torchax_ckpt.snapshot.planner import Planned, Planner
 from torchax_ckpt.snapshot.stacking import Array, execute
 
 logger = logging.getLogger(__name__)
 
-Way = Literal["reference", "copy", "transfer"]
+Way = Literal["reference", "copy", "offload", "transfer"]
+Stored = Array | HostArray
+"""What a save stores: an array on devices, or on the host with or without a sharding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +74,11 @@ class Snapshot:
     _arrays: Sequence[Array]
     _planner: Planner
     _memory: DeviceMemory
-    _ready: tuple[Plan, Mapping[str, Array]] | None = None
+    _planned: Planned | None = None
+    _copies: Mapping[str, Array] | None = None
+    _offloaded: Offloaded | None = None
 
-    def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Array]]:
+    def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Stored]]:
         """Returns the storage plan, and a dict from stored name to the array to store.
 
         Any thread may call this method.
@@ -82,21 +92,14 @@ class Snapshot:
           SaveError: some processes have stacks already, and others have no memory for stacks. From
             the next snapshot on, no process makes stacks.
         """
-        leaves: Mapping[str, Array]
-        stored: Mapping[str, Array] | None
-        if self._ready is not None:
-            plan, stored = self._ready
-            leaves = stored
-        else:
-            planned = self._planner.planned(self.names, self._arrays)
-            plan = planned.plan
-            leaves = dict(zip(self.names, self._arrays, strict=True))
-            stored = self._stacked(planned, leaves)
-        flat = unstacked(plan, leaves)
-        is_flat = agree(stored is None or plan == flat)
-        if not is_flat and stored is not None:
-            return plan, stored
-        if agree(self._ready is not None and plan != flat):
+        planned = self._planned or self._planner(self.names, self._arrays)
+        plan, flat = planned.plan, planned.flat
+        ready = self._stacked(planned) if self._copies is None else self._copies
+        if not agree(ready is None or plan == flat):
+            assert ready is not None, "this process would have raised its flag"
+            return plan, self._complete(plan, ready)
+        device_stacks = plan.stacks.keys() - flat.stacks.keys()
+        if agree(not device_stacks.isdisjoint(self._copies or ())):
             self._planner.stack_no_more()
             raise SaveError(
                 "the save failed: one process has no device memory in which to stack leaves (to "
@@ -104,17 +107,30 @@ class Snapshot:
                 "leaves of this save. From the next save on, leaves are copied and stored one by "
                 "one. Save again"
             )
-        if stored is not None and plan == flat:
-            return plan, stored
-        logger.info("no device memory for stacks: the leaves of this save are stored one by one")
-        return flat, execute(flat, leaves, copy=False)
+        if plan != flat:
+            logger.info(
+                "no device memory for stacks: the leaves of this save are stored one by one"
+            )
+        if self._copies is not None:
+            return flat, self._complete(flat, self._copies)
+        return flat, execute(flat, self._leaves(), copy=False)
 
-    def _stacked(self, planned: Planned, leaves: Mapping[str, Array]) -> dict[str, Array] | None:
+    def _leaves(self) -> dict[str, Array]:
+        return dict(zip(self.names, self._arrays, strict=True))
+
+    def _complete(self, plan: Plan, copies: Mapping[str, Array]) -> Mapping[str, Stored]:
+        """Adds the offloaded arrays to the others, in an order that is the same in each process."""
+        if self._offloaded is None:
+            return copies
+        found: dict[str, Stored] = {**self._offloaded.on_host(), **copies}
+        return {name: found[name] for name in plan.members(self.names)}
+
+    def _stacked(self, planned: Planned) -> dict[str, Array] | None:
         """Returns the arrays to store, with stacks; None if the devices lack memory for stacks."""
         try:
             if not self._memory.holds(planned.bytes_on_devices(self._arrays, copy=False)):
                 return None
-            stored = execute(planned.plan, leaves, copy=False)
+            stored = execute(planned.plan, self._leaves(), copy=False)
         # For a deleted array JAX raises ValueError from a jitted call and RuntimeError elsewhere.
         except Exception as error:
             self.require_alive()
@@ -127,9 +143,7 @@ class Snapshot:
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if an array that the snapshot holds by reference is deleted."""
-        if self._ready is not None:
-            return
-        for name, array in zip(self.names, self._arrays, strict=True):
+        for name, array in zip(self.names, self._arrays, strict=False):
             if isinstance(array, jax.Array) and array.is_deleted():
                 raise DonatedBufferError(
                     f"{name}: its buffer was donated or deleted before it could be saved. Use "
@@ -139,12 +153,12 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes snapshots by reference, copy or transfer, by the rules in the module's docstring.
+    """Takes snapshots in one of the ways of the module's docstring, by the rules given there.
 
     Args:
       mode: see the module's docstring.
       layout: which leaves are stacked.
-      memory: the memory of the devices.
+      memory: the memory of the devices and of the host.
     """
 
     def __init__(
@@ -164,27 +178,29 @@ class Snapshotter:
         ``Saver.begin`` later blocks the training thread until the save has fetched the arrays.
 
         Raises:
-          OutOfMemoryError: the mode is "copy", and the devices have no memory for copies.
+          OutOfMemoryError: the mode is "copy" or "offload", and there is no memory for that.
+          SaveError: the mode is "offload", and the devices have no pinned memory.
         """
-        way, why = self._way(names, arrays)
-        if way == "copy":
-            try:
-                return self._copied(names, arrays, why)
-            except jax.errors.JaxRuntimeError as error:
-                if not is_exhausted(error):
-                    raise
-                self._memory.failed()
-                if self._mode != "auto":
-                    needed = bytes_on_devices(arrays)
-                    raise OutOfMemoryError(
-                        "no device memory for copies of the state: "
-                        f"{self._memory.described(needed)}. Nothing was saved, and the state is "
-                        'unchanged. Use CheckpointOptions(snapshot="auto"), which transfers the '
-                        "state to the host in this case, or shard the state over more devices."
-                    ) from error
-            way, why = "transfer", "the devices ran out of memory for copies"
-        self._log_once(way, why)
-        return Snapshot(way, names, arrays, self._planner, self._memory)
+        is_referenced, why = self._is_referenced(names, arrays)
+        if is_referenced:
+            way: Way = "transfer" if self._mode == "transfer" else "reference"
+            self._log_once(way, why)
+            return Snapshot(way, names, arrays, self._planner, self._memory)
+        planned = self._planner(names, arrays)
+        if self._mode != "offload":
+            if (snapshot := self._copied(planned, arrays)) is not None:
+                self._log_once("copy", why)
+                return snapshot
+            why = f"{why}, and there is no memory for copies on the devices"
+        if self._mode != "copy":
+            if (snapshot := self._offloaded(planned, arrays)) is not None:
+                self._log_once("offload", why)
+                return snapshot
+            why = f"{why}, nor on the host"
+        if self._mode != "auto":
+            raise self._out_of_memory(planned, arrays)
+        self._log_once("transfer", why)
+        return Snapshot("transfer", names, arrays, self._planner, self._memory)
 
     def donated(self) -> None:
         """Records that the program donated an array that a snapshot held by reference.
@@ -193,31 +209,101 @@ class Snapshotter:
         """
         self._donates = True
 
-    def _copied(self, names: Sequence[str], arrays: Sequence[Array], why: str) -> Snapshot:
-        plan = self._planner(names, arrays)
-        ready = execute(plan, dict(zip(names, arrays, strict=True)), copy=True)
-        self._memory.took(ready.values())
-        self._log_once("copy", why)
-        return Snapshot("copy", names, (), self._planner, self._memory, (plan, ready))
-
-    def _way(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[Way, str]:
-        """Returns the way to take a snapshot, such as ``copy``, and why this way was chosen."""
+    def _is_referenced(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[bool, str]:
+        """Returns whether a snapshot holds the arrays themselves, and why."""
         if self._mode != "auto":
-            return self._mode, "the options require it"
+            return self._mode in ("reference", "transfer"), "the options require it"
         if self._donates is None and self._samples:
             self._donates = any(sample.is_deleted() for sample in self._samples)
             self._samples = []
         if self._donates is False:
-            return "reference", "the program does not donate the saved arrays"
+            return True, "the program does not donate the saved arrays"
         if self._donates is None:
             self._samples = _samples(names, arrays)
-            why = "the next save will show whether the program donates"
-        else:
-            why = "the program donates the saved arrays"
-        planned = self._planner.planned(names, arrays)
-        if self._memory.holds(planned.bytes_on_devices(arrays, copy=True)):
-            return "copy", why
-        return "transfer", f"{why}, and there is no memory for copies"
+            return False, "the next save will show whether the program donates"
+        return False, "the program donates the saved arrays"
+
+    def _copied(self, planned: Planned, arrays: Sequence[Array]) -> Snapshot | None:
+        """Returns a snapshot by copy; None if the devices lack memory for it."""
+        # Without this check, a copy that fits could leave too little memory for the next step. The
+        # mode "copy" takes that risk.
+        if self._mode == "auto" and not self._memory.holds(
+            planned.bytes_on_devices(arrays, copy=True)
+        ):
+            return None
+        leaves = dict(zip(planned.names, arrays, strict=True))
+        try:
+            copies = execute(planned.plan, leaves, copy=True)
+        except jax.errors.JaxRuntimeError as error:
+            self._require_exhausted(error)
+            return None
+        self._memory.took(copies.values())
+        return Snapshot("copy", planned.names, (), self._planner, self._memory, planned, copies)
+
+    def _offloaded(self, planned: Planned, arrays: Sequence[Array]) -> Snapshot | None:
+        """Returns a snapshot by offload; None if the devices or the host lack memory for it.
+
+        In the mode "auto", the snapshot copies as many arrays on the devices as fit.
+        """
+        if not is_supported(arrays):
+            return None
+        copied: frozenset[str] | None = frozenset()
+        if self._mode == "auto":
+            copied = planned.division(arrays, self._memory.holds)
+        needed = None if copied is None else planned.bytes_if_divided(arrays, copied)
+        if copied is None or needed is None or not self._memory.host_holds(needed.host_bytes):
+            return None
+        plan, leaves, others = planned.divided(arrays, copied)
+        try:
+            copies = execute(plan, leaves, copy=True)
+            offloaded = Offloaded(planned.plan, others)
+        except jax.errors.JaxRuntimeError as error:
+            self._require_exhausted(error)
+            return None
+        self._memory.took(copies.values())
+        return Snapshot(
+            "offload",
+            planned.names,
+            (),
+            self._planner,
+            self._memory,
+            planned,
+            copies,
+            offloaded,
+        )
+
+    def _require_exhausted(self, error: jax.errors.JaxRuntimeError) -> None:
+        """Records that the devices ran out of memory; raises ``error`` if it says anything else."""
+        if not is_exhausted(error):
+            raise error
+        self._memory.failed()
+
+    def _out_of_memory(self, planned: Planned, arrays: Sequence[Array]) -> CheckpointError:
+        """Returns the error of the modes "copy" and "offload"."""
+        nothing = "Nothing was saved, and the state is unchanged."
+        if self._mode == "copy":
+            return OutOfMemoryError(
+                "no device memory for copies of the state: "
+                f"{self._memory.described(bytes_on_devices(arrays))}. {nothing} Use "
+                'CheckpointOptions(snapshot="auto"), which moves the state to the host in this '
+                "case, or shard the state over more devices."
+            )
+        if not is_supported(arrays):
+            return SaveError(
+                f'snapshot="offload": expected devices with memory of the kind {PINNED!r}, found '
+                f'devices without it. {nothing} Use CheckpointOptions(snapshot="auto").'
+            )
+        needed = planned.bytes_if_divided(arrays, frozenset())
+        found = (
+            "the programs that offload it need more memory than a device has"
+            if needed is None
+            else self._memory.described_on_host(needed.host_bytes)
+        )
+        return OutOfMemoryError(
+            f"no memory to offload the state: {found}. {nothing} Use "
+            'CheckpointOptions(snapshot="transfer"), which blocks the training thread but needs '
+            "less memory, or spread the state over more hosts."
+        )
 
     def _log_once(self, way: Way, why: str) -> None:
         """Logs ``way`` and ``why``, unless this way was logged with this reason before."""

@@ -19,15 +19,14 @@ from torchax_ckpt.snapshot.device_programs import (
     copy_program,
     device_program,
     in_chunks,
+    run_by_sharding,
 )
-from torchax_ckpt.snapshot.device_sizes import bytes_on_devices, compiled
+from torchax_ckpt.snapshot.device_sizes import Run, needed_by
 from torchax_ckpt.snapshot.sharding import shards_of, stacked
 
 Array = jax.Array | np.ndarray
 AnyArray = Array | jax.ShapeDtypeStruct
 """An abstract array with a sharding may stand for an array on devices."""
-_Run = Callable[..., Any]
-"""A program and its arguments -> its outputs, or abstract arrays that stand for them."""
 
 
 def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
@@ -46,33 +45,21 @@ def bytes_to_execute(
 ) -> Mapping[jax.Device, int]:
     """Returns the bytes that ``execute`` takes on each device of this process.
 
-    Compiles the programs that ``execute`` runs. JAX caches them, so ``execute`` does not compile
-    them again. The bytes of a stack that is concatenated from smaller stacks count twice, because
-    the smaller stacks exist until the whole stack is made. The programs run one after another, so
-    the result includes the temporary memory of the program that needs the most, not the sum.
+    ``needed_by`` says how this function counts. The bytes of a stack that is concatenated from
+    smaller stacks count twice, because the smaller stacks exist until the whole stack is made.
 
     Args:
       plan, copy: see ``execute``.
       leaves: name -> array of each leaf; abstract arrays with shardings may stand for arrays on
         devices.
     """
-    outputs: list[Any] = []
-    temporary: dict[jax.Device, int] = collections.defaultdict(int)
-
-    def compile_only(program: Program, *arrays: Any) -> Any:
-        found = compiled(program, *arrays)
-        outputs.extend(jax.tree.leaves(found.outputs))
-        for device in arrays[0].sharding.addressable_devices:
-            temporary[device] = max(temporary[device], found.temporary_bytes)
-        return found.outputs
-
     on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
     stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_devices}
-    _execute(Plan(stacks, plan.empty), on_devices, copy, compile_only)
-    return bytes_on_devices(outputs) + collections.Counter(temporary)
+    part = Plan(stacks, plan.empty)
+    return needed_by(lambda run: _execute(part, on_devices, copy, run)).devices
 
 
-def _execute(plan: Plan, leaves: Mapping[str, Any], copy: bool, run: _Run) -> dict[str, Any]:
+def _execute(plan: Plan, leaves: Mapping[str, Any], copy: bool, run: Run) -> dict[str, Any]:
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
     stored = _copies(alone, run) if copy else alone
@@ -81,37 +68,32 @@ def _execute(plan: Plan, leaves: Mapping[str, Any], copy: bool, run: _Run) -> di
     return stored
 
 
-def _stack(arrays: list[Any], run: _Run) -> Any:
+def _stack(arrays: list[Any], run: Run) -> Any:
     first = arrays[0]
     if isinstance(first, np.ndarray):
         return np.stack(arrays)
     target = stacked(first.sharding)
     assert target is not None, "planned as a stack"
     if not first.sharding.is_fully_addressable:
-        rows = zip(*(_parts(array) for array in arrays), strict=True)
+        rows = zip(*(parts_of(array) for array in arrays), strict=True)
         shape = (len(arrays), *first.shape)
         return _assembled(shape, target, [_stack([*row], run) for row in rows])
     parts = [run(stack_program(target), *chunk) for chunk in in_chunks(arrays, MAX_ARGUMENTS)]
     return parts[0] if len(parts) == 1 else run(concatenate_program(target), *parts)
 
 
-def _copies(leaves: Mapping[str, Any], run: _Run) -> dict[str, Any]:
+def _copies(leaves: Mapping[str, Any], run: Run) -> dict[str, Any]:
     arrays = {name: array for name, array in leaves.items() if not isinstance(array, np.ndarray)}
-    parts = {name: _parts(array) for name, array in arrays.items()}
-    by_sharding: dict[Sharding, list[tuple[str, int]]] = collections.defaultdict(list)
-    for name, leaf_parts in parts.items():
-        for index, part in enumerate(leaf_parts):
-            by_sharding[part.sharding].append((name, index))
-    for sharding, members in by_sharding.items():
-        for chunk in in_chunks(members, MAX_ARGUMENTS):
-            copies = run(copy_program(sharding), *(parts[name][index] for name, index in chunk))
-            for (name, index), copy in zip(chunk, copies, strict=True):
-                parts[name][index] = copy
-    copied = {n: _assembled(a.shape, a.sharding, parts[n]) for n, a in arrays.items()}
+    parts = {(n, i): part for n, array in arrays.items() for i, part in enumerate(parts_of(array))}
+    by_name: dict[str, list[Any]] = collections.defaultdict(list)
+    copies = run_by_sharding(copy_program, parts, run)
+    for name, index in parts:
+        by_name[name].append(copies[name, index])
+    copied = {n: _assembled(a.shape, a.sharding, by_name[n]) for n, a in arrays.items()}
     return {**leaves, **copied}
 
 
-def _parts(array: Any) -> list[Any]:
+def parts_of(array: Any) -> list[Any]:
     """Returns a list: the array itself, or this process's shards if the array spans processes.
 
     A computation on one shard runs on the process that holds the shard, and on no other process. So
@@ -132,7 +114,7 @@ def _parts(array: Any) -> list[Any]:
 
 
 def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> Any:
-    """Joins parts, as ``_parts`` returns them, to an array of the given shape and sharding."""
+    """Joins parts, as ``parts_of`` returns them, to an array of the given shape and sharding."""
     if sharding.is_fully_addressable:
         return parts[0]
     if not parts or isinstance(parts[0], jax.Array):

@@ -45,7 +45,8 @@ class Batches(orbax_internals.StatusCallback):
     """Fetches, digests and writes the device arrays of one save in batches.
 
     Orbax passes this object, as the callback of a save, to the handler of device arrays
-    (``orbax_internals.PyTreeInBatches``). Orbax writes host arrays without the help of this object;
+    (``orbax_internals.PyTreeInBatches``). Orbax knows the device arrays as ``announced`` only, and
+    gets their values from this object. Orbax writes host arrays without the help of this object;
     this object computes their digests.
 
     Args:
@@ -156,6 +157,13 @@ class Batches(orbax_internals.StatusCallback):
 
     def _digests(self, name: str, array: AnyArray, parts: Mapping[Start, np.ndarray]) -> Digests:
         return block_digests.take(array, parts, is_stack=name in self._stacks)
+
+
+def announced(array: AnyArray) -> HostArray | np.ndarray:
+    """Returns a host array itself, and for another array its shape, dtype and sharding."""
+    if isinstance(array, np.ndarray):
+        return array
+    return HostArray(tuple(array.shape), array.dtype, array.sharding, {})
 
 
 def fetched(array: jax.Array | HostArray) -> HostArray:

@@ -12,6 +12,7 @@ Source: orbax-checkpoint 0.12.8.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import contextlib
@@ -256,6 +257,14 @@ def recorded_as(public: type) -> Callable[[type], type]:
     return rename
 
 
+class _AnyArray(abc.ABC):  # noqa: B024  (a type for a registry, not a base class)
+    """The type of arrays for Orbax: it gets HostArrays, and looks up the handler of jax.Array."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return issubclass(other, (jax.Array, HostArray))
+
+
 class _Arrays(ArrayLeafHandler):
     """Extends Orbax's handler of device arrays: passes the writing to ``host_batches.Batches``."""
 
@@ -274,10 +283,9 @@ class PyTreeInBatches(ocp.handlers.PyTreeHandler):
         leaves = registry.BaseLeafHandlerRegistry()
         entries = registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER
         for leaf, abstract, typestrs, handler in entries:
-            chosen = _Arrays if leaf is jax.Array else handler
-            leaves.add(leaf, abstract, chosen, secondary_typestrs=typestrs)
             if leaf is jax.Array:
-                leaves.add(HostArray, abstract, chosen, secondary_typestrs=typestrs)
+                leaf, handler = _AnyArray, _Arrays
+            leaves.add(leaf, abstract, handler, secondary_typestrs=typestrs)
         super().__init__(context=context, leaf_handler_registry=leaves)
 
 

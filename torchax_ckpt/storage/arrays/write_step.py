@@ -77,7 +77,7 @@ def write_step(
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
-        tree.setdefault(component, {})[rest] = array
+        tree.setdefault(component, {})[rest] = host_batches.announced(array)
         _require_readable(name, array)
     batches = host_batches.Batches(arrays, stacks, options.max_host_bytes, on_host)
     pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()

@@ -1,0 +1,342 @@
+"""Offloading: the state goes to the host in the background, and device memory is left as it is."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from support import PROGRAMS
+from support.compare import assert_trees_identical
+from support.processes import run_processes, run_python
+from support.strategies import JAX_DTYPES
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
+from torchax_ckpt.errors import OutOfMemoryError, SaveError
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot import offload, snapshotter, stacking
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.snapshot.offload import Offloaded, bytes_to_offload
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
+
+ROWS, WHOLE = NamedSharding(fsdp_mesh(), P("fsdp")), NamedSharding(fsdp_mesh(), P())
+ONE = SingleDeviceSharding(jax.devices()[3])
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    """Leaves of every kind: stacked or not, sharded, replicated, on one device, pinned, empty."""
+    draw = np.random.default_rng(seed)
+
+    def on(sharding: Any, *shape: int, dtype: Any = "float32") -> jax.Array:
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        content = np.frombuffer(draw.bytes(num_bytes), np.uint8)
+        values = content % 2 if dtype == "bool" else content
+        return jax.device_put(values.view(dtype).reshape(shape), sharding)
+
+    leaves = {
+        **{f"layers.{i}.w": on(ROWS, 16, 48) for i in range(5)},
+        **{f"layers.{i}.b": on(WHOLE, 48) for i in range(5)},
+        **{f"heads.{i}": on(ONE, 7, 3) for i in range(3)},
+        **{f"dtypes.{name}": on(ROWS, 8, 4, dtype=name) for name in JAX_DTYPES if "4" not in name},
+        "large": on(WHOLE, 512, 600),  # its shards are taken from one replica
+        "pinned": on(ROWS.with_memory_kind("pinned_host"), 8, 3),
+        "scalar": on(WHOLE, 1).reshape(()),
+        "empty": jax.device_put(np.zeros((0, 4), np.float32), WHOLE),
+        "host": np.arange(5),
+        "counters": {str(i): np.int64(i) for i in range(3)},
+    }
+    return dict(sorted(leaves.items()))
+
+
+def saved(directory: Path, mode: Any, layout: Any = "auto") -> Path:
+    options = CheckpointOptions(snapshot=mode, layout=layout)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=state_of())
+    return directory / "1"
+
+
+@pytest.mark.parametrize("layout", ["auto", "stacked", "flat"])
+def test_a_state_of_any_leaves_is_stored_bit_for_bit(layout: Any, directory: Path) -> None:
+    saved(directory, "offload", layout)
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state_of()), state_of())
+
+
+def test_a_step_does_not_show_how_its_snapshot_was_taken(tmp_path: Path) -> None:
+    copied, offloaded = saved(tmp_path / "a", "copy"), saved(tmp_path / "b", "offload")
+    for name in ("_METADATA", "_sharding", "array_metadatas/process_0"):
+        assert (copied / "state" / name).read_bytes() == (offloaded / "state" / name).read_bytes()
+    manifests = [json.loads((at / "manifest/data.json").read_text()) for at in (copied, offloaded)]
+    for manifest in manifests:  # without the random state
+        digests = manifest["digests"]
+        manifest["digests"] = {n: digests[n] for n in digests if n.startswith("state/")}
+    assert manifests[0]["digests"] == manifests[1]["digests"]
+    assert manifests[0]["stacks"] == manifests[1]["stacks"]
+
+
+def test_the_training_thread_waits_for_nothing(directory: Path) -> None:
+    """``save`` returns while the devices still compute what it saves."""
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, y: y @ x / 400.0, x))
+    matrix = jax.device_put(np.ones((400, 400), np.float32), jax.devices()[0])
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
+        ckpt.save(1, state={"w": work(matrix), "v": matrix}, force=True)  # compiles
+        ckpt.wait_until_finished()
+        result = work(matrix)
+        ckpt.save(2, state={"w": result, "v": matrix}, force=True)
+        assert not result.is_ready()
+        ckpt.wait_until_finished()
+        loaded = ckpt.load(2, {"w": result, "v": matrix})
+    assert np.array_equal(loaded["w"], np.asarray(result))
+
+
+def test_no_transfer_is_waited_for_on_the_training_thread(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    array_type = type(jnp.zeros(1))
+    for name in ("block_until_ready", "copy_to_host_async", "__array__", "__float__", "_value"):
+        waiting = getattr(array_type, name)
+
+        def counted(self: Any, *args: Any, _waiting: Any = waiting, **kwargs: Any) -> Any:
+            waits.append(threading.get_ident())
+            if isinstance(_waiting, property):
+                assert _waiting.fget is not None
+                return _waiting.fget(self)
+            return _waiting(self, *args, **kwargs)
+
+        is_property = isinstance(waiting, property)
+        monkeypatch.setattr(array_type, name, property(counted) if is_property else counted)
+    state = {name: value for name, value in state_of().items() if isinstance(value, jax.Array)}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
+        ckpt.save(1, state=state)
+        ckpt.wait_until_finished()
+        assert threading.get_ident() not in waits
+        assert waits  # the thread of the save has fetched the arrays
+        waits.clear()
+        np.asarray(state["scalar"])
+        assert threading.get_ident() in waits  # that this can fail
+
+
+def test_pinned_memory_is_given_back_leaf_by_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = {f"layers.{i}.w": jax.device_put(np.full((8, 8), i, "f4"), ROWS) for i in range(6)}
+    taken = Offloaded(Plan({"layers.*.w": tuple(leaves)}, frozenset()), leaves)
+    pinned = [array for sources in taken._pinned.values() for _, array in sources]
+    assert all(array.sharding.memory_kind == "pinned_host" for array in pinned)
+    left: list[int] = []
+    shards_of = offload.shards_of
+
+    def counted(array: jax.Array) -> Any:
+        left.append(sum(not other.is_deleted() for other in pinned))
+        return shards_of(array)
+
+    monkeypatch.setattr(offload, "shards_of", counted)
+    on_host = taken.on_host()
+    assert left == [6, 5, 4, 3, 2, 1]
+    assert all(array.is_deleted() for array in pinned)
+    stack = np.asarray(on_host["layers.*.w"])
+    assert np.array_equal(stack[:, 0, 0], np.arange(6))
+    for name in leaves:  # a member takes no memory of its own
+        for start, part in on_host[name].parts.items():
+            assert np.shares_memory(part, on_host["layers.*.w"].parts[0, *start])
+
+
+def test_threads_of_several_saves_share_what_was_offloaded() -> None:
+    leaves = {"w": jax.device_put(np.arange(64, dtype=np.float32), ROWS)}
+    taken = Offloaded(Plan({}, frozenset()), leaves)
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda _: taken.on_host(), range(4))]
+    assert all(one is found[0] for one in found)
+    assert np.array_equal(np.asarray(found[0]["w"]), np.arange(64))
+
+
+def test_two_tiers_store_the_same_offloaded_state(tmp_path: Path) -> None:
+    options = CheckpointOptions(snapshot="offload")
+    tier = LocalTier(tmp_path / "local")
+    with TorchaxCheckpointer(tmp_path / "durable", options=options, local=tier) as ckpt:
+        ckpt.save(1, state=state_of())
+        ckpt.wait_until_finished()
+        for name in ("durable", "local"):
+            assert_trees_identical(ckpt.load(1, state_of(), tier=name), state_of())
+
+
+def test_a_failed_computation_fails_the_save_and_nothing_else(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("the device failed")
+
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Offloaded, "_copied", fails)
+        ckpt.save(1, state=state_of())
+        with pytest.raises(SaveError, match="the device failed"):
+            ckpt.wait_until_finished()
+    ckpt.save(2, state=state_of())
+    ckpt.close()
+    assert ckpt.all_steps() == [2]
+
+
+# --- memory ---
+
+
+def test_memory_for_an_offload_is_known_before() -> None:
+    leaves = {
+        "rows": jax.device_put(np.zeros((16, 4), np.float32), ROWS),
+        "whole": jax.device_put(np.zeros(6, np.float32), WHOLE),
+        "large": jax.device_put(np.zeros((1 << 18) + 8, np.float32), WHOLE),
+    }
+    needed = bytes_to_offload(leaves)
+    # Small leaves are offloaded from each device, large ones from one.
+    pinned = 256 + 8 * 24 + (1 << 20) + 32
+    assert needed.host_bytes == pinned + 256 + 24 + (1 << 20) + 32
+    assert not any(needed.devices.values())
+
+
+def limited(device_bytes: int, host_bytes: int) -> DeviceMemory:
+    stats = {"bytes_limit": device_bytes, "bytes_in_use": 0}
+    return DeviceMemory(lambda device: stats, lambda: host_bytes)
+
+
+def donated(taken: Snapshotter, state: dict[str, jax.Array]) -> snapshotter.Snapshot:
+    """Takes a snapshot, then deletes the arrays as a step that donates does."""
+    found = taken.take([f"state/{name}" for name in state], list(state.values()))
+    for array in state.values():
+        array.delete()
+    return found
+
+
+def sizes(*kib: int) -> dict[str, jax.Array]:
+    """Leaves that take so many KiB of each device."""
+    return {
+        f"w{chr(97 + i)}": jax.device_put(np.full((8, n * 256), i + 1, np.float32), ROWS)
+        for i, n in enumerate(kib)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kib", "way", "copied"),
+    [
+        (20, "copy", {"wa", "wb", "wc", "wd"}),
+        (16, "copy", {"wa", "wb", "wc", "wd"}),
+        (15, "offload", {"wa", "wb", "wc"}),
+        (6, "offload", {"wa", "wb"}),
+        (1, "offload", {"wb"}),
+        (0, "offload", set()),
+    ],
+)
+def test_auto_copies_the_small_arrays_that_fit_and_offloads_the_others(
+    kib: int, way: str, copied: set[str]
+) -> None:
+    memory = limited(kib * 1280, 1 << 30)  # with the room that is kept free
+    taken = Snapshotter("auto", "flat", memory)
+    expected = {f"state/{n}": np.asarray(a).copy() for n, a in sizes(4, 1, 4, 7).items()}
+    for _ in range(2):
+        found = donated(taken, sizes(4, 1, 4, 7))
+        assert found.way == way
+        assert found._copies is not None
+        assert {name.removeprefix("state/") for name in found._copies} == copied
+        _, stored = found.stored()
+        assert [*stored] == [*expected]
+        for name, array in stored.items():
+            assert isinstance(array, HostArray) == (name.removeprefix("state/") not in copied)
+            assert np.array_equal(np.asarray(array), expected[name])
+        del found, stored, array
+
+
+def test_auto_divides_anew_only_when_a_division_no_longer_fits() -> None:
+    stats = {"bytes_limit": 6 * 1280, "bytes_in_use": 0}
+    taken = Snapshotter("auto", "flat", DeviceMemory(lambda device: stats, lambda: 1 << 30))
+    found = []
+    for kib in (6, 2, 6):
+        stats["bytes_limit"] = kib * 1280
+        found.append(len(donated(taken, sizes(4, 1, 4, 7))._copies or ()))
+    assert found == [2, 1, 1]  # what still fits is kept: another division has to be compiled
+
+
+def test_auto_transfers_what_neither_devices_nor_host_hold() -> None:
+    # 16 KiB on each of 8 devices, in pinned and in ordinary memory.
+    needed = 2 * 8 * 16 * 1024 * 5 // 4
+    for host_bytes, way in [(needed, "offload"), (needed - 1, "transfer")]:
+        taken = Snapshotter("auto", "flat", limited(0, host_bytes))
+        assert taken.take([*sizes(16)], [*sizes(16).values()]).way == way
+
+
+def test_auto_offloads_when_copies_exhaust_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(stacking, "copy_program", exhausted)
+    for host_bytes, way in [(1 << 30, "offload"), (0, "transfer")]:
+        taken = Snapshotter("auto", "flat", limited(1 << 30, host_bytes))
+        assert donated(taken, sizes(16)).way == way
+
+
+def test_a_host_that_is_too_small_is_said_and_nothing_changes(directory: Path) -> None:
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload"))
+    ckpt._saves.snapshotter = Snapshotter("offload", "auto", limited(1 << 40, 1000))
+    state = state_of()
+    said = r"expected \d+ bytes of host memory available, found 1000 bytes.*snapshot=\"transfer\""
+    with pytest.raises(OutOfMemoryError, match=said):
+        ckpt.save(1, state=state, force=True)
+    assert_trees_identical(state, state_of())
+    ckpt.close()
+    assert ckpt.all_steps() == []
+
+
+def test_devices_without_pinned_memory_are_said(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "PINNED", "none_such")
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload"))
+    with pytest.raises(SaveError, match="devices with memory of the kind"):
+        ckpt.save(1, state=state_of(), force=True)
+    ckpt.close()
+    taken = Snapshotter("auto", "flat", limited(0, 1 << 30))
+    assert taken.take([*sizes(16)], [*sizes(16).values()]).way == "transfer"
+
+
+def test_host_memory_is_freed_when_the_step_is_durable(directory: Path) -> None:
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
+        arrays: list[weakref.ref[HostArray]] = []
+        on_host = Offloaded.on_host
+
+        def seen(self: Offloaded) -> Any:
+            found = on_host(self)
+            arrays.extend(map(weakref.ref, found.values()))
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Offloaded, "on_host", seen)
+            ckpt.save(1, state=state_of())
+            ckpt.wait_until_finished()
+        assert arrays
+        ckpt.save(2, state={"other": jnp.zeros(3)}, force=True)
+        ckpt.wait_until_finished()
+        assert not any(ref() is not None for ref in arrays)
+
+
+@pytest.mark.slow
+def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
+    told = run_python(
+        PROGRAMS / "memory_of_offload.py", str(tmp_path), "200", "20", devices=4, fresh=True
+    )
+    after_few, after_all, num_bytes = map(int, told.stdout.split())
+    assert num_bytes >= 20_000_000
+    assert after_all <= after_few * 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["offload", "copy"])
+@pytest.mark.parametrize("layout", ["auto", "flat"])
+def test_processes_store_what_each_of_them_has(layout: str, mode: str, tmp_path: Path) -> None:
+    told = run_processes(PROGRAMS / "offload_on_processes.py", 2, str(tmp_path), mode, layout)
+    assert [report["different"] for (report,) in told] == [[], []]

@@ -1,0 +1,198 @@
+"""Moves leaves to the memory of the host while training continues, for a state that fills devices.
+
+A program copies the leaves from the devices into memory of the kind ``pinned_host``. JAX enqueues
+the program before any later computation, so a later step may donate the leaves, and the training
+thread waits for nothing. The thread of the save then copies the values to ordinary memory of the
+host, where stacks are made, and deletes the arrays in pinned memory one by one. Pinned memory is
+scarce, and a runtime may keep what it has once allocated.
+
+Stacking in the program itself would take device memory for the stacks.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot.device_programs import Program, device_program, run_by_sharding
+from torchax_ckpt.snapshot.device_sizes import Needed, Run, needed_by
+from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
+from torchax_ckpt.snapshot.sharding import replicas, shards_of, stacked
+from torchax_ckpt.snapshot.stacking import AnyArray, parts_of
+
+PINNED = "pinned_host"
+"""JAX's name of the memory of the host that a device can write to by itself."""
+
+# Leaves with larger shards are offloaded from one replica only. For smaller leaves, selecting the
+# shards of one replica would block the training thread for longer than their transfer takes.
+_MIN_BYTES_TO_SELECT = 1 << 20
+
+
+def is_supported(arrays: Iterable[AnyArray]) -> bool:
+    """Returns whether the devices of all arrays have pinned memory."""
+    shardings: set[Any] = {a.sharding for a in arrays if not isinstance(a, np.ndarray)}
+    devices = {device for sharding in shardings for device in sharding.addressable_devices}
+    return all(PINNED in {m.kind for m in d.addressable_memories()} for d in devices)
+
+
+def bytes_to_offload(leaves: Mapping[str, AnyArray]) -> Needed:
+    """Returns the memory that offloading takes until the save has stored the leaves.
+
+    ``host_bytes`` counts the pinned memory, which is padded as on the devices, and the ordinary
+    memory. Compiles the programs, but runs nothing.
+
+    Args:
+      leaves: name -> array on devices, or an abstract array with a sharding.
+    """
+    needed = needed_by(lambda run: _pinned(leaves, run))
+    ordinary = sum(map(_num_ordinary_bytes, leaves.values()))
+    return Needed(needed.devices, needed.host_bytes + ordinary)
+
+
+class Offloaded:
+    """Leaves that are on their way from devices to ordinary memory of the host.
+
+    Args:
+      plan: which of the leaves are stacked.
+      leaves: name -> array on devices.
+    """
+
+    def __init__(self, plan: Plan, leaves: Mapping[str, jax.Array]) -> None:
+        self._plan = plan
+        self._forms = {n: (a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
+        self._pinned = _pinned(leaves, lambda program, *arrays: program(*arrays))
+        self._lock = threading.Lock()
+        self._on_host: concurrent.futures.Future[dict[str, HostArray]] | None = None
+
+    def on_host(self) -> Mapping[str, HostArray]:
+        """Waits for the leaves; returns the name of each leaf and stack -> its array on the host.
+
+        The arrays of the members of a stack are views of the stack. The threads of several saves
+        may call this method; the first call copies the leaves.
+        """
+        with self._lock:
+            is_first = self._on_host is None
+            future = self._on_host = self._on_host or concurrent.futures.Future()
+        if is_first:
+            try:
+                future.set_result(self._fetch())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+    def _fetch(self) -> dict[str, HostArray]:
+        found: dict[str, HostArray] = {}
+        for stack, group in self._plan.stacks.items():
+            if group[0] not in self._forms:
+                continue
+            shape, dtype, sharding = self._forms[group[0]]
+            buffers: dict[Start, np.ndarray] = {}
+            for row, name in enumerate(group):
+                found[name] = self._copied(name, buffers, row, len(group))
+            target = stacked(sharding)
+            assert target is not None, "planned as a stack"
+            parts = {(0, *start): buffer for start, buffer in buffers.items()}
+            found[stack] = HostArray((len(group), *shape), dtype, target, parts)
+        for name in self._forms.keys() - found.keys():
+            found[name] = self._copied(name, {}, 0, 1)
+        return found
+
+    def _copied(
+        self, name: str, buffers: dict[Start, np.ndarray], row: int, num_rows: int
+    ) -> HostArray:
+        """Copies a leaf to a row of the buffers, and deletes its arrays in pinned memory.
+
+        Args:
+          name: the leaf.
+          buffers: where a shard begins -> the buffer of this shard and of the other rows; missing
+            buffers are added.
+          row, num_rows: the leaf's row, and the number of rows of a buffer.
+        """
+        shape, dtype, sharding = self._forms[name]
+        parts: dict[Start, np.ndarray] = {}
+        for first, pinned in self._pinned.pop(name):
+            for shard in shards_of(pinned):
+                start = start_of(shard.index) if first is None else first
+                if start in parts:
+                    continue  # another replica
+                values = np.asarray(shard.data)
+                if start not in buffers:
+                    buffers[start] = np.empty((num_rows, *values.shape), dtype)
+                parts[start] = buffers[start][row, ...]
+                parts[start][...] = values
+                del values  # on a CPU it is a view, without which JAX can free the memory
+            pinned.delete()
+        return HostArray(shape, dtype, sharding, parts)
+
+
+@device_program(maxsize=256)
+def offload_program(sharding: Sharding) -> Program:
+    """Returns the program that copies arrays with this sharding to pinned memory of the host."""
+
+    def checkpoint_offload(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(map(jnp.copy, arrays))
+
+    return jax.jit(checkpoint_offload, out_shardings=sharding.with_memory_kind(PINNED))
+
+
+def _pinned(leaves: Mapping[str, AnyArray], run: Run) -> dict[str, list[tuple[Start | None, Any]]]:
+    """Runs the programs; returns for each leaf its sources, see ``_sources``, in pinned memory."""
+    sources = {(n, start): source for n, a in leaves.items() for start, source in _sources(a)}
+    pinned: dict[str, list[tuple[Start | None, Any]]] = {name: [] for name in leaves}
+    for (name, start), array in run_by_sharding(offload_program, sources, run).items():
+        pinned[name].append((start, array))
+    return pinned
+
+
+def _sources(array: Any) -> Iterator[tuple[Start | None, Any]]:
+    """Yields arrays that together hold each shard of this process's devices at least once.
+
+    Yields the array itself, or its first replica, with None. If the array spans processes, yields
+    its shards, each with the index at which it begins.
+    """
+    if array.sharding.is_fully_addressable:
+        yield None, _one_replica(array)
+        return
+    index_of = array.sharding.addressable_devices_indices_map(array.shape)
+    seen: set[Start] = set()
+    for part in parts_of(array):
+        (device,) = part.sharding.device_set
+        start = start_of(index_of[device])
+        if start not in seen:
+            seen.add(start)
+            yield start, part
+
+
+def _one_replica(array: Any) -> Any:
+    """Returns the first replica of an array with large shards; other arrays as they are."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        return array
+    num_bytes = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    if num_bytes < _MIN_BYTES_TO_SELECT:
+        return array
+    first, *others = replicas(sharding)
+    if not others:
+        return array
+    if not isinstance(array, jax.Array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=first)
+    on_device = {shard.device: shard.data for shard in shards_of(array)}
+    shards = [on_device[d] for d in first.addressable_devices_indices_map(array.shape)]
+    return jax.make_array_from_single_device_arrays(array.shape, first, shards)
+
+
+def _num_ordinary_bytes(array: Any) -> int:
+    """Returns the bytes of ordinary memory for the shards of this process, each once."""
+    sharding = array.sharding
+    shard = sharding.shard_shape(array.shape)
+    starts = {start_of(i) for i in sharding.addressable_devices_indices_map(array.shape).values()}
+    return len(starts) * math.prod(shard) * array.dtype.itemsize
