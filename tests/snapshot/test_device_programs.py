@@ -14,6 +14,7 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.snapshot import move_shards
+from torchax_ckpt.snapshot.sharding import replicas
 
 
 def compiled_in(messages: list[str]) -> set[str]:
@@ -48,9 +49,7 @@ def test_saving_and_restoring_compile_nothing_else(
             ckpt.wait_until_finished()
             ckpt.load(1, onto)
         final = NamedSharding(fsdp_mesh(), P())
-        leaves: dict[str, Any] = {
-            "scalar": jax.device_put(np.float32(1), move_shards.replicas(final)[0])
-        }
+        leaves: dict[str, Any] = {"scalar": jax.device_put(np.float32(1), replicas(final)[0])}
         target = jax.ShapeDtypeStruct((), np.float32, sharding=final)
         move_shards.sum_over_replicas(leaves, {"scalar": target})
     finally:

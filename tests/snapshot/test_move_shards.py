@@ -14,6 +14,7 @@ from support.strategies import JAX_DTYPES, random_bits
 from support.training import P
 
 from torchax_ckpt.snapshot import move_shards
+from torchax_ckpt.snapshot.sharding import replicas
 
 DTYPES = [
     *JAX_DTYPES,
@@ -59,7 +60,7 @@ def assert_on(sharding: NamedSharding, array: Any, value: np.ndarray) -> None:
 def test_shards_of_one_replica_come_to_all(axes: tuple[str, ...], spec: Any) -> None:
     final = NamedSharding(mesh_of(*axes), spec)
     values = {dtype: random_bits(dtype, (8, 4), seed=1) for dtype in SOME}
-    source = move_shards.replicas(final)[0]
+    source = replicas(final)[0]
     leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
     move_shards.sum_over_replicas(leaves, targets_of(values, final))
     for name, value in values.items():
@@ -73,7 +74,7 @@ def test_scalars_and_empty_arrays_and_all_dtypes_come_to_all(memory_kind: str) -
     values = {"scalar": np.array(-0.0, np.float32), "empty": np.zeros((0, 4), np.float32)}
     if memory_kind == "device":
         values |= {dtype: random_bits(dtype, (4,), seed=1) for dtype in DTYPES}
-    source = move_shards.replicas(final)[0]
+    source = replicas(final)[0]
     leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
     move_shards.sum_over_replicas(leaves, targets_of(values, final))
     for name, value in values.items():

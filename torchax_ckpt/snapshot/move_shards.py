@@ -49,7 +49,7 @@ from torchax_ckpt.snapshot.device_programs import (
     zeros_on,
 )
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
-from torchax_ckpt.snapshot.sharding import Local, Placement, auto_axes, shards_of
+from torchax_ckpt.snapshot.sharding import Local, Placement, auto_axes, replicas, shards_of
 
 Targets = Mapping[str, jax.ShapeDtypeStruct]
 """Leaf -> its shape, its dtype and the NamedSharding that it moves to."""
@@ -146,25 +146,6 @@ def permute_over_processes(
     """
     grids = {name: process_grid(_sharding(target).mesh) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, lambda grid: permute_program(grid, rounds))
-
-
-@functools.lru_cache(maxsize=1024)
-def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
-    """Returns the sharding of each replica, a set of devices that together hold an array once.
-
-    The replicas, and the devices of each replica, are in the order of the mesh.
-    """
-    mesh, spec = sharding.mesh, sharding.spec
-    used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
-    over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
-    kept = [i for i in range(len(mesh.axis_names)) if i not in over]
-    shape = [mesh.devices.shape[i] for i in kept]
-    axes = tuple(mesh.axis_names[i] for i in kept)
-    by_replica = mesh.devices.transpose(over + kept).reshape(-1, *(shape or [1]))
-    return tuple(
-        NamedSharding(Mesh(devices, axes or (_COLUMN,)), spec, memory_kind=sharding.memory_kind)
-        for devices in by_replica
-    )
 
 
 @functools.lru_cache(maxsize=1024)

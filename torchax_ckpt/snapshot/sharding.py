@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import threading
 import time
@@ -71,6 +72,25 @@ def stacked(sharding: Sharding) -> Sharding | None:
         spec = PartitionSpec(None, *sharding.spec)
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return sharding if isinstance(sharding, SingleDeviceSharding) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
+    """Returns the sharding of each replica, a set of devices that together hold an array once.
+
+    The replicas, and the devices of each replica, are in the order of the mesh.
+    """
+    mesh, spec = sharding.mesh, sharding.spec
+    used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
+    over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
+    kept = [i for i in range(len(mesh.axis_names)) if i not in over]
+    shape = [mesh.devices.shape[i] for i in kept]
+    axes = tuple(mesh.axis_names[i] for i in kept)
+    by_replica = mesh.devices.transpose(over + kept).reshape(-1, *(shape or [1]))
+    return tuple(
+        NamedSharding(Mesh(devices, axes or ("device",)), spec, memory_kind=sharding.memory_kind)
+        for devices in by_replica
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from torchax_ckpt.snapshot.move_shards import replicas
-from torchax_ckpt.snapshot.sharding import Placement
+from torchax_ckpt.snapshot.sharding import Placement, replicas
 from torchax_ckpt.storage.arrays.placement import Wanted
 
 # Each process itself reads leaves of these dtypes and of complex dtypes, because they are rare.
