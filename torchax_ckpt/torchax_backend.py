@@ -26,7 +26,7 @@ from torchax.interop import JittableModule
 from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
-from torchax_ckpt.errors import BackendError, UnsupportedLeafError
+from torchax_ckpt.errors import BackendError
 
 # torch dtype that numpy lacks -> (torch's integer dtype of the same width, ml_dtypes' same dtype).
 _BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
@@ -159,21 +159,6 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype in _BIT_TWINS:
         return _BIT_TWINS[dtype][1]
     return np.dtype(str(dtype).removeprefix("torch."))
-
-
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Returns the torch dtype of a numpy dtype; the inverse of ``numpy_dtype``.
-
-    Raises:
-      UnsupportedLeafError: torch has no such dtype.
-    """
-    for torch_type, (_, numpy_type) in _BIT_TWINS.items():
-        if numpy_type == dtype:
-            return torch_type
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        raise UnsupportedLeafError(f"torch has no dtype for numpy's {dtype.name}")
-    return found
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
