@@ -16,6 +16,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from torchax_ckpt.snapshot import device_sizes
+
 Groups = frozenset[frozenset[int]]
 """Groups of devices, by their positions in the mesh, that exchange data with each other."""
 
@@ -103,18 +105,13 @@ class Compiled:
 
 def compiled(program: Any, *arguments: Any) -> Compiled:
     """Compiles a program for the devices of its arguments or outputs."""
-    lowered = program.lower(*arguments)
-    found = lowered.compile()
+    known = device_sizes.compiled(program, *arguments)
+    found = program.lower(*arguments).compile()  # JAX has kept the program
     memory = found.memory_analysis()
-    outputs = jax.tree.map(
-        lambda out, form: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=form),
-        lowered.out_info,
-        found.output_formats,
-    )
     return Compiled(
-        outputs,
+        known.outputs,
         memory.output_size_in_bytes,
-        memory.temp_size_in_bytes,
+        known.temporary_bytes,
         memory.generated_code_size_in_bytes,
         collectives_in(found.as_text()),
         len(arguments),
