@@ -1,4 +1,15 @@
-"""The generations of TPU chips, and what the names of their products mean."""
+"""The generations of TPU chips: their memory, its bandwidth, and the names of their products.
+
+Nothing here was measured with this library. Sources of the published figures, as of November 2026:
+
+- memory and its bandwidth: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e;
+- the link between a chip and its host (PCIe): Google's documentation gives no figure. The book "How
+  to Scale Your Model", https://jax-ml.github.io/scaling-book/tpus, gives 16 GB/s each way for v4,
+  32 GB/s for v6e, and about 15 GB/s for chips in general, which stands here for v5e and v5p.
+
+``usable_bytes`` comes from the TPU compiler (libtpu 0.0.42): it refuses programs that need more. It
+is the whole number of MiB below that limit.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +35,10 @@ class Chip:
     product_names: tuple[str, ...]
     named_cores_per_chip: int
     num_dims: int
+    hbm_bytes: int
+    usable_bytes: int
+    hbm_bytes_per_sec: float
+    link_bytes_per_sec: float
     config: str | None = None
 
 
@@ -35,6 +50,10 @@ CHIPS = {
             product_names=("v4",),
             named_cores_per_chip=2,
             num_dims=3,
+            hbm_bytes=32 << 30,
+            usable_bytes=31_484 << 20,
+            hbm_bytes_per_sec=1200e9,
+            link_bytes_per_sec=16e9,
             config="megacore",
         ),
         Chip(
@@ -42,18 +61,30 @@ CHIPS = {
             product_names=("v5e", "v5litepod"),
             named_cores_per_chip=1,
             num_dims=2,
+            hbm_bytes=16 << 30,
+            usable_bytes=16_125 << 20,
+            hbm_bytes_per_sec=819e9,
+            link_bytes_per_sec=15e9,
         ),
         Chip(
             name="v5p",
             product_names=("v5p",),
             named_cores_per_chip=2,
             num_dims=3,
+            hbm_bytes=95 << 30,
+            usable_bytes=98_040 << 20,
+            hbm_bytes_per_sec=2765e9,
+            link_bytes_per_sec=15e9,
         ),
         Chip(
             name="v6e",
             product_names=("v6e",),
             named_cores_per_chip=1,
             num_dims=2,
+            hbm_bytes=32 << 30,
+            usable_bytes=31_995 << 20,
+            hbm_bytes_per_sec=1638e9,
+            link_bytes_per_sec=32e9,
         ),
     )
 }

@@ -89,6 +89,34 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
     return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 
 
+def axes_for(
+    topology: str, num_slices: int = 1, *, fsdp: int | None = None, tp: int | None = None
+) -> dict[str, int]:
+    """Returns the mesh axes ``slice`` (if there are several), ``fsdp`` and ``tp`` (if it is given).
+
+    Without ``fsdp``, that axis has all chips of a slice that ``tp`` leaves. Along ``slice``, the
+    state is replicated. If ``fsdp`` and ``tp`` multiply to the chips of all slices, the mesh has no
+    axis ``slice``, and the state is sharded over all slices.
+
+    Raises:
+      PlanError: the name of the topology is unknown, a number is not positive, or ``tp`` does not
+        divide the chips of a slice.
+    """
+    chips = math.prod(_parsed(topology)[1])
+    arguments.count("num_slices", num_slices, "give the number of slices of the run")
+    arguments.count("tp", 1 if tp is None else tp, "give the length of the mesh axis tp")
+    if fsdp is None:
+        fsdp, rest = divmod(chips, tp or 1)
+        if rest:
+            raise PlanError(
+                f"the mesh does not fit the topology: expected a tp that divides the {chips} chips "
+                f"of a slice of {topology}, found {tp}; change tp, or give fsdp too"
+            )
+    axes = {"fsdp": fsdp} if tp is None else {"fsdp": fsdp, "tp": tp}
+    spans_slices = math.prod(axes.values()) == chips * num_slices
+    return axes if num_slices == 1 or spans_slices else {"slice": num_slices, **axes}
+
+
 def chip_of(topology: str) -> Chip:
     """Returns the generation of chips that the name of a topology begins with.
 
