@@ -141,6 +141,8 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
         PlanError, match=f"multiply to {len(devices)}, .*, found fsdp=3 x tp=5 = 15; change"
     ):
         topology.mesh(devices, {"fsdp": 3, "tp": 5})
+    with pytest.raises(PlanError, match="found fsdp=3; change"):  # fewer than there are
+        topology.mesh(devices, {"fsdp": 3})
     with pytest.raises(PlanError, match="found no axes"):
         topology.mesh(devices, {})
     with pytest.raises(PlanError, match=r"axis 'tp' of the mesh: expected a positive int, found 0"):

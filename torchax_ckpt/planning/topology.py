@@ -84,7 +84,7 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
         raise PlanError(
             f"the mesh does not fit the topology: expected axes whose lengths multiply to "
             f"{len(devices)}, the number of chips, found {product or 'no axes'}"
-            f"{f' = {found}' if axes else ''}; change the axes, or give another topology"
+            f"{f' = {found}' if len(axes) > 1 else ''}; change the axes, or give another topology"
         )
     return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 

@@ -1,7 +1,7 @@
 """Plans the saves of a training state on a TPU topology, with the TPU's compiler and without TPUs.
 
-What a result calls compiled was reported by the compiler for the programs that a save runs. What it
-calls estimated follows from published bandwidths (see ``chips``). Nothing is measured.
+"Compiled" means here: the compiler reported it, for the programs that a save runs. "Estimated"
+means: it follows from published bandwidths (see ``chips``). Nothing is measured on a TPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,12 +27,24 @@ Rule = Callable[[tuple[int, ...], Mapping[str, int]], PartitionSpec]
 """The shape of a leaf, and name -> length of the mesh axes -> how the leaf is sharded."""
 
 
+class AbstractLeaf(Protocol):
+    """A leaf without elements, such as ``jax.ShapeDtypeStruct``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dims of the whole leaf."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype, or its name."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopologyPlan:
     """What saves of a training state need on a topology.
 
-    Sizes are in bytes. A chip is one that holds the most; rules of this library shard all chips
-    equally. A field is None where the state does not fit, so that nothing was compiled.
+    Sizes are in bytes. All chips hold equally much. The fields about copies are None if the state
+    does not fit, because no program of a save is compiled then.
 
     Attributes:
       topology, num_slices: as given.
@@ -45,6 +57,8 @@ class TopologyPlan:
       state_bytes: the elements of the whole state.
       chip_bytes: compiled: the state's part on a chip, in tiles.
       chip_elements_bytes: the elements of that part, without tiles.
+      replicated_bytes: compiled: the part of ``chip_bytes`` that all chips hold alike, because no
+        mesh axis shards these leaves.
       training_bytes: as given.
       hbm_bytes: published: the memory of a chip.
       usable_bytes: compiled: how much of it programs can use.
@@ -54,10 +68,12 @@ class TopologyPlan:
       advice: what would do if the state does not fit, in words; "" if it fits.
       copy_bytes: compiled: what the copies and stacks of a save take on a chip beside the state;
         None also if the compiler refuses them, because they exceed the chip.
+      wanted_bytes: the free bytes that ``snapshot="auto"`` wants on a chip to make these copies.
       snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if training steps donate
         the state and peak at ``chip_bytes`` and ``training_bytes``.
       num_programs: how many different programs copy and stack the state.
-      compile_secs: how long compiling them took here, on this machine.
+      compile_secs: how long compiling them took on this machine, or how long JAX took to find them
+        if this process has compiled them before.
       copy_secs: estimated: reading and writing ``copy_bytes`` in the memory of a chip.
       host_bytes: compiled: what one host fetches from its chips in a save. Hosts share the leaves
         that are replicated.
@@ -75,6 +91,7 @@ class TopologyPlan:
     state_bytes: int
     chip_bytes: int
     chip_elements_bytes: int
+    replicated_bytes: int
     training_bytes: int
     hbm_bytes: int
     usable_bytes: int
@@ -82,6 +99,7 @@ class TopologyPlan:
     fits: bool
     advice: str
     copy_bytes: int | None
+    wanted_bytes: int | None
     snapshot: str | None
     num_programs: int | None
     compile_secs: float | None
@@ -115,7 +133,7 @@ def _divides(length: int, dim: int) -> bool:
 
 
 def on_topology(
-    abstract_state: Mapping[str, jax.ShapeDtypeStruct],
+    abstract_state: Mapping[str, AbstractLeaf],
     topology_name: str,
     *,
     num_slices: int = 1,
@@ -127,9 +145,9 @@ def on_topology(
     """Plans the saves of a state on a TPU topology; needs libtpu (extra ``tpu-check``), but no TPU.
 
     Args:
-      abstract_state: name of each leaf on devices -> its shape and dtype, such as
-        ``jax.ShapeDtypeStruct``. Of a leaf with a ``NamedSharding``, the partition spec is used, on
-        the mesh of the topology; ``rule`` shards all other leaves.
+      abstract_state: name of each leaf on devices -> its shape and dtype, as
+        ``jax.ShapeDtypeStruct`` has them. ``rule`` decides how a leaf is sharded, unless the leaf
+        has a ``NamedSharding``, whose partition spec is then used on the mesh of the topology.
       topology_name: the generation of the chips and the lengths of a slice: ``v5e:16x16``.
       num_slices: the number of slices.
       axes: name -> length of the mesh axes, slices first; their lengths multiply to the chips of
@@ -163,6 +181,7 @@ def on_topology(
     chip_bytes = sum(sizes.values())
     free_bytes = chip.usable_bytes - chip_bytes - training_bytes
     is_fitting = free_bytes >= 0
+    replicated_bytes = sum(sizes[name] for name in leaves if _num_shards(leaves[name]) == 1)
     found: Forecast | None = None
     if is_fitting:
         found = _forecast(leaves, layout, chip, chip_bytes, training_bytes)
@@ -181,13 +200,15 @@ def on_topology(
         state_bytes=sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves.values()),
         chip_bytes=chip_bytes,
         chip_elements_bytes=sum(elements.values()),
+        replicated_bytes=replicated_bytes,
         training_bytes=training_bytes,
         hbm_bytes=chip.hbm_bytes,
         usable_bytes=chip.usable_bytes,
         free_bytes=free_bytes,
         fits=is_fitting,
-        advice="" if is_fitting else _advice(leaves, sizes, chip, training_bytes),
+        advice="" if is_fitting else _advice(chip, chip_bytes, replicated_bytes, training_bytes),
         copy_bytes=copy_bytes,
+        wanted_bytes=None if found is None else found.wanted_bytes,
         snapshot=None if found is None else found.way,
         num_programs=None if found is None else found.num_programs,
         compile_secs=None if found is None else found.compile_secs,
@@ -198,7 +219,7 @@ def on_topology(
 
 
 def _placed(
-    abstract_state: Mapping[str, Any], mesh: Mesh, rule: Rule
+    abstract_state: Mapping[str, AbstractLeaf], mesh: Mesh, rule: Rule
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the leaves with shardings on the mesh."""
     if not abstract_state:
@@ -271,24 +292,18 @@ def _num_replicas(leaf: jax.ShapeDtypeStruct) -> int:
     return sharding.num_devices // _num_shards(leaf)
 
 
-def _advice(
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    sizes: Mapping[str, int],
-    chip: Chip,
-    training_bytes: int,
-) -> str:
+def _advice(chip: Chip, chip_bytes: int, replicated_bytes: int, training_bytes: int) -> str:
     """Returns what would hold a state that does not fit, in words."""
-    needed = sum(sizes.values()) + training_bytes
+    needed = chip_bytes + training_bytes
     ways: list[str] = []
-    sharded = [name for name, leaf in leaves.items() if _num_shards(leaf) > 1]
-    spread = sum(sizes[name] for name in sharded)
-    left = chip.usable_bytes - (needed - spread)
-    if spread and left > 0:
-        factor = 2 ** math.ceil(math.log2(spread / left))
+    sharded = chip_bytes - replicated_bytes
+    left = chip.usable_bytes - replicated_bytes - training_bytes
+    if sharded and left > 0:
+        factor = 2 ** math.ceil(math.log2(sharded / left))
         ways.append(f"shard it over {factor} times as many chips of the same generation")
     larger = [other.name for other in CHIPS.values() if other.usable_bytes >= needed]
     if larger:
         ways.append(f"take as many chips of a generation with more memory ({', '.join(larger)})")
-    if len(sharded) < len(leaves) and not ways:
-        ways.append("shard the leaves that are replicated")
-    return ", or ".join(ways) or "need less memory for training"
+    if replicated_bytes and training_bytes < chip.usable_bytes:
+        ways.append(f"shard the {replicated_bytes} bytes of leaves that every chip holds")
+    return ", or ".join(ways) or "reduce the memory that training needs"
