@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.utils._mode_utils
 import torchax
-from torchax.interop import JittableModule
+from torchax.interop import JittableModule, call_jax
 from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
@@ -112,6 +112,16 @@ def release(tensor: object) -> None:
     """Frees the memory of a torchax tensor's array; does nothing for views and other objects."""
     if isinstance(tensor, Tensor) and not tensor._elem.is_deleted():
         tensor._elem.delete()
+
+
+def jitted(function: Any) -> Any:
+    """Returns the function of JAX arrays that is behind a function which ``jax_jit`` returned.
+
+    Any other function is returned itself. ``jax_jit`` is torchax's ``interop.jax_jit``.
+    """
+    if isinstance(function, functools.partial) and function.func is call_jax:
+        return function.args[0]
+    return function
 
 
 def wrap(array: jax.Array) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Planning: computes checkpoint sizes, the best save interval and the expected goodput.
 
-All of this package except ``on_topology`` only does arithmetic: it starts no backend, reads no
-directory and imports neither torch, JAX nor Orbax.
+All of this package except ``on_topology`` and ``step_on_topology`` only does arithmetic: it starts
+no backend, reads no directory and imports neither torch, JAX nor Orbax.
 
 - ``sizes``: bytes of a training state, and of the ramdisk that two-tier saving needs;
 - ``intervals``: the intervals of Young and of Daly, and the goodput in closed form;
@@ -9,6 +9,7 @@ directory and imports neither torch, JAX nor Orbax.
 - ``schedule``: when snapshots begin and become durable between two failures;
 - ``simulation``: draws or replays failures, and adds up how the run spent its time;
 - ``topology_plan``: what saves need on a TPU topology, with the TPU's compiler and without TPUs;
+- ``compiled_step``: what a training step and its saves need on a topology, in the same way;
 - ``topology``, ``chips``: the devices of a topology, and published figures of their chips;
 - ``arguments``: checks of the arguments of all these modules.
 
@@ -57,6 +58,7 @@ from torchax_ckpt.planning.sizes import (
 )
 
 if TYPE_CHECKING:
+    from torchax_ckpt.planning.compiled_step import StepPlan, step_on_topology
     from torchax_ckpt.planning.topology_plan import TopologyPlan, on_topology
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "Policy",
     "Run",
     "StateBytes",
+    "StepPlan",
     "Tier",
     "TopologyPlan",
     "TwoTier",
@@ -86,17 +89,23 @@ __all__ = [
     "save_cost_secs",
     "simulate",
     "state_bytes",
+    "step_on_topology",
     "young_interval_secs",
 ]
 
 # Loaded at first use, because they import JAX.
-_LAZY = ("TopologyPlan", "on_topology")
+_LAZY = {
+    "StepPlan": "compiled_step",
+    "TopologyPlan": "topology_plan",
+    "on_topology": "topology_plan",
+    "step_on_topology": "compiled_step",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("torchax_ckpt.planning.topology_plan"), name)
+    value = getattr(importlib.import_module(f"torchax_ckpt.planning.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
 
