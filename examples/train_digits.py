@@ -1,6 +1,7 @@
 """Trains a classifier of handwritten digits, and survives being killed at any moment.
 
     python examples/train_digits.py --directory runs/digits
+    python examples/train_digits.py --check-topology v5e:2x4    # compiles for a TPU, without TPUs
 
 Kill it (or let it kill itself: ``--crash-at 150``) and run the same command again. The run resumes
 from the newest checkpoint and ends with the same bits as an uninterrupted run.
@@ -24,6 +25,7 @@ import jax
 import numpy as np
 import torch
 import torchax
+from jax.sharding import SingleDeviceSharding
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Sampler
@@ -32,9 +34,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import step_on_topology, topology
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-NUM_TEST_IMAGES = 360
+NUM_TEST_IMAGES, BATCH = 360, 64
 
 
 def classifier() -> nn.Module:
@@ -125,9 +129,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="total number of optimizer steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of a new run; unused on resume")
     parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
+    parser.add_argument(
+        "--check-topology",
+        metavar="NAME",
+        help="do not train, but compile for a chip of a TPU topology, such as v5e:2x4, and print "
+        "what step and saves need there; needs libtpu, but no TPU",
+    )
     args = parser.parse_args()
     # Otherwise a SIGKILL would lose the buffered lines.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if args.check_topology:
+        jax.config.update("jax_platforms", "cpu")  # TPUs of this machine stay free.
 
     torchax.enable_globally()
     env = torchax.default_env()
@@ -139,7 +151,7 @@ def main() -> None:
     examples, (test_images, test_labels) = digits()
     loader = StatefulDataLoader(
         examples,
-        batch_size=64,
+        batch_size=BATCH,
         sampler=Shuffled(len(examples), args.seed),
         collate_fn=collate,
         drop_last=True,  # All batches then have one shape, for which XLA compiles once.
@@ -157,6 +169,18 @@ def main() -> None:
         return nn.functional.cross_entropy(logits, labels)
 
     value_and_grad = interop.jax_jit(interop.jax_value_and_grad(loss_fn))
+
+    if args.check_topology:
+        chip = SingleDeviceSharding(topology.devices(args.check_topology)[0])
+        key = interop.torch_view(env.prng_key)
+        # The chip holds no arrays, so abstract arrays stand for them.
+        params, *inputs = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=chip),
+            interop.jax_view((dict(model.named_parameters()), key, *collate(examples[:BATCH]))),
+        )
+        state = {"model": params, "optimizer": params}  # The momentum has the parameters' shapes.
+        print(step_on_topology(args.check_topology, value_and_grad, params, *inputs, state=state))
+        return
 
     with TorchaxCheckpointer(args.directory) as ckpt:
         start = ckpt.attach(model, optimizer, lr_scheduler=scheduler, dataloader=loader)
@@ -191,4 +215,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PlanError as error:
+        sys.exit(f"--check-topology: {error}")

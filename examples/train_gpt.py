@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py --directory runs/gpt
     python examples/train_gpt.py --directory runs/gpt --devices 4    # resumes on half the devices
+    python examples/train_gpt.py --check-topology v5e:2x4    # compiles for TPUs, without TPUs
 
 Kill it (or let it kill itself: ``--crash-at 60``) and run the same command again. The run resumes
 from the newest checkpoint and ends with the same bits as an uninterrupted run. On another number of
@@ -37,6 +38,8 @@ from torchax import interop
 from tqdm import tqdm
 
 from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import step_on_topology, topology
 
 END_OF_FILE = 256  # The token after the 256 tokens of the bytes.
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 257, 64, 64, 4, 2, 16
@@ -97,6 +100,11 @@ def fsdp_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns an abstract array with the shape and the dtype of an array."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 def digest(state: Any) -> str:
     """Returns a hash of every name and every bit of a tree of tensors, in any sharding."""
     hashed = hashlib.sha256()
@@ -110,18 +118,35 @@ def digest(state: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", default="runs/gpt", help="directory of the checkpoints")
-    parser.add_argument("--devices", type=int, default=8, help="number of devices to train on")
+    on = parser.add_mutually_exclusive_group()
+    on.add_argument("--devices", type=int, default=8, help="number of devices to train on")
+    on.add_argument(
+        "--check-topology",
+        metavar="NAME",
+        help="do not train, but compile for the chips of a TPU topology, such as v5e:2x4, and "
+        "print what step and saves need there; needs libtpu, but no TPU",
+    )
     parser.add_argument("--steps", type=int, default=200, help="total number of optimizer steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of a new run; unused on resume")
     parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
     args = parser.parse_args()
     # Otherwise a SIGKILL would lose the buffered lines.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if len(jax.devices()) < args.devices or BATCH % args.devices:
-        parser.error(
-            f"--devices: expected at most {len(jax.devices())}, and a divisor of the batch size "
-            f"{BATCH}; found {args.devices}"
-        )
+    if args.check_topology:
+        jax.config.update("jax_platforms", "cpu")  # TPUs of this machine stay free.
+        devices = list(topology.devices(args.check_topology))
+        if BATCH % len(devices):
+            parser.error(
+                "--check-topology: expected a number of chips that divides the batch size "
+                f"{BATCH}; found {args.check_topology} with {len(devices)} chips"
+            )
+    else:
+        devices = jax.devices()[: args.devices]
+        if len(devices) < args.devices or BATCH % args.devices:
+            parser.error(
+                f"--devices: expected at most {len(jax.devices())}, and a divisor of the batch "
+                f"size {BATCH}; found {args.devices}"
+            )
 
     torchax.enable_globally()
     env = torchax.default_env()
@@ -130,11 +155,13 @@ def main() -> None:
     env.manual_seed(args.seed)
 
     # Not jax.make_mesh: torchax's operations do not accept the type of its axes.
-    mesh = Mesh(np.array(jax.devices()[: args.devices]), ("fsdp",))
+    mesh = Mesh(np.array(devices), ("fsdp",))
 
     def sharded(tree: Any) -> Any:
         arrays = interop.jax_view(tree)
         shardings = jax.tree.map(lambda a: fsdp_sharding(mesh, a.shape), arrays)
+        if args.check_topology:  # Its chips hold no arrays, so abstract arrays stand for them.
+            return jax.tree.map(abstract, arrays, shardings)
         return interop.torch_view(jax.device_put(arrays, shardings))
 
     # Otherwise .to() would create new parameters and untie the head from the embedding.
@@ -142,7 +169,8 @@ def main() -> None:
     model = interop.JittableModule(GPT().to("jax"))
     params, buffers = sharded(dict(model.params)), sharded(dict(model.buffers))
     optimizer = optax.adamw(3e-3)
-    opt_state = sharded(interop.call_jax(optimizer.init, params))
+    call = jax.eval_shape if args.check_topology else interop.call_jax
+    opt_state = sharded(call(optimizer.init, params))
 
     def forward(params: Any, buffers: Any, inputs: tuple[Any, Any]) -> Any:
         tokens, key = inputs
@@ -154,17 +182,26 @@ def main() -> None:
     def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
 
+    shardings = jax.tree.map(lambda a: a.sharding, interop.jax_view((params, opt_state)))
     train_step = interop.jax_jit(
         torchax.train.make_train_step(forward, loss_fn, optimizer),
         {
             "donate_argnums": (0, 2),
             # Without these, the compiler could choose other shardings for the new state.
-            "out_shardings": (None, *jax.tree.map(lambda t: t.jax().sharding, (params, opt_state))),
+            "out_shardings": (None, *shardings),
         },
     )
-    source = text()
     by_example = NamedSharding(mesh, PartitionSpec("fsdp"))
 
+    if args.check_topology:
+        tokens = abstract(np.zeros((BATCH, CONTEXT), np.int32), by_example)
+        key = abstract(env.prng_key, NamedSharding(mesh, PartitionSpec()))
+        state = {"params": params, "opt_state": opt_state, "buffers": buffers}
+        inputs = (params, buffers, opt_state, (tokens, key), tokens)
+        print(step_on_topology(args.check_topology, train_step, *inputs, state=state))
+        return
+
+    source = text()
     with TorchaxCheckpointer(args.directory) as ckpt:
         start = ckpt.attach()  # Attaches only the random state; the other state is functional.
         state = {"params": params, "opt_state": opt_state, "buffers": buffers}
@@ -201,4 +238,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PlanError as error:
+        sys.exit(f"--check-topology: {error}")

@@ -1,6 +1,7 @@
 """Trains a classifier of handwritten digits with Lightning, and survives being killed.
 
     python examples/train_lightning.py --directory runs/lightning
+    python examples/train_lightning.py --check-topology v5e:2x4    # compiles for a TPU, without one
 
 Kill it (or let it kill itself: ``--crash-at 150``) and run the same command again. The run resumes
 from the newest checkpoint, within an epoch or at its end, and ends with the same bits as an
@@ -22,15 +23,18 @@ import lightning
 import numpy as np
 import torch
 import torchax
+from jax.sharding import SingleDeviceSharding
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader
 from torchax import interop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchax_ckpt.errors import PlanError
 from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
+from torchax_ckpt.planning import step_on_topology, topology
 
-NUM_TEST_IMAGES = 360
+NUM_TEST_IMAGES, BATCH = 360, 64
 
 
 class Digits(lightning.LightningModule):
@@ -96,15 +100,38 @@ def digest(state: Any) -> str:
     return hashed.hexdigest()[:16]
 
 
+def check_topology(name: str, module: Digits, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Compiles loss and gradients for a chip of a TPU topology, and prints what they need."""
+    chip = SingleDeviceSharding(topology.devices(name)[0])
+    module.to("jax")
+    key = interop.torch_view(torchax.default_env().prng_key)
+    inputs = (dict(module.net.named_parameters()), key, *(tensor.to("jax") for tensor in batch))
+    # The chip holds no arrays, so abstract arrays stand for them.
+    params, *inputs = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=chip),
+        interop.jax_view(inputs),
+    )
+    state = {"model": params, "optimizer": params}  # The momentum has the parameters' shapes.
+    print(step_on_topology(name, module.value_and_grad, params, *inputs, state=state))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", default="runs/lightning", help="directory of checkpoints")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="seed of a new run; unused on resume")
     parser.add_argument("--crash-at", type=int, metavar="N", help="die (SIGKILL) after step N")
+    parser.add_argument(
+        "--check-topology",
+        metavar="NAME",
+        help="do not train, but compile for a chip of a TPU topology, such as v5e:2x4, and print "
+        "what step and saves need there; needs libtpu, but no TPU",
+    )
     args = parser.parse_args()
     # Otherwise a SIGKILL would lose the buffered lines.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if args.check_topology:
+        jax.config.update("jax_platforms", "cpu")  # TPUs of this machine stay free.
 
     torchax.enable_globally()
     random.seed(args.seed)
@@ -113,8 +140,11 @@ def main() -> None:
     torchax.default_env().manual_seed(args.seed)
 
     train, test = digits()
+    if args.check_topology:
+        check_topology(args.check_topology, Digits(), collate(train[:BATCH]))
+        return
     loader = StatefulDataLoader(
-        train, batch_size=64, shuffle=True, collate_fn=collate, drop_last=True
+        train, batch_size=BATCH, shuffle=True, collate_fn=collate, drop_last=True
     )
     checkpoint = TorchaxCheckpoint(args.directory, monitor="accuracy", mode="max", num_best=2)
     trainer = lightning.Trainer(
@@ -136,4 +166,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PlanError as error:
+        sys.exit(f"--check-topology: {error}")

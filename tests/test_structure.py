@@ -21,11 +21,11 @@ TOP, TORCH, JAX, ORBAX = "torchax", "torch", "jax", "orbax"
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "options": set(),
-    "planning": {TORCH},  # its names alone, for the type checker
     "layout": set(),
     "runtime": {JAX},
     "torchax_backend": {TOP, TORCH, JAX},
     "snapshot": {JAX},
+    "planning": {TORCH, JAX},  # names of torch for the type checker; JAX loaded at first use
     "state": {TORCH, JAX},
     "processes": {JAX},
     "policies": {ORBAX},

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 import torch.utils._mode_utils
 import torchax
-from torchax.interop import JittableModule
+from torchax.interop import JittableModule, call_jax
 from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
-from torchax_ckpt.errors import BackendError, UnsupportedLeafError
+from torchax_ckpt.errors import BackendError
 
 # torch dtype that numpy lacks -> (torch's integer dtype of the same width, ml_dtypes' same dtype).
 _BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
@@ -114,6 +114,16 @@ def release(tensor: object) -> None:
         tensor._elem.delete()
 
 
+def jitted(function: Any) -> Any:
+    """Returns the function of JAX arrays that is behind a function which ``jax_jit`` returned.
+
+    Any other function is returned itself. ``jax_jit`` is torchax's ``interop.jax_jit``.
+    """
+    if isinstance(function, functools.partial) and function.func is call_jax:
+        return function.args[0]
+    return function
+
+
 def wrap(array: jax.Array) -> torch.Tensor:
     """Returns a torchax tensor around ``array``."""
     return Tensor(array, torchax.default_env())
@@ -159,21 +169,6 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype in _BIT_TWINS:
         return _BIT_TWINS[dtype][1]
     return np.dtype(str(dtype).removeprefix("torch."))
-
-
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Returns the torch dtype of a numpy dtype; the inverse of ``numpy_dtype``.
-
-    Raises:
-      UnsupportedLeafError: torch has no such dtype.
-    """
-    for torch_type, (_, numpy_type) in _BIT_TWINS.items():
-        if numpy_type == dtype:
-            return torch_type
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        raise UnsupportedLeafError(f"torch has no dtype for numpy's {dtype.name}")
-    return found
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

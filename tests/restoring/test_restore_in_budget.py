@@ -143,6 +143,37 @@ def test_attach_goes_on_to_an_older_step_when_the_newest_is_damaged(directory: P
     )
 
 
+def test_parts_hold_fewer_leaves_if_devices_store_these_padded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = TorchaxCheckpointer(directory, options=IN_BUDGET)
+    ckpt.attach(mlp(width=64))
+    ckpt.save(1, force=True)
+    ckpt.wait_until_finished()
+    leave_free(monkeypatch, 2 * live_bytes())  # half of this is one part
+    reads: list[int] = []
+    read = read_arrays.read_arrays
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        result = read(*args, **kwargs)
+        reads.append(len(result))
+        return result
+
+    monkeypatch.setattr(read_arrays, "read_arrays", counting)
+
+    def largest_part() -> int:
+        reads.clear()
+        ckpt.restore(1)
+        return max(reads)
+
+    whole, sizes = largest_part(), restore.shard_bytes
+    # As on a TPU, where the tiles of a layout can make an array take many times its elements.
+    monkeypatch.setattr(
+        restore, "shard_bytes", lambda targets: {n: 64 * s for n, s in sizes(targets).items()}
+    )
+    assert largest_part() < whole
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_freed(directory: Path) -> None:
     trained(directory)
     other = mlp(width=32)

@@ -24,7 +24,7 @@ from support.training import P, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.snapshot import stacking
+from torchax_ckpt.snapshot import planner, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
@@ -117,6 +117,19 @@ def test_a_peak_that_holds_the_own_copies_does_not_keep_from_copying(
                 array.delete()
     assert "taken by copy: the program donates" in caplog.text
     assert "taken by transfer" not in caplog.text
+
+
+@pytest.mark.parametrize(("padding", "way"), [(1, "copy"), (2, "transfer")])
+def test_copies_count_as_large_as_the_compiled_programs_make_them(
+    padding: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_execute = stacking.bytes_to_execute
+
+    def padded(*args: Any, **kwargs: Any) -> Mapping[jax.Device, int]:
+        return {device: n * padding for device, n in to_execute(*args, **kwargs).items()}
+
+    monkeypatch.setattr(planner, "bytes_to_execute", padded)
+    assert take(Snapshotter("auto", "auto", Watched(Accelerator()))).way == way
 
 
 def test_copies_of_another_save_that_are_still_there_count() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from support.training import P, fsdp_mesh
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.snapshot import move_shards
 from torchax_ckpt.snapshot.sharding import replicas
 
@@ -42,6 +42,7 @@ def test_saving_and_restoring_compile_nothing_else(
         **state,
         "float32.0": jax.device_put(state["float32.0"], NamedSharding(fsdp_mesh(), P())),
     }
+    torchax_backend.check_internals()  # runs once in a process, when the first checkpointer is made
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
     try:
         with TorchaxCheckpointer(directory, options=options) as ckpt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,3 +174,28 @@ def test_a_program_moves_no_more_leaves_and_bytes_than_it_may(
     monkeypatch.setattr(move_shards, "_CHUNK_BYTES", 136)  # of a device, which has half of a leaf
     chunks = ["".join(chunk) for chunk in move_shards._chunks(targets)]
     assert chunks == ["012", "345", "6", "7"]
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(1, ["0123", "4567"]), (4, list("01234567"))])
+def test_leaves_count_in_a_chunk_as_large_as_devices_store_them(
+    padding: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharding = NamedSharding(mesh_of("replica", "fsdp", "tp"), P("fsdp"))
+    leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)  # a device has 8 bytes of it
+    monkeypatch.setattr(
+        move_shards, "shard_bytes", lambda targets: dict.fromkeys(targets, 8 * padding)
+    )
+    monkeypatch.setattr(move_shards, "_CHUNK_BYTES", 32)
+    chunks = move_shards._chunks({f"{i}": leaf for i in range(8)})
+    assert ["".join(chunk) for chunk in chunks] == expected
+
+
+def test_leaves_whose_bits_become_bytes_move_alone() -> None:
+    sharding = NamedSharding(mesh_of("replica", "fsdp", "tp"), P("fsdp"))
+    alone = ["bool", "int8", "int4", "uint4", "float4_e2m1fn"]
+    alone += [dtype for dtype in DTYPES if dtype.startswith("float8")]
+    together = ["float32", "uint8", "bfloat16", "int16", "complex64", "float64"]
+    mixed = [name for pair in itertools.zip_longest(alone, together) for name in pair if name]
+    targets = {n: jax.ShapeDtypeStruct((8,), jnp.dtype(n), sharding=sharding) for n in mixed}
+    chunks = [list(chunk) for chunk in move_shards._chunks(targets)]
+    assert chunks == [*([name] for name in alone), together]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import math
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh
+
+from torchax_ckpt.planning import topology
+from torchax_ckpt.snapshot import device_sizes
 
 Groups = frozenset[frozenset[int]]
 """Groups of devices, by their positions in the mesh, that exchange data with each other."""
@@ -27,26 +25,14 @@ _COLLECTIVE = re.compile(
 _DIMS = r"\[([\d,]+)\]"
 
 
-@functools.cache
-def devices(topology: str, num_slices: int = 1) -> tuple[Any, ...]:
-    """Returns the devices of a topology, such as "v5e:2x4", of each of ``num_slices`` slices.
-
-    This process is the first host of the topology: the devices of that host are addressable.
-    """
-    found = importlib.util.find_spec("libtpu")
-    assert found is not None, "libtpu is missing: run `make test-tpu`, which installs it"
-    folders = found.submodule_search_locations or []
-    os.environ["TPU_LIBRARY_PATH"] = str(Path(folders[0]) / "libtpu.so")
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # do not ask the cloud's metadata server
-    slices = {"num_slices": num_slices} if num_slices > 1 else {}
-    described = topologies.get_topology_desc(topology_name=topology, platform="tpu", **slices)
-    return tuple(described.devices)
+def devices(name: str, num_slices: int = 1) -> tuple[jax.Device, ...]:
+    """Returns the devices of a topology, such as "v5e:2x4", of each of ``num_slices`` slices."""
+    return topology.devices(name, num_slices)
 
 
 def mesh(found: Any, **axes: int) -> Mesh:
     """Returns a mesh of the first devices with these axes and lengths."""
-    count = math.prod(axes.values())
-    return Mesh(np.array(found[:count]).reshape(*axes.values()), tuple(axes))
+    return topology.mesh(found[: math.prod(axes.values())], axes)
 
 
 def one_host(found: Any) -> Any:
@@ -103,18 +89,13 @@ class Compiled:
 
 def compiled(program: Any, *arguments: Any) -> Compiled:
     """Compiles a program for the devices of its arguments or outputs."""
-    lowered = program.lower(*arguments)
-    found = lowered.compile()
+    known = device_sizes.compiled(program, *arguments)
+    found = program.lower(*arguments).compile()  # JAX has kept the program
     memory = found.memory_analysis()
-    outputs = jax.tree.map(
-        lambda out, form: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=form),
-        lowered.out_info,
-        found.output_formats,
-    )
     return Compiled(
-        outputs,
+        known.outputs,
         memory.output_size_in_bytes,
-        memory.temp_size_in_bytes,
+        known.temporary_bytes,
         memory.generated_code_size_in_bytes,
         collectives_in(found.as_text()),
         len(arguments),

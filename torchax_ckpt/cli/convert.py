@@ -212,21 +212,21 @@ def _require_local(path: Path) -> None:
         )
 
 
-def parsed_size(text: str) -> int:
+def parsed_size(text: str, option: str = "--size or --max-shard-size") -> int:
     """Parses a size such as ``5GB``, ``500 MiB`` or a plain number of bytes.
+
+    Args:
+      text: the size.
+      option: the option that has this size, for the message of an error.
 
     Raises:
       UsageError: the text is not a size, or the size is below one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(
-            f"--size or --max-shard-size: expected a size such as 5GB or 500MiB, found {text!r}"
-        )
+        raise UsageError(f"{option}: expected a size such as 5GB or 500MiB, found {text!r}")
     number, prefix, binary = match.groups()
     nbytes = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
     if nbytes < 1:
-        raise UsageError(
-            f"--size or --max-shard-size: expected a size of at least one byte, found {text!r}"
-        )
+        raise UsageError(f"{option}: expected a size of at least one byte, found {text!r}")
     return nbytes

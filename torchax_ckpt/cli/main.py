@@ -22,6 +22,10 @@ def main() -> None:
     # A training on this host may use the accelerators, and two programs cannot share one TPU. No
     # command computes on a device.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # libtpu, with which `plan --topology` compiles, prints warnings on hosts that do not say which
+    # TPUs they have. It compiles for the topology of the option, whatever stands here.
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
         from torchax_ckpt.cli.app import app
 

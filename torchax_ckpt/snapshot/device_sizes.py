@@ -181,9 +181,7 @@ def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
     by_kind: dict[str, tuple[jax.Device, set[_Spec]]] = {}
     for name, target in targets.items():
         sharding: Any = target.sharding
-        devices = [*sharding.addressable_devices, *jax.local_devices(), *sharding.device_set]
-        wanted = next(iter(sharding.device_set)).device_kind
-        device = next(device for device in devices if device.device_kind == wanted)
+        device = _device_of_kind(sharding)
         spec = (tuple(sharding.shard_shape(target.shape)), np.dtype(target.dtype))
         specs[name] = (device.device_kind, spec)
         by_kind.setdefault(device.device_kind, (device, set()))[1].add(spec)
@@ -192,6 +190,14 @@ def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
         for kind, (device, of_kind) in by_kind.items()
     }
     return {name: sizes[kind][spec] for name, (kind, spec) in specs.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _device_of_kind(sharding: Sharding) -> jax.Device:
+    """Returns a device of the kind on which the sharding lies; if possible, one of this process."""
+    kind = next(iter(sharding.device_set)).device_kind
+    devices = [*sharding.addressable_devices, *jax.local_devices(), *sharding.device_set]
+    return next(device for device in devices if device.device_kind == kind)
 
 
 @functools.lru_cache(maxsize=64)

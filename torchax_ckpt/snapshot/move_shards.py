@@ -358,7 +358,7 @@ def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
     size = 0
     sizes = shard_bytes(targets)
     for name, target in targets.items():
-        if _moves_alone(target):
+        if _moves_alone(target.dtype):
             yield {name: target}
             continue
         if chunk and (len(chunk) == _CHUNK or size + sizes[name] > _CHUNK_BYTES):
@@ -370,12 +370,13 @@ def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
         yield chunk
 
 
-def _moves_alone(target: jax.ShapeDtypeStruct) -> bool:
+@functools.cache
+def _moves_alone(dtype: np.dtype[Any]) -> bool:
     """Returns whether a leaf needs a program of its own: if ``to_bits`` changes its dtype to uint8.
 
     For v5p chips, the TPU compiler (libtpu 0.0.42 and 0.0.52) ends the process if a program
     converts one of several arrays to bytes, moves all of them in collectives, and a dim is not a
     multiple of the compiler's tile.
     """
-    bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct((), target.dtype))
-    return bits.dtype == jnp.uint8 and target.dtype != jnp.uint8
+    bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct((), dtype))
+    return bits.dtype == jnp.uint8 and dtype != jnp.uint8

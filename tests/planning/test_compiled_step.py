@@ -1,0 +1,196 @@
+"""Plans of compiled steps, on CPU devices in place of the chips that need libtpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from support.training import P, fsdp_mesh
+from torchax import interop
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import StepPlan, compiled_step, step_on_topology
+from torchax_ckpt.planning.chips import CHIPS
+
+ROWS, WHOLE = (NamedSharding(fsdp_mesh(), spec) for spec in (P("fsdp"), P()))
+USABLE = CHIPS["v5e"].usable_bytes
+LEAF = jax.ShapeDtypeStruct((8, 1024), jnp.float32, sharding=ROWS)
+LEAF_BYTES = 4096
+"""Bytes that a device has of a leaf."""
+
+
+def state_of(num_layers: int = 3) -> dict[str, Any]:
+    return {"params": {f"layers.{i}.w": LEAF for i in range(num_layers)}, "step": 5}
+
+
+def shifted(state: Any) -> Any:
+    return jax.tree.map(lambda x: x + 1, state)
+
+
+def test_donated_arguments_are_counted_once() -> None:
+    state = state_of()
+    params = state["params"]
+    kept = step_on_topology("v5e:2x4", jax.jit(shifted), params, state=state)
+    donating = jax.jit(shifted, donate_argnums=0)
+    donated = step_on_topology("v5e:2x4", donating, params, state=state)
+    assert (kept.argument_bytes, kept.donated_bytes) == (3 * LEAF_BYTES, 0)
+    assert (donated.argument_bytes, donated.donated_bytes) == (3 * LEAF_BYTES, 3 * LEAF_BYTES)
+    assert kept.step_bytes - donated.step_bytes >= 3 * LEAF_BYTES
+    assert donated.step_bytes >= 3 * LEAF_BYTES
+    assert (donated.num_chips, donated.usable_bytes) == (8, USABLE)
+
+
+def test_a_snapshot_takes_copies_and_stacks_of_the_state() -> None:
+    state = state_of() | {"scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=WHOLE)}
+    found = step_on_topology("v5e:2x4", jax.jit(shifted), state, state=state)
+    assert found.state_bytes == found.copy_bytes == 3 * LEAF_BYTES + 4
+    assert found.snapshot == "copy"
+
+
+def test_a_program_of_torchax_is_compiled_like_one_of_jax() -> None:
+    step = interop.jax_jit(lambda x: x + 1, {"donate_argnums": (0,)})
+    found = step_on_topology("v5e:2x4", step, LEAF, state=[LEAF])
+    assert found.donated_bytes == LEAF_BYTES
+
+
+def test_state_that_is_no_argument_counts_beside_the_step() -> None:
+    alone = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF])
+    with_momentum = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF, LEAF])
+    assert with_momentum.step_bytes == alone.step_bytes + LEAF_BYTES
+    assert with_momentum.argument_bytes == alone.argument_bytes
+
+
+def test_leaves_are_stacked_as_a_save_stacks_them(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    forecast = compiled_step.forecast
+
+    def noting(names: Any, arrays: Any, **options: Any) -> Any:
+        asked.extend(names)
+        return forecast(names, arrays, **options)
+
+    monkeypatch.setattr(compiled_step, "forecast", noting)
+    abstract = [state_of(), {"a/b": (LEAF, LEAF)}]
+    step_on_topology("v5e:2x4", jax.jit(shifted), state_of(), state=abstract)
+    arrays = jax.tree.map(
+        lambda x: x if isinstance(x, int) else jax.device_put(np.zeros(x.shape, x.dtype), ROWS),
+        abstract,
+    )
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=arrays)
+    manifest = json.loads((directory / "1" / "manifest" / "data.json").read_text())
+    members = [name for group in manifest["stacks"].values() for name in group]
+    assert sorted(asked) == sorted(n for n in members if n.startswith("state/"))
+
+
+def test_a_plan_reads_as_a_table() -> None:
+    plan = StepPlan(
+        topology="v5e:2x4",
+        num_chips=8,
+        versions="jax 1 and libtpu 2",
+        argument_bytes=3000,
+        donated_bytes=2000,
+        step_bytes=5000,
+        state_bytes=2000,
+        copy_bytes=2500,
+        snapshot="copy",
+        usable_bytes=16000,
+    )
+    assert str(plan).splitlines() == [
+        "compiled:        with jax 1 and libtpu 2; nothing was measured",
+        "chips:           8 of v5e:2x4; all sizes are of one chip",
+        "donated:         2,000 of 3,000 bytes of arguments",
+        "the step:        5,000 bytes while it runs",
+        "a snapshot:      2,500 bytes for copies of 2,000 bytes of state",
+        "together:        7,500 of 16,000 bytes that programs can use",
+        'snapshot="auto": takes snapshots by copy',
+    ]
+
+
+def test_a_snapshot_without_memory_for_copies_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF]).step_bytes
+    small = dataclasses.replace(CHIPS["v5e"], usable_bytes=needed + LEAF_BYTES)
+    monkeypatch.setitem(CHIPS, "v5e", small)
+    found = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF])
+    assert found.snapshot == "transfer"  # a quarter more than the copies must be free
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"w": np.zeros(3)}, r"argument 0 of the step\['w'\]: .*abstract array.*found ndarray"),
+        ([jax.ShapeDtypeStruct((8,), jnp.int8)], r"step\[0\]: .* a sharding .*ShapeDtypeStruct"),
+        (torch.zeros(2), r"of the step: .*found Tensor; give jax.ShapeDtypeStruct"),
+        (
+            jax.ShapeDtypeStruct((9, 2), jnp.int8, sharding=ROWS),
+            r"expected a shape that the sharding divides, found \[9, 2\]; .*JAX says",
+        ),
+    ],
+)
+def test_an_argument_that_no_chip_can_hold_is_named(argument: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        step_on_topology("v5e:2x4", jax.jit(shifted), argument, state=[LEAF])
+
+
+def test_the_state_is_checked_too() -> None:
+    with pytest.raises(PlanError, match=r"state\['w'\]: .*found ndarray"):
+        step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state={"w": np.zeros(3)})
+    with pytest.raises(PlanError, match="state: expected at least one abstract array, found none"):
+        step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state={"step": 3})
+
+
+def test_a_function_that_is_not_jitted_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"step: expected a jitted function, .*found <function"):
+        step_on_topology("v5e:2x4", shifted, LEAF, state=[LEAF])
+
+
+def test_an_unknown_topology_is_refused() -> None:
+    with pytest.raises(PlanError, match="unknown TPU topology: .*'v9:2x4'"):
+        step_on_topology("v9:2x4", jax.jit(shifted), LEAF, state=[LEAF])
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm",
+            rf"exceeds the memory of a chip of v5e:2x4: expected at most {USABLE} bytes; .*"
+            "Ran out of memory",
+        ),
+        ("INTERNAL: Mismatched version", "libtpu cannot be used: .*Mismatched version"),
+    ],
+)
+def test_what_the_compiler_refuses_is_said(message: str, said: str) -> None:
+    class Refused:
+        def lower(self, *arguments: Any) -> Any:
+            raise jax.errors.JaxRuntimeError(message)
+
+    step: Any = Refused()
+    with pytest.raises(PlanError, match=said):
+        step_on_topology("v5e:2x4", step, LEAF, state=[LEAF])
+
+
+def test_errors_of_the_step_itself_stay_as_they_are() -> None:
+    def wrong(x: Any) -> Any:
+        raise ValueError("of the model")
+
+    with pytest.raises(ValueError, match="of the model") as caught:
+        step_on_topology("v5e:2x4", jax.jit(wrong), LEAF, state=[LEAF])
+    assert not isinstance(caught.value, PlanError)
+
+
+def test_a_program_of_one_chip_is_planned_for_one() -> None:
+    chip = SingleDeviceSharding(jax.devices()[1])
+    leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=chip)
+    found = step_on_topology("v5e:2x4", jax.jit(shifted), leaf, state=[leaf])
+    assert (found.num_chips, found.state_bytes) == (1, 16)

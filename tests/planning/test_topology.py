@@ -1,0 +1,149 @@
+"""The devices of a topology, as far as no libtpu is needed: names, meshes and errors."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import topology
+
+
+@pytest.fixture
+def libtpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that stands for libtpu."""
+    library = tmp_path / "libtpu.so"
+    library.touch()
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    return library
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch, libtpu: Path) -> Iterator[list[dict[str, Any]]]:
+    """What libtpu is asked to describe."""
+    asked: list[dict[str, Any]] = []
+
+    def describe(**given: Any) -> topologies.TopologyDescription:
+        asked.append(given)
+        return topologies.TopologyDescription(jax.devices("cpu"))
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    yield asked
+    topology.devices.cache_clear()
+
+
+def refused_with(monkeypatch: pytest.MonkeyPatch, message: str) -> str:
+    """What the user reads if libtpu refuses to describe a topology with this message."""
+
+    def refuse(**given: Any) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    with pytest.raises(PlanError) as caught:
+        topology.devices("v5e:6x4")
+    return str(caught.value)
+
+
+def test_libtpu_is_asked_for_chips_of_hosts(described: list[dict[str, Any]]) -> None:
+    assert topology.devices("v5e:2x6") == tuple(jax.devices("cpu"))
+    topology.devices("v5p:2x2x6", 2)
+    topology.devices("v4:2x2x6")  # one device per chip, as JAX has on a v4
+    topology.devices("v6e:1x1")  # libtpu's hosts of four chips do not divide it
+    topology.devices("v6e:2x6", one_chip_per_host=True)
+    one = {"chips_per_host_bounds": (1, 1, 1)}
+    assert [{k: v for k, v in asked.items() if k != "platform"} for asked in described] == [
+        {"topology_name": "v5e:2x6"},
+        {"topology_name": "v5p:2x2x6", "num_slices": 2},
+        {"topology_name": "v4:2x2x6", "chip_config_name": "megacore"},
+        {"topology_name": "v6e:1x1", **one},
+        {"topology_name": "v6e:2x6", **one},
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "v5e", "v5e:4", "v5e:4x0", "v3:2x2", "v5p-0", "v9-8"])
+def test_another_name_is_refused_with_the_form_of_names(name: str) -> None:
+    with pytest.raises(
+        PlanError, match=rf'expected a name such as "v5e:16x16" .*found {name!r}; .*v4-N and v5p-N'
+    ):
+        topology.devices(name)
+
+
+@pytest.mark.parametrize(("name", "num"), [("v5e:2x2x2", 2), ("v6e:2x2x2", 2), ("v5p:8x8", 3)])
+def test_a_topology_has_as_many_lengths_as_its_chips_allow(name: str, num: int) -> None:
+    with pytest.raises(PlanError, match=f"and for {name[:3]} {num} lengths, found '{name}'"):
+        topology.devices(name)
+
+
+@pytest.mark.parametrize(
+    ("product", "unit", "chips", "name"),
+    [
+        ("v5p-128", "cores", "64 chips", "v5p:4x4x4"),
+        ("v5p-8", "cores", "4 chips", "v5p:2x2x1"),
+        ("v4-32", "cores", "16 chips", "v4:2x2x4"),
+        ("v5litepod-16", "chips", "16 chips", "v5e:4x4"),
+        ("v5e-256", "chips", "256 chips", "v5e:16x16"),
+        ("v6e-8", "chips", "8 chips", "v6e:2x4"),
+        ("v6e-1", "chips", "1 chip", "v6e:1x1"),
+    ],
+)
+def test_the_name_of_a_product_is_explained(product: str, unit: str, chips: str, name: str) -> None:
+    with pytest.raises(PlanError, match=f"counts {unit}: it has {chips}; give {name},"):
+        topology.devices(product)
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere/libtpu.so")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError) as caught:
+        topology.devices("v5e:6x4")
+    assert "found none (TPU_LIBRARY_PATH names no file: /nowhere/libtpu.so)" in str(caught.value)
+    assert "pip install 'torchax-ckpt[tpu-check]'" in str(caught.value)
+
+
+def test_a_topology_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, libtpu: Path) -> None:
+    said = "INVALID_ARGUMENT: Topology layout is not divisible"
+    message = refused_with(monkeypatch, said)
+    assert message.startswith("unknown TPU topology: libtpu does not know 'v5e:6x4'; expected")
+    assert message.endswith(f"libtpu says: {said}")
+
+
+def test_a_lock_that_another_program_holds(monkeypatch: pytest.MonkeyPatch, libtpu: Path) -> None:
+    message = refused_with(
+        monkeypatch, "ABORTED: Internal error when accessing libtpu multi-process lockfile."
+    )
+    assert message.startswith("libtpu is in use: another program on this machine")
+    assert "ALLOW_MULTIPLE_LIBTPU_LOAD=1" in message
+
+
+def test_a_libtpu_that_does_not_load(monkeypatch: pytest.MonkeyPatch, libtpu: Path) -> None:
+    message = refused_with(monkeypatch, "INTERNAL: Failed to open: file too short")
+    assert message.startswith("libtpu cannot be used: expected the libtpu of the installed jax")
+    assert f"jax {jax.__version__}, which wants libtpu==" in message
+    assert f"the libtpu at TPU_LIBRARY_PATH, {libtpu}; run: pip install" in message
+
+
+def test_a_mesh_has_a_position_for_every_chip() -> None:
+    devices = jax.devices("cpu")
+    mesh = topology.mesh(devices, {"slice": 1, "fsdp": len(devices)})
+    assert dict(mesh.shape) == {"slice": 1, "fsdp": len(devices)}
+    assert list(mesh.devices.flat) == devices
+
+
+def test_a_mesh_that_does_not_fit_is_refused() -> None:
+    devices = jax.devices("cpu")
+    with pytest.raises(
+        PlanError, match=f"multiply to {len(devices)}, .*, found fsdp=3 x tp=5 = 15; change"
+    ):
+        topology.mesh(devices, {"fsdp": 3, "tp": 5})
+    with pytest.raises(PlanError, match="found fsdp=3; change"):  # fewer than there are
+        topology.mesh(devices, {"fsdp": 3})
+    with pytest.raises(PlanError, match="found no axes"):
+        topology.mesh(devices, {})
+    with pytest.raises(PlanError, match=r"axis 'tp' of the mesh: expected a positive int, found 0"):
+        topology.mesh(devices, {"tp": 0})

@@ -1,0 +1,180 @@
+"""Plans of saves on a topology, on CPU devices that stand for the chips of one host.
+
+What the TPU's compiler answers is tested in tests/tpu.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from torchax_ckpt import planning
+from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import topology
+from torchax_ckpt.planning.chips import CHIPS
+from torchax_ckpt.planning.topology_plan import fsdp_and_tp
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
+
+V5E = CHIPS["v5e"]
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def eight_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(name: str, num_slices: int = 1, *, one_chip_per_host: bool = False) -> Any:
+        return tuple(jax.devices("cpu"))
+
+    monkeypatch.setattr(topology, "devices", devices)
+
+
+def layers(count: int = 4, shape: tuple[int, ...] = (512, 512)) -> dict[str, Any]:
+    return {f"model/{i}.weight": jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "spec"),
+    [
+        ((16, 24), {"fsdp": 8}, P("fsdp", None)),
+        ((6, 24), {"fsdp": 8}, P(None, "fsdp")),
+        ((6, 10), {"fsdp": 8}, P(None, None)),
+        ((16,), {"fsdp": 8}, P("fsdp")),
+        ((), {"fsdp": 8}, P()),
+        ((16, 24), {"tp": 8}, P(None, "tp")),
+        ((16, 6), {"tp": 8}, P("tp", None)),
+        ((16,), {"tp": 8}, P(None)),  # no matrix
+        ((16, 24), {"fsdp": 4, "tp": 2}, P("fsdp", "tp")),
+        ((2, 24), {"fsdp": 4, "tp": 2}, P(None, "tp")),
+        ((8, 3), {"fsdp": 4, "tp": 2}, P("tp", None)),
+        ((16, 24), {"slice": 2, "fsdp": 4}, P("fsdp", None)),  # replicated over slices
+        ((0, 24), {"fsdp": 8}, P(None, "fsdp")),
+    ],
+)
+def test_the_rule_of_sharding(shape: tuple[int, ...], axes: dict[str, int], spec: P) -> None:
+    assert fsdp_and_tp(shape, axes) == spec
+
+
+@pytest.mark.parametrize(
+    ("given", "axes"),
+    [
+        ({}, {"fsdp": 8}),
+        ({"tp": 2}, {"fsdp": 4, "tp": 2}),
+        ({"fsdp": 8, "tp": 1}, {"fsdp": 8, "tp": 1}),
+        ({"num_slices": 3}, {"slice": 3, "fsdp": 8}),
+        ({"num_slices": 3, "tp": 4}, {"slice": 3, "fsdp": 2, "tp": 4}),
+        ({"num_slices": 3, "fsdp": 24}, {"fsdp": 24}),  # sharded over all slices
+        ({"fsdp": 3}, {"fsdp": 3}),  # refused by the mesh
+    ],
+)
+def test_the_axes_of_the_mesh(given: dict[str, int], axes: dict[str, int]) -> None:
+    assert topology.axes_for("v5e:2x4", **given) == axes
+
+
+def test_a_tp_that_divides_no_slice_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a tp that divides the 8 chips of a slice .*, found 3;"):
+        topology.axes_for("v5e:2x4", tp=3)
+    with pytest.raises(PlanError, match="tp: expected a positive int, found 0"):
+        topology.axes_for("v5e:2x4", tp=0)
+
+
+def test_what_a_plan_says() -> None:
+    state = {**layers(), "model/norm": jax.ShapeDtypeStruct((6,), jnp.bfloat16)}
+    plan = planning.on_topology(state, "v5e:2x4", training_bytes=5 * MIB)
+    assert (plan.topology, plan.num_slices, plan.axes) == ("v5e:2x4", 1, {"fsdp": 8})
+    assert (plan.num_chips, plan.num_hosts, plan.chips_per_host) == (8, 1, 8)
+    assert (plan.num_leaves, plan.state_bytes) == (5, 4 * MIB + 12)
+    on_chip = 4 * MIB // 8 + 12
+    assert plan.chip_bytes == plan.chip_elements_bytes == on_chip  # CPUs have no tiles
+    assert plan.replicated_bytes == 12
+    assert (plan.hbm_bytes, plan.usable_bytes) == (16 << 30, V5E.usable_bytes)
+    assert plan.free_bytes == V5E.usable_bytes - on_chip - 5 * MIB
+    assert (plan.fits, plan.advice, plan.snapshot) == (True, "", "copy")
+    assert plan.copy_bytes == on_chip
+    assert plan.wanted_bytes == math.ceil(1.25 * on_chip)
+    assert plan.num_programs == 2  # one stack, one copy
+    assert plan.compile_secs is not None
+    assert plan.copy_secs == 2 * on_chip / 819e9
+    assert plan.host_bytes == math.ceil(4 * MIB + 12)  # its chips share what is replicated
+    assert plan.transfer_secs == pytest.approx((4 * MIB + 12) / 8 / 15e9)
+
+
+def test_slices_share_what_they_fetch() -> None:
+    plan = planning.on_topology(layers(), "v5e:2x2", num_slices=2)
+    assert plan.axes == {"slice": 2, "fsdp": 4}
+    assert plan.chip_bytes == MIB
+    assert plan.host_bytes == 4 * MIB
+    assert plan.transfer_secs == MIB / 2 / 15e9
+
+
+def test_auto_copies_only_into_the_memory_that_a_save_would_want() -> None:
+    state = layers()
+    copy_bytes = 4 * MIB // 8
+    rest = V5E.usable_bytes - copy_bytes - math.ceil(1.25 * copy_bytes)
+    assert planning.on_topology(state, "v5e:2x4", training_bytes=rest).snapshot == "copy"
+    without = planning.on_topology(state, "v5e:2x4", training_bytes=rest + 1)
+    assert without.snapshot == "transfer"
+    assert without.fits
+    assert without.copy_bytes == copy_bytes
+
+
+@pytest.mark.parametrize("free_bytes", [10 << 20, 1 << 19])
+def test_a_save_of_real_arrays_takes_the_planned_snapshot(free_bytes: int) -> None:
+    mesh = topology.mesh(jax.devices(), {"fsdp": 8})
+    sharding = NamedSharding(mesh, P("fsdp"))
+    arrays = {name: jnp.ones((512, 512), device=sharding) for name in layers()}
+    on_chip = 4 * MIB // 8
+    training_bytes = V5E.usable_bytes - on_chip - free_bytes
+    plan = planning.on_topology(arrays, "v5e:2x4", training_bytes=training_bytes)
+    stats = {"bytes_limit": V5E.usable_bytes, "bytes_in_use": V5E.usable_bytes - free_bytes}
+    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: stats))
+    snapshotter.donated()
+    taken = snapshotter.take(list(arrays), [*arrays.values()])
+    assert plan.free_bytes == free_bytes
+    assert plan.snapshot == taken.way == ("copy" if free_bytes > 1 << 20 else "transfer")
+
+
+def test_shardings_of_leaves_are_kept() -> None:
+    other = Mesh(jax.devices()[:2], ("fsdp",))
+    leaf = jax.ShapeDtypeStruct((64, 64), jnp.int8, sharding=NamedSharding(other, P(None, "fsdp")))
+    plan = planning.on_topology({"leaf": leaf}, "v5e:2x4", rule=lambda shape, axes: P())
+    assert plan.chip_bytes == 64 * 64 // 8
+    plan = planning.on_topology(layers(1), "v5e:2x4", rule=lambda shape, axes: P())
+    assert plan.chip_bytes == MIB
+
+
+def test_the_advice_for_a_state_that_does_not_fit() -> None:
+    state = layers(5, (8, 1 << 30))  # 20 GiB on each chip
+    plan = planning.on_topology(state, "v5e:2x4")
+    assert not plan.fits
+    assert plan.free_bytes == V5E.usable_bytes - (20 << 30)
+    assert plan.advice == (
+        "shard it over 2 times as many chips of the same generation, or take as many chips of a "
+        "generation with more memory (v4, v5p, v6e)"
+    )
+    for name in ("copy_bytes", "wanted_bytes", "snapshot", "num_programs", "compile_secs"):
+        assert getattr(plan, name) is None
+    wide = planning.on_topology(state, "v5e:2x4", rule=lambda shape, axes: P())
+    assert wide.advice == "shard the 171798691840 bytes of leaves that every chip holds"
+    busy = planning.on_topology(layers(), "v5e:2x4", training_bytes=200 << 30)
+    assert busy.advice == "reduce the memory that training needs"
+
+
+def test_leaves_that_cannot_be_planned_are_refused() -> None:
+    with pytest.raises(PlanError, match="expected at least one leaf on devices, found none"):
+        planning.on_topology({}, "v5e:2x4")
+    with pytest.raises(PlanError, match=r"model/a: expected a value with a shape .*, found int;"):
+        planning.on_topology({"model/a": 3}, "v5e:2x4")  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match=r"0.weight: expected a sharding that divides \[6, 6\]"):
+        planning.on_topology(layers(1, (6, 6)), "v5e:2x4", rule=lambda shape, axes: P("fsdp"))
+    with pytest.raises(PlanError, match=r"on the mesh {'fsdp': 8}, found P\('tp',\)"):
+        planning.on_topology(layers(1), "v5e:2x4", rule=lambda shape, axes: P("tp"))
+    with pytest.raises(PlanError, match="training_bytes: expected a number >= 0, found -1"):
+        planning.on_topology(layers(1), "v5e:2x4", training_bytes=-1)
+    with pytest.raises(PlanError, match="found fsdp=4; change the axes"):
+        planning.on_topology(layers(1), "v5e:2x4", axes={"fsdp": 4})
