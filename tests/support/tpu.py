@@ -64,6 +64,7 @@ class Compiled:
       outputs: what the program returns, as abstract arrays with layouts.
       output_bytes: the size of the outputs and of the compiler's table of several outputs.
       temporary_bytes: the memory that the program needs while it runs.
+      host_output_bytes, host_temporary_bytes: the same in the memory of the host.
       code_bytes: the size of the compiled code.
       collectives: the collectives that the program runs.
       num_arguments: the number of arrays that the program takes.
@@ -72,6 +73,8 @@ class Compiled:
     outputs: Any
     output_bytes: int
     temporary_bytes: int
+    host_output_bytes: int
+    host_temporary_bytes: int
     code_bytes: int
     collectives: frozenset[Collective]
     num_arguments: int
@@ -96,6 +99,8 @@ def compiled(program: Any, *arguments: Any) -> Compiled:
         known.outputs,
         memory.output_size_in_bytes,
         known.temporary_bytes,
+        memory.host_output_size_in_bytes,
+        memory.host_temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
         collectives_in(found.as_text()),
         len(arguments),

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from support.strategies import FP8, JAX_DTYPES
 from support.tpu import Collective, Compiled, along, compiled, devices, mesh, one_host
 
-from torchax_ckpt.snapshot import device_programs, move_shards, stacking
+from torchax_ckpt.snapshot import device_programs, move_shards, offload, stacking
 from torchax_ckpt.snapshot.device_sizes import padded_bytes, shard_bytes
 from torchax_ckpt.snapshot.planner import Planner
 
@@ -44,6 +44,8 @@ on_sample = pytest.mark.parametrize("topology", SAMPLE, ids=lambda t: f"{t[0]}x{
 # The largest program of a save stacks 104 experts; the largest of a restore resharded on 256 chips.
 MAX_SAVE_CODE_BYTES = 4 << 20
 MAX_RESTORE_CODE_BYTES = 8 << 20
+# What a program needs for each complex array, besides a multiple of the array's size.
+COMPLEX_SCRATCH_BYTES = 96 << 10
 # What stacks of many short vectors need on v5p; other chips need nothing for them.
 V5P_SCRATCH_BYTES = 8 << 20
 
@@ -148,14 +150,34 @@ def assert_saves_alone(program: Compiled) -> None:
     """
     assert program.collectives == frozenset()
     if any(jnp.issubdtype(array.dtype, jnp.complexfloating) for array in program.arrays):
-        scratch = 3 * program.output_bytes + program.num_arguments * (96 << 10)
+        scratch = 3 * program.output_bytes + program.num_arguments * COMPLEX_SCRATCH_BYTES
     else:
         device: Any = next(iter(program.arrays[0].sharding.device_set))
         scratch = V5P_SCRATCH_BYTES if device.device_kind == "TPU v5" else 0
     assert program.temporary_bytes <= scratch
     reckoned = sum(map(bytes_of, program.arrays))
     assert 0 <= program.output_bytes - reckoned <= program.table_bytes
+    assert program.host_output_bytes == program.host_temporary_bytes == 0
     assert program.code_bytes <= MAX_SAVE_CODE_BYTES
+
+
+def assert_offloaded(leaves: Leaves) -> None:
+    """Asserts that offloading takes nothing of the devices but the compiler's tables of outputs."""
+    programs = Programs()
+    offload._pinned(leaves, programs)
+    for program in programs.values():
+        assert program.collectives == frozenset()
+        assert {array.sharding.memory_kind for array in program.arrays} == {"pinned_host"}
+        if any(jnp.issubdtype(array.dtype, jnp.complexfloating) for array in program.arrays):
+            assert len(program.arrays) == 1
+            scratch = 3 * program.host_output_bytes + COMPLEX_SCRATCH_BYTES
+        else:
+            scratch = 0
+        assert program.temporary_bytes <= scratch
+        assert program.output_bytes <= program.table_bytes
+        assert program.host_output_bytes == sum(map(bytes_of, program.arrays))
+        assert program.host_temporary_bytes == 0
+        assert program.code_bytes <= MAX_SAVE_CODE_BYTES
 
 
 def assert_saved(leaves: Leaves, layout: Any = "auto") -> Programs:
@@ -194,18 +216,21 @@ def test_saving_a_training_state_needs_no_other_device_and_no_scratch(
         assert needed.keys() == set(one_host(devices(*FIRST)))
         # Each program counts as often as it runs, so that only the sum over equal ones is known.
         assert max(needed.values()) >= max(sum(map(bytes_of, p.arrays)) for p in programs.values())
+    assert_offloaded(leaves)  # on one host
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_saving_every_dtype_needs_no_other_device_and_no_scratch(layout: str) -> None:
     for over in grids(FIRST):
         assert_saved(every_dtype(layout, over))
+        assert_offloaded(every_dtype(layout, over))
 
 
 @on_sample
 def test_saving_is_the_same_on_every_chip(topology: tuple[str, int]) -> None:
     for over in grids(topology):
         assert_saved(every_dtype("both", over))
+        assert_offloaded(every_dtype("both", over))
         assert_saved(training_state("deep", "fsdp", over))
 
 
@@ -235,6 +260,26 @@ def test_saving_any_tree_needs_no_other_device_and_no_scratch(
         for k in range(count)
     }
     assert_saved(leaves, layout)
+    assert_offloaded({name: leaf for name, leaf in leaves.items() if leaf.size})
+
+
+def test_memory_for_an_offload_counts_the_tiles_of_the_host() -> None:
+    """float32[8, 32, 32] takes four times its elements there too; no memory of the device."""
+    (device, *_) = devices(*FIRST)
+    leaf = jax.ShapeDtypeStruct((8, 32, 32), jnp.float32, sharding=SingleDeviceSharding(device))
+    needed = offload.bytes_to_offload({"leaf": leaf})
+    assert needed.host_bytes == 131_072 + 32_768  # pinned and ordinary memory
+    assert not any(needed.devices.values())
+
+
+def test_a_shard_is_cut_in_place_of_a_replica() -> None:
+    """Each replica stores a part of a shard, which it cuts out before it fetches the part."""
+    (device, *_) = devices(*FIRST)
+    sharding = SingleDeviceSharding(device)
+    for dtype in DTYPES:
+        program = device_programs.slice_program((8, 0), (16, 48), sharding)
+        leaf = jax.ShapeDtypeStruct((32, 48), jnp.dtype(dtype), sharding=sharding)
+        assert_saves_alone(compiled(program, leaf))
 
 
 def test_what_is_reckoned_is_what_the_compiler_takes() -> None:
@@ -380,6 +425,7 @@ def test_a_shard_is_reshaped_and_created_on_its_device_alone(dtype: str) -> None
 def test_every_program_is_compiled_here() -> None:
     """Whoever adds a program adds a test of it above, and its name here."""
     assert set(device_programs.BUILDERS) == {
-        "concatenate_program", "copy_program", "permute_program", "reshape_program",
-        "reshard_program", "stack_program", "sum_program", "zeros_program",
+        "concatenate_program", "copy_program", "offload_program", "permute_program",
+        "reshape_program", "reshard_program", "slice_program", "stack_program", "sum_program",
+        "zeros_program",
     }  # fmt: skip

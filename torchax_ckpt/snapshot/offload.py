@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -126,12 +127,22 @@ class Offloaded:
                     continue  # another replica
                 values = np.asarray(shard.data)
                 if start not in buffers:
-                    buffers[start] = np.empty((num_rows, *values.shape), dtype)
+                    buffers[start] = _buffer((num_rows, *values.shape), dtype)
                 parts[start] = buffers[start][row, ...]
                 parts[start][...] = values
                 del values  # on a CPU it is a view, without which JAX can free the memory
             pinned.delete()
         return HostArray(shape, dtype, sharding, parts)
+
+
+def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an array in memory that goes back to the system as soon as the array is freed.
+
+    What ``malloc`` gives to one thread and another thread frees can stay with the process: with
+    ``np.empty``, a process that saves 400 MB again and again grew from 2.9 GB to 5 GB.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8).view(dtype).reshape(shape)
 
 
 @device_program(maxsize=256)
