@@ -91,6 +91,45 @@ def latest_step(directory: Path) -> int:
     return step
 
 
+WITHOUT_LIBTPU = """
+import os, runpy, sys
+os.environ.pop("TPU_LIBRARY_PATH", None)
+sys.modules["libtpu"] = None
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(DIGITS, marks=pytest.mark.slow, id="digits"),
+        pytest.param(GPT, id="gpt"),
+        pytest.param(LIGHTNING, marks=pytest.mark.slow, id="lightning"),
+    ],
+)
+def test_a_check_without_libtpu_says_what_to_install(tmp_path: Path, example: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = run(
+        *("-c", WITHOUT_LIBTPU, example, "--directory", directory, "--check-topology", "v5e:2x4")
+    )
+    assert outcome.returncode == 1
+    last = outcome.output.splitlines()[-1]
+    assert last.startswith("--check-topology: libtpu is not installed: "), outcome.output
+    assert "pip install 'torchax-ckpt[tpu-check]'" in last
+    assert not directory.exists()
+
+
+def test_a_check_of_a_product_names_its_topology(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = train(GPT, directory, "--check-topology", "v5litepod-8")
+    assert outcome.returncode == 1
+    last = outcome.output.splitlines()[-1]
+    assert last.startswith("--check-topology: unknown TPU topology: "), outcome.output
+    assert "give v5e:2x4" in last
+    assert not directory.exists()
+
+
 @pytest.mark.slow
 def test_digits_killed_at_random_moments_end_on_the_same_bits(
     tmp_path: Path, rng: random.Random

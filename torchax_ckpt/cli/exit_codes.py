@@ -20,7 +20,7 @@ from torchax_ckpt.errors import (
 
 OK = 0
 FOUND = 1
-"""The command found damage or a difference."""
+"""The command found damage or a difference, or that a state does not fit."""
 USAGE = 2
 UNAVAILABLE = 3
 FAILED = 4
@@ -29,8 +29,8 @@ INTERRUPTED = 130
 """Ctrl-C. As in shells, the code is 128 plus the signal's number."""
 
 EPILOG = (
-    "Exit codes: 0 success; 1 the command found damage or a difference; 2 wrong usage (a "
-    "directory, step or option that does not exist); 3 a read or write is impossible at the moment "
+    "Exit codes: 0 success; 1 the command found damage or a difference, or that a state does not "
+    "fit; 2 wrong usage (a directory, step or option that does not exist); 3 a read or write is impossible at the moment "
     "(permission, network, a full disk, too little memory, the lease of another program, or an "
     "output that exists already); 4 a defect in the command itself, with a traceback; 130 "
     "interrupted by Ctrl-C."

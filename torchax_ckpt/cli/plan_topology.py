@@ -126,7 +126,7 @@ def _rows_of_a_save(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ('snapshot="auto" takes', f"a snapshot by {result['snapshot']}", "computed"),
         ("programs of a save",
          f"{result['num_programs']}, compiled in {_secs(result['compile_secs'])}", "compiled"),
-        ("a host fetches", size(result["host_bytes"]), "compiled"),
+        ("a host fetches", size(result["host_bytes"]), "estimated"),
         ("fetching takes", _secs(result["transfer_secs"]), "estimated"),
     ]  # fmt: skip
 

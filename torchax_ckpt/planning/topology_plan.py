@@ -6,6 +6,7 @@ means: it follows from published bandwidths (see ``chips``). Nothing is measured
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -75,9 +76,9 @@ class TopologyPlan:
       compile_secs: how long compiling them took on this machine, or how long JAX took to find them
         if this process has compiled them before.
       copy_secs: estimated: reading and writing ``copy_bytes`` in the memory of a chip.
-      host_bytes: compiled: what one host fetches from its chips in a save. Hosts share the leaves
-        that are replicated.
-      transfer_secs: estimated: fetching ``host_bytes``, over the links of all chips of the host.
+      host_bytes: estimated: the most that one host fetches from its chips in a save. Hosts share a
+        replicated leaf if the number of replicas divides a dim; else one of them fetches it.
+      transfer_secs: estimated: the transfer of ``host_bytes``, each chip's part over its own link.
     """
 
     topology: str
@@ -142,7 +143,9 @@ def on_topology(
     training_bytes: int = 0,
     layout: Layout = "auto",
 ) -> TopologyPlan:
-    """Plans the saves of a state on a TPU topology; needs libtpu (extra ``tpu-check``), but no TPU.
+    """Returns what saves of a state need on a TPU topology, and whether the state fits there.
+
+    Needs libtpu, the TPU's compiler (extra ``tpu-check``), but no TPU. Nothing is measured.
 
     Args:
       abstract_state: name of each leaf on devices -> its shape and dtype, as
@@ -166,7 +169,8 @@ def on_topology(
     arguments.at_least("training_bytes", training_bytes, 0, "give the bytes on one chip, or 0")
     if axes is None:
         axes = topology.axes_for(topology_name, num_slices)
-    hosts = [d.process_index for d in topology.devices(topology_name, num_slices)]
+    real = topology.mesh(topology.devices(topology_name, num_slices), axes)
+    hosts = [device.process_index for device in real.devices.flat]
     # The programs of arrays that span hosts run on one chip each, and are the same on every chip.
     # With one chip in each host, each of them is compiled once.
     chips = topology.devices(topology_name, num_slices, one_chip_per_host=len(set(hosts)) > 1)
@@ -186,15 +190,17 @@ def on_topology(
     if is_fitting:
         found = _forecast(leaves, layout, chip, chip_bytes, training_bytes)
     copy_bytes = None if found is None else found.copy_bytes
-    fetched = sum(size / _num_replicas(leaves[name]) for name, size in sizes.items())
-    chips_per_host = hosts.count(0)
+    fetched = _fetched(leaves, sizes, real)
+    by_host: collections.Counter[int] = collections.Counter()
+    for device, num_bytes in fetched.items():
+        by_host[device.process_index] += num_bytes
     return TopologyPlan(
         topology=topology_name,
         num_slices=num_slices,
         axes=dict(axes),
         num_chips=len(chips),
         num_hosts=len(set(hosts)),
-        chips_per_host=chips_per_host,
+        chips_per_host=hosts.count(0),
         versions=topology.versions(),
         num_leaves=len(leaves),
         state_bytes=sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves.values()),
@@ -213,8 +219,8 @@ def on_topology(
         num_programs=None if found is None else found.num_programs,
         compile_secs=None if found is None else found.compile_secs,
         copy_secs=None if copy_bytes is None else 2 * copy_bytes / chip.hbm_bytes_per_sec,
-        host_bytes=math.ceil(fetched * chips_per_host),
-        transfer_secs=fetched / chip.link_bytes_per_sec,
+        host_bytes=max(by_host.values()),
+        transfer_secs=max(fetched.values()) / chip.link_bytes_per_sec,
     )
 
 
@@ -286,10 +292,33 @@ def _num_shards(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(dim // part for dim, part in zip(leaf.shape, shard, strict=True) if part)
 
 
-def _num_replicas(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns how many devices hold each shard."""
-    sharding: Any = leaf.sharding
-    return sharding.num_devices // _num_shards(leaf)
+def _fetched(
+    leaves: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int], mesh: Mesh
+) -> collections.Counter[jax.Device]:
+    """Returns the bytes that a save fetches from each chip of the mesh.
+
+    As in a save, all replicas of a shard fetch equal parts of it if the array spans hosts and the
+    number of replicas divides a dim of the shard; else the first replica fetches it. Stacks are not
+    considered.
+    """
+    groups: collections.Counter[tuple[Any, tuple[int, ...]]] = collections.Counter()
+    for name, leaf in leaves.items():
+        sharding: Any = leaf.sharding
+        groups[sharding.spec, leaf.shape] += sizes[name]
+    fetched: collections.Counter[jax.Device] = collections.Counter()
+    for (spec, shape), num_bytes in groups.items():
+        on_mesh = NamedSharding(mesh, spec)
+        replicas = mesh.size // _num_shards(jax.ShapeDtypeStruct(shape, bool, sharding=on_mesh))
+        is_shared = not on_mesh.is_fully_addressable and any(
+            dim % replicas == 0 for dim in on_mesh.shard_shape(shape)
+        )
+        if is_shared:
+            fetched.update(dict.fromkeys(mesh.devices.flat, math.ceil(num_bytes / replicas)))
+        else:
+            placed = on_mesh.devices_indices_map(shape).items()
+            first = {str(index): device for device, index in reversed(placed)}
+            fetched.update(dict.fromkeys(first.values(), num_bytes))
+    return fetched
 
 
 def _advice(chip: Chip, chip_bytes: int, replicated_bytes: int, training_bytes: int) -> str:

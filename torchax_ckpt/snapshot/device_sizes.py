@@ -193,7 +193,7 @@ def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _device_of_kind(sharding: Sharding) -> jax.Device:
+def _device_of_kind(sharding: Any) -> jax.Device:
     """Returns a device of the kind on which the sharding lies; if possible, one of this process."""
     kind = next(iter(sharding.device_set)).device_kind
     devices = [*sharding.addressable_devices, *jax.local_devices(), *sharding.device_set]

@@ -43,13 +43,13 @@ class Forecast:
 
 
 def forecast(
-    names: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct], *, layout: Layout, stats: Stats
+    names: Sequence[str], arrays: Sequence[AnyArray], *, layout: Layout, stats: Stats
 ) -> Forecast:
     """Returns the forecast for a save of these leaves.
 
     Args:
       names: the names of the leaves.
-      arrays: the leaves, with shardings.
+      arrays: the leaves: abstract arrays with shardings.
       layout: which leaves are stacked (``CheckpointOptions.layout``).
       stats: device -> the memory statistics that it will have before a save, as
         ``device.memory_stats`` returns them.
@@ -57,7 +57,8 @@ def forecast(
     snapshotter = Snapshotter("auto", layout, DeviceMemory(stats))
     snapshotter.donated()
     began = time.perf_counter()
-    way, _ = snapshotter._way(names, arrays)  # compiles all programs, to ask for their memory
+    # This compiles all programs of a save, to ask for their memory.
+    way, _ = snapshotter._way(names, arrays)  # type: ignore[arg-type]  # it only asks for specs
     compile_secs = time.perf_counter() - began
     planned = snapshotter._planner.planned(names, arrays)
     needed = planned.bytes_on_devices(arrays, copy=True)
