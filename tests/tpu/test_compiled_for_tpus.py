@@ -164,7 +164,7 @@ def assert_saves_alone(program: Compiled) -> None:
 def assert_offloaded(leaves: Leaves) -> None:
     """Asserts that offloading takes nothing of the devices but the compiler's tables of outputs."""
     programs = Programs()
-    offload._pinned(leaves, programs)
+    offload.pinned(leaves, programs)
     for program in programs.values():
         assert program.collectives == frozenset()
         assert {array.sharding.memory_kind for array in program.arrays} == {"pinned_host"}

@@ -54,7 +54,7 @@ def bytes_to_offload(leaves: Mapping[str, AnyArray]) -> Needed:
     Args:
       leaves: name -> array on devices, or an abstract array with a sharding.
     """
-    needed = needed_by(lambda run: _pinned(leaves, run))
+    needed = needed_by(lambda run: pinned(leaves, run))
     ordinary = sum(map(_num_ordinary_bytes, leaves.values()))
     return Needed(needed.devices, needed.host_bytes + ordinary)
 
@@ -70,7 +70,7 @@ class Offloaded:
     def __init__(self, plan: Plan, leaves: Mapping[str, jax.Array]) -> None:
         self._plan = plan
         self._forms = {n: (a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
-        self._pinned = _pinned(leaves, lambda program, *arrays: program(*arrays))
+        self._pinned = pinned(leaves, lambda program, *arrays: program(*arrays))
         self._lock = threading.Lock()
         self._on_host: concurrent.futures.Future[dict[str, HostArray]] | None = None
 
@@ -120,8 +120,8 @@ class Offloaded:
         """
         shape, dtype, sharding = self._forms[name]
         parts: dict[Start, np.ndarray] = {}
-        for first, pinned in self._pinned.pop(name):
-            for shard in shards_of(pinned):
+        for first, array in self._pinned.pop(name):
+            for shard in shards_of(array):
                 start = start_of(shard.index) if first is None else first
                 if start in parts:
                     continue  # another replica
@@ -131,7 +131,7 @@ class Offloaded:
                 parts[start] = buffers[start][row, ...]
                 parts[start][...] = values
                 del values  # on a CPU it is a view, without which JAX can free the memory
-            pinned.delete()
+            array.delete()
         return HostArray(shape, dtype, sharding, parts)
 
 
@@ -155,13 +155,13 @@ def offload_program(sharding: Sharding) -> Program:
     return jax.jit(checkpoint_offload, out_shardings=sharding.with_memory_kind(PINNED))
 
 
-def _pinned(leaves: Mapping[str, AnyArray], run: Run) -> dict[str, list[tuple[Start | None, Any]]]:
+def pinned(leaves: Mapping[str, AnyArray], run: Run) -> dict[str, list[tuple[Start | None, Any]]]:
     """Runs the programs; returns for each leaf its sources, see ``_sources``, in pinned memory."""
     sources = {(n, start): source for n, a in leaves.items() for start, source in _sources(a)}
-    pinned: dict[str, list[tuple[Start | None, Any]]] = {name: [] for name in leaves}
+    by_name: dict[str, list[tuple[Start | None, Any]]] = {name: [] for name in leaves}
     for (name, start), array in run_by_sharding(offload_program, sources, run).items():
-        pinned[name].append((start, array))
-    return pinned
+        by_name[name].append((start, array))
+    return by_name
 
 
 def _sources(array: Any) -> Iterator[tuple[Start | None, Any]]:

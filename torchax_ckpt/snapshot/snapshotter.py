@@ -51,7 +51,7 @@ from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.offload import PINNED, Offloaded, is_supported
 from torchax_ckpt.snapshot.planner import Planned, Planner
-from torchax_ckpt.snapshot.stacking import Array, execute
+from torchax_ckpt.snapshot.stacking import AnyArray, Array, execute
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +202,26 @@ class Snapshotter:
         self._log_once("transfer", why)
         return Snapshot("transfer", names, arrays, self._planner, self._memory)
 
+    def chosen(
+        self, names: Sequence[str], arrays: Sequence[AnyArray]
+    ) -> tuple[Way, Planned, frozenset[str]]:
+        """Returns how the mode "auto" takes a snapshot if the program donates; takes none.
+
+        Returns the way, the planned leaves, and the names of the arrays to store that are copied.
+        Compiles the programs of the snapshot.
+
+        Args:
+          names: the names of the leaves.
+          arrays: the leaves; abstract arrays with shardings may stand for arrays on devices.
+        """
+        planned = self._planner(names, arrays)
+        everything = frozenset(planned.plan.members(names))
+        if self._may_copy(planned, arrays):
+            return "copy", planned, everything
+        if (copied := self._division(planned, arrays)) is not None:
+            return "offload", planned, copied
+        return "transfer", planned, frozenset()
+
     def donated(self) -> None:
         """Records that the program donated an array that a snapshot held by reference.
 
@@ -227,9 +247,7 @@ class Snapshotter:
         """Returns a snapshot by copy; None if the devices lack memory for it."""
         # Without this check, a copy that fits could leave too little memory for the next step. The
         # mode "copy" takes that risk.
-        if self._mode == "auto" and not self._memory.holds(
-            planned.bytes_on_devices(arrays, copy=True)
-        ):
+        if self._mode == "auto" and not self._may_copy(planned, arrays):
             return None
         leaves = dict(zip(planned.names, arrays, strict=True))
         try:
@@ -241,17 +259,8 @@ class Snapshotter:
         return Snapshot("copy", planned.names, (), self._planner, self._memory, planned, copies)
 
     def _offloaded(self, planned: Planned, arrays: Sequence[Array]) -> Snapshot | None:
-        """Returns a snapshot by offload; None if the devices or the host lack memory for it.
-
-        In the mode "auto", the snapshot copies as many arrays on the devices as fit.
-        """
-        if not is_supported(arrays):
-            return None
-        copied: frozenset[str] | None = frozenset()
-        if self._mode == "auto":
-            copied = planned.division(arrays, self._memory.holds)
-        needed = None if copied is None else planned.bytes_if_divided(arrays, copied)
-        if copied is None or needed is None or not self._memory.host_holds(needed.host_bytes):
+        """Returns a snapshot by offload; None if the devices or the host lack memory for it."""
+        if (copied := self._division(planned, arrays)) is None:
             return None
         plan, leaves, others = planned.divided(arrays, copied)
         try:
@@ -271,6 +280,23 @@ class Snapshotter:
             copies,
             offloaded,
         )
+
+    def _may_copy(self, planned: Planned, arrays: Sequence[AnyArray]) -> bool:
+        """Returns whether the devices have memory for copies while the next step runs."""
+        return self._memory.holds(planned.bytes_on_devices(arrays, copy=True))
+
+    def _division(self, planned: Planned, arrays: Sequence[AnyArray]) -> frozenset[str] | None:
+        """Returns which arrays a snapshot by offload copies on devices; None if it cannot be taken.
+
+        In the mode "auto", these are as many as fit; in the mode "offload", none.
+        """
+        if not is_supported(arrays):
+            return None
+        copied: frozenset[str] | None = frozenset()
+        if self._mode == "auto":
+            copied = planned.division(arrays, self._memory.holds)
+        needed = None if copied is None else planned.bytes_if_divided(arrays, copied)
+        return None if needed is None or not self._memory.host_holds(needed.host_bytes) else copied
 
     def _require_exhausted(self, error: jax.errors.JaxRuntimeError) -> None:
         """Records that the devices ran out of memory; raises ``error`` if it says anything else."""
