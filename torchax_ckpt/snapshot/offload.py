@@ -16,7 +16,7 @@ import math
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ PINNED = "pinned_host"
 # Leaves with larger shards are offloaded from one replica only. For smaller leaves, selecting the
 # shards of one replica would block the training thread for longer than their transfer takes.
 _MIN_BYTES_TO_SELECT = 1 << 20
+# Arrays on the host begin at multiples of these bytes, as those of numpy do.
+_ALIGNMENT = 64
 
 
 def is_supported(arrays: Iterable[AnyArray]) -> bool:
@@ -45,7 +47,7 @@ def is_supported(arrays: Iterable[AnyArray]) -> bool:
     return all(PINNED in {m.kind for m in d.addressable_memories()} for d in devices)
 
 
-def bytes_to_offload(leaves: Mapping[str, AnyArray]) -> Needed:
+def bytes_to_offload(leaves: Mapping[str, Any]) -> Needed:
     """Returns the memory that offloading takes until the save has stored the leaves.
 
     ``host_bytes`` counts the pinned memory, which is padded as on the devices, and the ordinary
@@ -55,8 +57,31 @@ def bytes_to_offload(leaves: Mapping[str, AnyArray]) -> Needed:
       leaves: name -> array on devices, or an abstract array with a sharding.
     """
     needed = needed_by(lambda run: pinned(leaves, run))
-    ordinary = sum(map(_num_ordinary_bytes, leaves.values()))
+    forms = [_Form(array.shape, array.dtype, array.sharding) for array in leaves.values()]
+    ordinary = sum(len(form.starts) * form.shard_bytes for form in forms)
     return Needed(needed.devices, needed.host_bytes + ordinary)
+
+
+class _Form(NamedTuple):
+    """What is known of a leaf without its values."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self.sharding.shard_shape(self.shape)
+
+    @property
+    def shard_bytes(self) -> int:
+        return math.prod(self.shard_shape) * self.dtype.itemsize
+
+    @property
+    def starts(self) -> set[Start]:
+        """Where the shards of this process's devices begin."""
+        indices = self.sharding.addressable_devices_indices_map(self.shape)
+        return set(map(start_of, indices.values()))
 
 
 class Offloaded:
@@ -69,7 +94,7 @@ class Offloaded:
 
     def __init__(self, plan: Plan, leaves: Mapping[str, jax.Array]) -> None:
         self._plan = plan
-        self._forms = {n: (a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
+        self._forms = {n: _Form(a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
         self._pinned = pinned(leaves, lambda program, *arrays: program(*arrays))
         self._lock = threading.Lock()
         self._on_host: concurrent.futures.Future[dict[str, HostArray]] | None = None
@@ -91,58 +116,66 @@ class Offloaded:
         return future.result()
 
     def _fetch(self) -> dict[str, HostArray]:
-        found: dict[str, HostArray] = {}
-        for stack, group in self._plan.stacks.items():
-            if group[0] not in self._forms:
-                continue
-            shape, dtype, sharding = self._forms[group[0]]
-            buffers: dict[Start, np.ndarray] = {}
+        stacks = {n: group for n, group in self._plan.stacks.items() if group[0] in self._forms}
+        members = Plan(stacks, frozenset()).members(list(self._forms))
+        forms = {n: self._forms[group[0]] for n, group in members.items()}
+        memory = _Memory(
+            (len(members[n]) * form.shard_bytes for n, form in forms.items() for _ in form.starts)
+        )
+        arrays: dict[str, HostArray] = {}
+        for stored, group in members.items():
+            form = forms[stored]
+            shape = (len(group), *form.shard_shape)
+            buffers = {start: memory.array(shape, form.dtype) for start in form.starts}
             for row, name in enumerate(group):
-                found[name] = self._copied(name, buffers, row, len(group))
-            target = stacked(sharding)
-            assert target is not None, "planned as a stack"
-            parts = {(0, *start): buffer for start, buffer in buffers.items()}
-            found[stack] = HostArray((len(group), *shape), dtype, target, parts)
-        for name in self._forms.keys() - found.keys():
-            found[name] = self._copied(name, {}, 0, 1)
-        return found
+                arrays[name] = self._copied(name, {s: b[row, ...] for s, b in buffers.items()})
+            if stored in stacks:
+                target = stacked(form.sharding)
+                assert target is not None, "planned as a stack"
+                parts = {(0, *start): buffer for start, buffer in buffers.items()}
+                shape = (len(group), *form.shape)
+                arrays[stored] = HostArray(shape, form.dtype, target, parts)
+        return arrays
 
-    def _copied(
-        self, name: str, buffers: dict[Start, np.ndarray], row: int, num_rows: int
-    ) -> HostArray:
-        """Copies a leaf to a row of the buffers, and deletes its arrays in pinned memory.
-
-        Args:
-          name: the leaf.
-          buffers: where a shard begins -> the buffer of this shard and of the other rows; missing
-            buffers are added.
-          row, num_rows: the leaf's row, and the number of rows of a buffer.
-        """
-        shape, dtype, sharding = self._forms[name]
-        parts: dict[Start, np.ndarray] = {}
+    def _copied(self, name: str, parts: dict[Start, np.ndarray]) -> HostArray:
+        """Copies a leaf to its parts, and deletes its arrays in pinned memory."""
+        missing = set(parts)
         for first, array in self._pinned.pop(name):
             for shard in shards_of(array):
                 start = start_of(shard.index) if first is None else first
-                if start in parts:
-                    continue  # another replica
-                values = np.asarray(shard.data)
-                if start not in buffers:
-                    buffers[start] = _buffer((num_rows, *values.shape), dtype)
-                parts[start] = buffers[start][row, ...]
-                parts[start][...] = values
-                del values  # on a CPU it is a view, without which JAX can free the memory
+                if start in missing:  # else it is another replica
+                    missing.remove(start)
+                    parts[start][...] = np.asarray(shard.data)
             array.delete()
-        return HostArray(shape, dtype, sharding, parts)
+        assert not missing, "all shards of this process were offloaded"
+        form = self._forms[name]
+        return HostArray(form.shape, form.dtype, form.sharding, parts)
 
 
-def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array in memory that goes back to the system as soon as the array is freed.
+class _Memory:
+    """Memory for arrays that goes back to the system as soon as all of these arrays are freed.
 
     What ``malloc`` gives to one thread and another thread frees can stay with the process: with
-    ``np.empty``, a process that saves 400 MB again and again grew from 2.9 GB to 5 GB.
+    ``np.empty``, a process that offloaded 400 MB again and again grew from 2.9 GB to 5 GB.
+
+    Args:
+      sizes: the bytes of each array.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8).view(dtype).reshape(shape)
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        # One mapping, because a process can have some 65,000.
+        mapping = mmap.mmap(-1, max(1, sum(map(_aligned, sizes))))
+        self._left = np.frombuffer(mapping, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns an array in this memory."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        taken, self._left = np.split(self._left, [_aligned(num_bytes)])
+        return taken[:num_bytes].view(dtype).reshape(shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @device_program(maxsize=256)
@@ -199,11 +232,3 @@ def _one_replica(array: Any) -> Any:
     on_device = {shard.device: shard.data for shard in shards_of(array)}
     shards = [on_device[d] for d in first.addressable_devices_indices_map(array.shape)]
     return jax.make_array_from_single_device_arrays(array.shape, first, shards)
-
-
-def _num_ordinary_bytes(array: Any) -> int:
-    """Returns the bytes of ordinary memory for the shards of this process, each once."""
-    sharding = array.sharding
-    shard = sharding.shard_shape(array.shape)
-    starts = {start_of(i) for i in sharding.addressable_devices_indices_map(array.shape).values()}
-    return len(starts) * math.prod(shard) * array.dtype.itemsize

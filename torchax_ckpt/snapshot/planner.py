@@ -150,7 +150,8 @@ class Planned:
 
         The smallest arrays are copied, because a transfer to the host takes some time for each
         array, whatever its size. As long as the last result fits, this method returns it again,
-        because the programs of another result would have to be compiled. None means that the devices lack memory even to offload all.
+        because the programs of another result would have to be compiled. None means that the
+        devices lack memory even to offload all.
 
         Args:
           arrays: the leaves, in the order of ``names``.
