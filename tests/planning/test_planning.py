@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,7 @@ from support import ROOT
 
 from torchax_ckpt import planning, policies
 from torchax_ckpt.errors import PlanError
+from torchax_ckpt.planning import topology
 from torchax_ckpt.planning.sizes import MOMENTS
 
 YEAR_SECS = 365 * 86400.0
@@ -291,9 +293,10 @@ def test_every_table_of_the_page_has_a_script() -> None:
     assert PAGE.count("<!-- end -->") == len(TABLES)
 
 
-def test_the_page_runs() -> None:
+def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "devices", lambda *args, **options: tuple(jax.devices()))
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("\n".join(blocks), {"model": torch.nn.Linear(8, 2)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from typing import Any
@@ -132,11 +133,21 @@ def test_a_state_that_no_chip_holds(length: int) -> None:
     assert plan.advice.startswith(f"shard it over {factor} times as many chips")
 
 
+def test_copies_that_the_compiler_refuses() -> None:
+    state = {"leaf": jax.ShapeDtypeStruct((8, 10 << 28), jnp.float32)}  # 10 of 15.75 GiB
+    state["empty"] = jax.ShapeDtypeStruct((8, 0), jnp.float32)
+    plan = planning.on_topology(state, "v5e:2x4")
+    assert (plan.fits, plan.snapshot) == (True, "transfer")
+    assert plan.copy_bytes is plan.wanted_bytes is plan.copy_secs is None
+    assert plan.chip_bytes == 10 << 30
+
+
 def test_a_topology_that_does_not_exist_is_refused() -> None:
     with pytest.raises(PlanError, match=r"libtpu does not know 'v5e:3x5'.*chips_per_host_bounds"):
         topology.devices("v5e:3x5")
 
 
+@pytest.mark.skipif("ALLOW_MULTIPLE_LIBTPU_LOAD" in os.environ, reason="libtpu takes no lock")
 def test_a_program_that_has_loaded_libtpu_keeps_others_out() -> None:
     devices("v5e:2x2")
     program = (

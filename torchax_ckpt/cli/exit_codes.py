@@ -30,10 +30,10 @@ INTERRUPTED = 130
 
 EPILOG = (
     "Exit codes: 0 success; 1 the command found damage or a difference, or that a state does not "
-    "fit; 2 wrong usage (a directory, step or option that does not exist); 3 a read or write is impossible at the moment "
-    "(permission, network, a full disk, too little memory, the lease of another program, or an "
-    "output that exists already); 4 a defect in the command itself, with a traceback; 130 "
-    "interrupted by Ctrl-C."
+    "fit; 2 wrong usage (a directory, step or option that does not exist); 3 a read or write is "
+    "impossible at the moment (permission, network, a full disk, too little memory, the lease of "
+    "another program, or an output that exists already); 4 a defect in the command itself, with a "
+    "traceback; 130 interrupted by Ctrl-C."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])

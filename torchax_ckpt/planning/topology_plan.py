@@ -315,8 +315,9 @@ def _fetched(
         if is_shared:
             fetched.update(dict.fromkeys(mesh.devices.flat, math.ceil(num_bytes / replicas)))
         else:
-            placed = on_mesh.devices_indices_map(shape).items()
-            first = {str(index): device for device, index in reversed(placed)}
+            first: dict[str, jax.Device] = {}
+            for device, index in on_mesh.devices_indices_map(shape).items():
+                first.setdefault(str(index), device)
             fetched.update(dict.fromkeys(first.values(), num_bytes))
     return fetched
 
