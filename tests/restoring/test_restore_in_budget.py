@@ -169,7 +169,7 @@ def test_parts_hold_fewer_leaves_if_devices_store_these_padded(
     whole, sizes = largest_part(), restore.shard_bytes
     # As on a TPU, where the tiles of a layout can make an array take many times its elements.
     monkeypatch.setattr(
-        restore, "shard_bytes", lambda targets: {n: 64 * s for n, s in sizes(targets).items()}
+        restore, "shard_bytes", lambda targets: {n: s << 20 for n, s in sizes(targets).items()}
     )
     assert largest_part() < whole
 
