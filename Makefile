@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench torture torture-kill torture-flips torture-gcs torture-fuzz \
+.PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-flips torture-gcs torture-fuzz \
     torture-endurance clean
 .DEFAULT_GOAL := test
 
@@ -55,6 +55,10 @@ notebooks: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py
+
+# What only an accelerator can show; BENCH_ACCELERATOR='--gigabytes 0.4' makes it small.
+bench-accelerator: $(INSTALLED)
+	$(BIN)/python benchmarks/accelerator.py $(BENCH_ACCELERATOR)
 
 # The long forms of tests/faults; each has a target of its own, and prints a table.
 torture: torture-kill torture-flips torture-gcs torture-fuzz torture-endurance
