@@ -36,6 +36,7 @@ COLUMNS = (
     "of that, replicated (compiled)",
     "copies beside it (compiled)",
     "`auto` copies if training takes at most (estimated)",
+    "else a host needs at most, to offload all (compiled)",
     "programs (compiled)",
     "copying takes (estimated)",
     "transferring takes (estimated)",
@@ -85,10 +86,14 @@ def row(model: str, name: str) -> list[str]:
     assert plan.copy_bytes is not None
     assert plan.wanted_bytes is not None
     room_bytes = plan.free_bytes - plan.wanted_bytes
+    full = planning.on_topology(adamw(MODELS[model]), name, training_bytes=plan.free_bytes)
+    assert (full.snapshot, full.part_bytes) == ("offload", 0)
+    assert full.offload_host_bytes is not None
     return [
         *cells,
         gb(plan.copy_bytes),
         gb(room_bytes) if plan.snapshot == "copy" else f"never: it takes a {plan.snapshot}",
+        gb(full.offload_host_bytes),
         f"{plan.num_programs}, in {plan.compile_secs:.1f} s",
         f"{1000 * (plan.copy_secs or 0):.1f} ms",
         f"{plan.transfer_secs:.2f} s",

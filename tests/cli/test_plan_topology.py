@@ -89,6 +89,25 @@ def test_a_table_for_people(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("eight_chips")
+def test_the_memory_of_the_host_decides_what_a_full_chip_does(directory: Path) -> None:
+    full = (16_125 << 20) - 520  # nothing is free beside the state
+    asked = ("plan", "--topology", "v5e:2x4", "--run", directory, "--training", full)
+    said = run_json(*asked, "--host-memory", "1MB")
+    assert (said["snapshot"], said["part_bytes"]) == ("offload", 0)
+    assert said["offload_host_bytes"] == 2 * (64 * 32 * 2) + 8 * 8 + 8  # the key on eight chips
+    assert said["host_memory_bytes"] == 1_000_000
+    lines = run(*asked, "--host-memory", "1MB").splitlines()
+    rows = [re.split(r" {2,}", line.strip()) for line in lines]
+    assert ["available on a host", "1 MB", "given"] in rows
+    assert ['snapshot="auto" takes', "a snapshot by offload", "computed"] in rows
+    assert ["its copies on a chip", "0 B", "compiled"] in rows
+    assert ["its memory of a host", "at most 8.26 kB", "compiled"] in rows
+    said = run_json(*asked, "--host-memory", "10kB")
+    assert (said["snapshot"], said["offload_host_bytes"]) == ("transfer", 0)
+    assert "its memory of a host" not in run(*asked, "--host-memory", "10kB")
+
+
+@pytest.mark.usefixtures("eight_chips")
 def test_a_state_that_does_not_fit_is_found(directory: Path) -> None:
     asked = ("plan", "--topology", "v5e:2x4", "--run", directory, "--training", "20GiB")
     said = run_json(*asked, code=exit_codes.FOUND)
@@ -112,8 +131,9 @@ def test_the_message_says_how_much_is_missing_and_what_would_do(directory: Path)
     ("options", "message"),
     [
         (["--topology", "v5e:2x4"], r"--topology: expected --run DIRECTORY too, found none; give"),
-        (["--run", "a"], r"--run, --fsdp, --tp and --training: expected --topology too"),
-        (["--tp", "2"], r"--run, --fsdp, --tp and --training: expected --topology too"),
+        (["--run", "a"], r"--run, --fsdp, --tp, --training and --host-memory: expected --topology"),
+        (["--tp", "2"], r"--tp, --training and --host-memory: expected --topology too"),
+        (["--host-memory", "2GB"], r"and --host-memory: expected --topology too"),
         (
             ["--topology", "v5e:2x4", "--run", "a", "--params", "7B", "--mtbf", "1h"],
             r"--topology: expected no --params and no --mtbf, found both",
@@ -131,6 +151,7 @@ def test_options_that_do_not_go_together(options: list[str], message: str) -> No
         (["--topology", "v5p-128"], r"v5p-128 is the name of a product .* give v5p:4x4x4"),
         (["--topology", "v5e:2x4", "--tp", "3"], r"a tp that divides the 8 chips of a slice"),
         (["--topology", "v5e:2x4", "--training", "much"], r"--training: expected a size such as"),
+        (["--topology", "v5e:2x4", "--host-memory", "x"], r"--host-memory: expected a size such"),
         (["--topology", "v5e:2x4"], r"libtpu is not installed: .* pip install 'torchax-ckpt\[tpu"),
     ],
 )

@@ -52,8 +52,8 @@ def test_donated_arguments_are_counted_once() -> None:
 def test_a_snapshot_takes_copies_and_stacks_of_the_state() -> None:
     state = state_of() | {"scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=WHOLE)}
     found = step_on_topology("v5e:2x4", jax.jit(shifted), state, state=state)
-    assert found.state_bytes == found.copy_bytes == 3 * LEAF_BYTES + 4
-    assert found.snapshot == "copy"
+    assert found.state_bytes == found.copy_bytes == found.part_bytes == 3 * LEAF_BYTES + 4
+    assert (found.snapshot, found.offload_host_bytes) == ("copy", 0)
 
 
 def test_a_program_of_torchax_is_compiled_like_one_of_jax() -> None:
@@ -93,7 +93,20 @@ def test_leaves_are_stacked_as_a_save_stacks_them(
     assert sorted(asked) == sorted(n for n in members if n.startswith("state/"))
 
 
-def test_a_plan_reads_as_a_table() -> None:
+@pytest.mark.parametrize(
+    ("snapshot", "part_bytes", "host_bytes", "said"),
+    [
+        (*("copy", 2500, 0), "2,500 bytes for copies of 2,000 bytes of state"),
+        (
+            *("offload", 1000, 4000),
+            "1,000 bytes, and 4,000 of the host, for copies of 2,000 bytes of state",
+        ),
+        (*("transfer", 0, 0), "none; training waits until 2,000 bytes of state are on the host"),
+    ],
+)
+def test_a_plan_reads_as_a_table(
+    snapshot: str, part_bytes: int, host_bytes: int, said: str
+) -> None:
     plan = StepPlan(
         topology="v5e:2x4",
         num_chips=8,
@@ -103,7 +116,9 @@ def test_a_plan_reads_as_a_table() -> None:
         step_bytes=5000,
         state_bytes=2000,
         copy_bytes=2500,
-        snapshot="copy",
+        snapshot=snapshot,
+        part_bytes=part_bytes,
+        offload_host_bytes=host_bytes,
         usable_bytes=16000,
     )
     assert str(plan).splitlines() == [
@@ -111,18 +126,33 @@ def test_a_plan_reads_as_a_table() -> None:
         "chips:           8 of v5e:2x4; all sizes are of one chip",
         "donated:         2,000 of 3,000 bytes of arguments",
         "the step:        5,000 bytes while it runs",
-        "a snapshot:      2,500 bytes for copies of 2,000 bytes of state",
-        "together:        7,500 of 16,000 bytes that programs can use",
-        'snapshot="auto": takes snapshots by copy',
+        f"a snapshot:      {said}",
+        f"together:        {5000 + part_bytes:,} of 16,000 bytes that programs can use",
+        f'snapshot="auto": takes snapshots by {snapshot}',
     ]
 
 
-def test_a_snapshot_without_memory_for_copies_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_without_memory_for_copies_is_offloaded_or_transferred(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     needed = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF]).step_bytes
     small = dataclasses.replace(CHIPS["v5e"], usable_bytes=needed + LEAF_BYTES)
     monkeypatch.setitem(CHIPS, "v5e", small)
-    found = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF])
-    assert found.snapshot == "transfer"  # a quarter more than the copies must be free
+
+    def planned(host_memory_bytes: int | None) -> StepPlan:
+        return step_on_topology(
+            *("v5e:2x4", jax.jit(shifted), LEAF),
+            state=[LEAF],
+            host_memory_bytes=host_memory_bytes,
+        )
+
+    wanted = 8 * LEAF_BYTES * 2 * 5 // 4  # eight chips; pinned and ordinary; a quarter more
+    for found in (planned(None), planned(wanted)):
+        assert found.snapshot == "offload"  # a quarter more than the copies must be free
+        assert (found.part_bytes, found.copy_bytes) == (0, LEAF_BYTES)
+        assert found.offload_host_bytes == 8 * LEAF_BYTES * 2
+    found = planned(wanted - 1)
+    assert (found.snapshot, found.part_bytes, found.offload_host_bytes) == ("transfer", 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def test_what_a_plan_says() -> None:
     assert (plan.hbm_bytes, plan.usable_bytes) == (16 << 30, V5E.usable_bytes)
     assert plan.free_bytes == V5E.usable_bytes - on_chip - 5 * MIB
     assert (plan.fits, plan.advice, plan.snapshot) == (True, "", "copy")
-    assert plan.copy_bytes == on_chip
+    assert plan.copy_bytes == plan.part_bytes == on_chip
+    assert (plan.host_memory_bytes, plan.offload_host_bytes) == (None, 0)
     assert plan.wanted_bytes == math.ceil(1.25 * on_chip)
     assert plan.num_programs == 2  # one stack, one copy
     assert plan.compile_secs is not None
@@ -118,25 +119,64 @@ def test_auto_copies_only_into_the_memory_that_a_save_would_want() -> None:
     rest = V5E.usable_bytes - copy_bytes - math.ceil(1.25 * copy_bytes)
     assert planning.on_topology(state, "v5e:2x4", training_bytes=rest).snapshot == "copy"
     without = planning.on_topology(state, "v5e:2x4", training_bytes=rest + 1)
-    assert without.snapshot == "transfer"
+    assert without.snapshot == "offload"
     assert without.fits
     assert without.copy_bytes == copy_bytes
+    assert without.num_programs == 1
 
 
-@pytest.mark.parametrize("free_bytes", [10 << 20, 1 << 19])
-def test_a_save_of_real_arrays_takes_the_planned_snapshot(free_bytes: int) -> None:
+def test_a_host_without_memory_for_an_offload_transfers() -> None:
+    wanted = math.ceil(1.25 * 2 * 4 * MIB)  # in pinned and in ordinary memory
+
+    def planned(host_memory_bytes: int) -> planning.TopologyPlan:
+        return planning.on_topology(
+            layers(),
+            "v5e:2x4",
+            training_bytes=V5E.usable_bytes - 4 * MIB // 8,
+            host_memory_bytes=host_memory_bytes,
+        )
+
+    plan = planned(wanted)
+    assert (plan.snapshot, plan.part_bytes, plan.free_bytes) == ("offload", 0, 0)
+    assert (plan.offload_host_bytes, plan.host_memory_bytes) == (2 * 4 * MIB, wanted)
+    plan = planned(wanted - 1)
+    assert (plan.snapshot, plan.part_bytes, plan.offload_host_bytes) == ("transfer", 0, 0)
+
+
+def test_small_leaves_are_copied_beside_an_offload() -> None:
+    small = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    state = {**layers(), "model/small": small}
+    on_chip = 4 * MIB // 8 + 128
+    training_bytes = V5E.usable_bytes - on_chip - 1024
+    plan = planning.on_topology(state, "v5e:2x4", training_bytes=training_bytes)
+    assert (plan.snapshot, plan.part_bytes) == ("offload", 128)
+    assert plan.offload_host_bytes == 2 * 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("way", "free_bytes", "host_bytes"),
+    [("copy", 10 * MIB, 0), ("offload", MIB // 2, 16 * MIB), ("transfer", MIB // 2, 4 * MIB)],
+)
+def test_a_save_of_real_arrays_takes_the_planned_snapshot(
+    way: str, free_bytes: int, host_bytes: int
+) -> None:
     mesh = topology.mesh(jax.devices(), {"fsdp": 8})
     sharding = NamedSharding(mesh, P("fsdp"))
     arrays = {name: jnp.ones((512, 512), device=sharding) for name in layers()}
     on_chip = 4 * MIB // 8
-    training_bytes = V5E.usable_bytes - on_chip - free_bytes
-    plan = planning.on_topology(arrays, "v5e:2x4", training_bytes=training_bytes)
+    plan = planning.on_topology(
+        arrays,
+        "v5e:2x4",
+        training_bytes=V5E.usable_bytes - on_chip - free_bytes,
+        host_memory_bytes=host_bytes,
+    )
     stats = {"bytes_limit": V5E.usable_bytes, "bytes_in_use": V5E.usable_bytes - free_bytes}
-    snapshotter = Snapshotter("auto", "auto", DeviceMemory(lambda device: stats))
+    memory = DeviceMemory(lambda device: stats, host_bytes=lambda: host_bytes)
+    snapshotter = Snapshotter("auto", "auto", memory)
     snapshotter.donated()
     taken = snapshotter.take(list(arrays), [*arrays.values()])
     assert plan.free_bytes == free_bytes
-    assert plan.snapshot == taken.way == ("copy" if free_bytes > 1 << 20 else "transfer")
+    assert plan.snapshot == taken.way == way
 
 
 def test_shardings_of_leaves_are_kept() -> None:
@@ -157,7 +197,10 @@ def test_the_advice_for_a_state_that_does_not_fit() -> None:
         "shard it over 2 times as many chips of the same generation, or take as many chips of a "
         "generation with more memory (v4, v5p, v6e)"
     )
-    for name in ("copy_bytes", "wanted_bytes", "snapshot", "num_programs", "compile_secs"):
+    for name in (
+        *("copy_bytes", "wanted_bytes", "snapshot", "part_bytes", "offload_host_bytes"),
+        *("num_programs", "compile_secs"),
+    ):
         assert getattr(plan, name) is None
     wide = planning.on_topology(state, "v5e:2x4", rule=lambda shape, axes: P())
     assert wide.advice == "shard the 171798691840 bytes of leaves that every chip holds"
@@ -176,5 +219,7 @@ def test_leaves_that_cannot_be_planned_are_refused() -> None:
         planning.on_topology(layers(1), "v5e:2x4", rule=lambda shape, axes: P("tp"))
     with pytest.raises(PlanError, match="training_bytes: expected a number >= 0, found -1"):
         planning.on_topology(layers(1), "v5e:2x4", training_bytes=-1)
+    with pytest.raises(PlanError, match="host_memory_bytes: expected a number >= 0, found -1"):
+        planning.on_topology(layers(1), "v5e:2x4", host_memory_bytes=-1)
     with pytest.raises(PlanError, match="found fsdp=4; change the axes"):
         planning.on_topology(layers(1), "v5e:2x4", axes={"fsdp": 4})

@@ -20,7 +20,7 @@ from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import topology
 from torchax_ckpt.planning.chips import CHIPS
 from torchax_ckpt.planning.topology_plan import fsdp_and_tp
-from torchax_ckpt.snapshot import device_programs
+from torchax_ckpt.snapshot import device_programs, offload
 from torchax_ckpt.snapshot.device_memory import is_exhausted
 from torchax_ckpt.snapshot.planner import Planner
 
@@ -47,10 +47,17 @@ def assert_plans_like_a_save(state: dict[str, Any], name: str, axes: dict[str, i
         )
         for leaf in state.values()
     ]
-    needed = Planner("auto").planned(list(state), leaves).bytes_on_devices(leaves, copy=True)
+    needed = Planner("auto")(list(state), leaves).bytes_on_devices(leaves, copy=True)
     assert needed is not None
     assert needed.keys() == set(one_host(devices(name)))
     assert set(needed.values()) == {plan.copy_bytes}
+    offloaded = offload.bytes_to_offload(dict(zip(state, leaves, strict=True)))
+    full = planning.on_topology(state, name, axes=axes, training_bytes=plan.free_bytes)
+    assert (full.snapshot, full.part_bytes) == ("offload", 0)
+    assert full.offload_host_bytes is not None
+    # Several chips of a host hold some leaves alike, which its save offloads only once.
+    assert 0.5 * full.offload_host_bytes < offloaded.host_bytes <= full.offload_host_bytes
+    assert not any(offloaded.devices.values())
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -96,8 +103,14 @@ def test_a_model_of_1_5_billion_parameters_on_256_chips() -> None:
     assert plan.fits
     # Its dims of 1600 and 4800 are no multiples of 256.
     assert plan.replicated_bytes > plan.chip_bytes / 2 > plan.state_bytes / 256
-    assert plan.snapshot == "transfer"
+    assert plan.snapshot == "offload"
+    assert 0 < plan.part_bytes < plan.free_bytes / 1.25 < plan.copy_bytes  # type: ignore[operator]
+    assert plan.offload_host_bytes > 4 * plan.free_bytes  # type: ignore[operator]
     assert 0 < plan.num_programs < 100  # type: ignore[operator]
+    plan = planning.on_topology(
+        state, "v5e:16x16", training_bytes=8 << 30, host_memory_bytes=1 << 30
+    )
+    assert (plan.snapshot, plan.part_bytes, plan.offload_host_bytes) == ("transfer", 0, 0)
 
 
 def test_slices_hold_replicas() -> None:
@@ -137,7 +150,12 @@ def test_copies_that_the_compiler_refuses() -> None:
     state = {"leaf": jax.ShapeDtypeStruct((8, 10 << 28), jnp.float32)}  # 10 of 15.75 GiB
     state["empty"] = jax.ShapeDtypeStruct((8, 0), jnp.float32)
     plan = planning.on_topology(state, "v5e:2x4")
-    assert (plan.fits, plan.snapshot) == (True, "transfer")
+    assert (plan.fits, plan.snapshot) == (True, "offload")
+    on_host = 2 * 4 * (10 << 30)  # of four chips, in pinned and in ordinary memory
+    assert (plan.part_bytes, plan.offload_host_bytes) == (0, on_host)
+    host_memory_bytes = on_host * 5 // 4
+    for enough, way in ((host_memory_bytes, "offload"), (host_memory_bytes - 4, "transfer")):
+        assert planning.on_topology(state, "v5e:2x4", host_memory_bytes=enough).snapshot == way
     assert plan.copy_bytes is plan.wanted_bytes is plan.copy_secs is None
     assert plan.chip_bytes == 10 << 30
 

@@ -83,6 +83,9 @@ def plan(
         str | None,
         _plan_option(_CHIPS, "Memory of a chip for activations, ...; default: none.", "SIZE"),
     ] = None,
+    host_memory: Annotated[
+        str | None, _plan_option(_CHIPS, "Memory that a host has free; default: enough.", "SIZE")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Computes checkpoint size, the best save interval and the expected goodput.
@@ -94,7 +97,7 @@ def plan(
     it from them: compiles what a save runs with libtpu, the TPU's compiler, and needs no TPU.
     """
     for_chips = {"--topology": topology, "--run": run, "--fsdp": fsdp, "--tp": tp,
-                 "--training": training}  # fmt: skip
+                 "--training": training, "--host-memory": host_memory}  # fmt: skip
     if any(value is not None for value in for_chips.values()):
         from torchax_ckpt.cli import plan_topology
 
@@ -111,6 +114,7 @@ def plan(
                 tp=tp,
                 slices=slices,
                 training=training,
+                host_memory=host_memory,
                 others=[option for option, value in others.items() if value is not None],
             ),
             as_json=json,

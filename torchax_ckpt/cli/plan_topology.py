@@ -27,6 +27,7 @@ class Asked:
       fsdp, tp: lengths of the mesh axes; None for the default.
       slices: number of slices.
       training: memory that training needs on a chip besides the state; None for none.
+      host_memory: memory that a host has available for a save; None if it suffices.
       others: options that were given, but belong to the other form of ``plan``.
     """
 
@@ -36,6 +37,7 @@ class Asked:
     tp: int | None
     slices: int
     training: str | None
+    host_memory: str | None
     others: Sequence[str]
 
 
@@ -49,8 +51,8 @@ def plan(asked: Asked, *, as_json: bool) -> int:
     """
     if asked.topology is None:
         raise UsageError(
-            "plan: --run, --fsdp, --tp and --training: expected --topology too, found none; give "
-            "--topology v5e:16x16"
+            "plan: --run, --fsdp, --tp, --training and --host-memory: expected --topology too, "
+            "found none; give --topology v5e:16x16"
         )
     if asked.run is None:
         raise UsageError(
@@ -66,15 +68,18 @@ def plan(asked: Asked, *, as_json: bool) -> int:
     leaves = [leaf for leaf in StoredStep(committed).leaves.values() if leaf.kind in _ON_DEVICES]
     from torchax_ckpt.planning import topology
 
-    training_bytes = 0
+    training_bytes, host_memory_bytes = 0, None
     if asked.training is not None:
         training_bytes = parsed_size(asked.training, "--training")
+    if asked.host_memory is not None:
+        host_memory_bytes = parsed_size(asked.host_memory, "--host-memory")
     planned = planning.on_topology(
         {leaf.name: leaf for leaf in leaves},
         asked.topology,
         num_slices=asked.slices,
         axes=topology.axes_for(asked.topology, asked.slices, fsdp=asked.fsdp, tp=asked.tp),
         training_bytes=training_bytes,
+        host_memory_bytes=host_memory_bytes,
     )
     result = {"step": committed.step, **dataclasses.asdict(planned)}
     output.print_json(result) if as_json else _print(result)
@@ -112,6 +117,8 @@ def _rows_of_a_save(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Returns the rows about saves of a state that fits."""
     size = output.size
     rows = [("free on a chip before a save", size(result["free_bytes"]), "compiled")]
+    if result["host_memory_bytes"] is not None:
+        rows.append(("available on a host", size(result["host_memory_bytes"]), "given"))
     if result["copy_bytes"] is None:
         rows.append(("copies of a save on a chip", "more than a chip has", "compiled"))
     else:
@@ -121,9 +128,14 @@ def _rows_of_a_save(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
              "compiled"),
             ("making copies on the chip takes", _secs(result["copy_secs"]), "estimated"),
         ]  # fmt: skip
+    rows.append(('snapshot="auto" takes', f"a snapshot by {result['snapshot']}", "computed"))
+    if result["snapshot"] == "offload":
+        rows += [
+            ("its copies on a chip", size(result["part_bytes"]), "compiled"),
+            ("its memory of a host", f"at most {size(result['offload_host_bytes'])}", "compiled"),
+        ]
     return [
         *rows,
-        ('snapshot="auto" takes', f"a snapshot by {result['snapshot']}", "computed"),
         ("programs of a save",
          f"{result['num_programs']}, compiled in {_secs(result['compile_secs'])}", "compiled"),
         ("a host fetches", size(result["host_bytes"]), "estimated"),

@@ -44,6 +44,10 @@ class StepPlan:
         None if the compiler refuses them, because they exceed the chip.
       snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if the step donates the
         state.
+      part_bytes: what this snapshot takes on the chip: ``copy_bytes`` for a copy, the copies of the
+        arrays that fit for an offload, 0 for a transfer.
+      offload_host_bytes: the memory of the first host that the offloaded arrays of all its chips
+        take: pinned memory, in tiles, and ordinary memory; 0 if nothing is offloaded.
       usable_bytes: the memory of the chip that programs can use.
     """
 
@@ -56,20 +60,29 @@ class StepPlan:
     state_bytes: int
     copy_bytes: int | None
     snapshot: str
+    part_bytes: int
+    offload_host_bytes: int
     usable_bytes: int
 
     def __str__(self) -> str:
-        copies, both = "more than a chip has", f"more than {self.usable_bytes:,}"
-        if self.copy_bytes is not None:
-            copies = f"{self.copy_bytes:,} bytes"
-            both = f"{self.step_bytes + self.copy_bytes:,} of {self.usable_bytes:,}"
+        state = f"{self.state_bytes:,} bytes of state"
+        together = self.step_bytes + self.part_bytes
+        if self.snapshot == "copy":
+            taken = f"{self.part_bytes:,} bytes for copies of {state}"
+        elif self.snapshot == "offload":
+            taken = (
+                f"{self.part_bytes:,} bytes, and {self.offload_host_bytes:,} of the host, for "
+                f"copies of {state}"
+            )
+        else:
+            taken = f"none; training waits until {state} are on the host"
         rows = {
             "compiled": f"with {self.versions}; nothing was measured",
             "chips": f"{self.num_chips} of {self.topology}; all sizes are of one chip",
             "donated": f"{self.donated_bytes:,} of {self.argument_bytes:,} bytes of arguments",
             "the step": f"{self.step_bytes:,} bytes while it runs",
-            "a snapshot": f"{copies} for copies of {self.state_bytes:,} bytes of state",
-            "together": f"{both} bytes that programs can use",
+            "a snapshot": taken,
+            "together": f"{together:,} of {self.usable_bytes:,} bytes that programs can use",
             'snapshot="auto"': f"takes snapshots by {self.snapshot}",
         }
         width = max(map(len, rows)) + 2
@@ -81,6 +94,7 @@ def step_on_topology(
     step: Callable[..., Any],
     *arguments: Any,
     state: Any,
+    host_memory_bytes: int | None = None,
     layout: Layout = "auto",
 ) -> StepPlan:
     """Plans a training step and its saves on a TPU topology; needs libtpu, but no TPU.
@@ -95,6 +109,8 @@ def step_on_topology(
       state: what the program saves: a pytree of abstract arrays. An array of the state is taken to
         be an argument too if there is an argument with its shape, dtype and sharding. Of several
         equal arrays, no more than the step takes are arguments.
+      host_memory_bytes: the memory that a host has available for a save. None assumes that it
+        suffices.
       layout: which leaves of the state are stacked (``CheckpointOptions.layout``).
 
     Raises:
@@ -146,7 +162,13 @@ def step_on_topology(
         "bytes_in_use": state_bytes,
         "peak_bytes_in_use": step_bytes,
     }
-    found = forecast(list(leaves), [*leaves.values()], layout=layout, stats=lambda device: stats)
+    found = forecast(
+        list(leaves),
+        [*leaves.values()],
+        layout=layout,
+        stats=lambda device: stats,
+        host_bytes=host_memory_bytes,
+    )
     return StepPlan(
         topology=topology_name,
         num_chips=len({d for leaf in leaves.values() for d in leaf.sharding.device_set}),
@@ -157,6 +179,8 @@ def step_on_topology(
         state_bytes=state_bytes,
         copy_bytes=found.copy_bytes,
         snapshot=found.way,
+        part_bytes=found.part_bytes,
+        offload_host_bytes=found.offloaded_bytes,
         usable_bytes=chip.usable_bytes,
     )
 

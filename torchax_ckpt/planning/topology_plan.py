@@ -44,8 +44,8 @@ class AbstractLeaf(Protocol):
 class TopologyPlan:
     """What saves of a training state need on a topology.
 
-    Sizes are in bytes. All chips hold equally much. The fields about copies are None if the state
-    does not fit, because no program of a save is compiled then.
+    Sizes are in bytes. All chips hold equally much. The fields about copies and offloads are None
+    if the state does not fit, because no program of a save is compiled then.
 
     Attributes:
       topology, num_slices: as given.
@@ -60,7 +60,7 @@ class TopologyPlan:
       chip_elements_bytes: the elements of that part, without tiles.
       replicated_bytes: compiled: the part of ``chip_bytes`` that all chips hold alike, because no
         mesh axis shards these leaves.
-      training_bytes: as given.
+      training_bytes, host_memory_bytes: as given.
       hbm_bytes: published: the memory of a chip.
       usable_bytes: compiled: how much of it programs can use.
       free_bytes: ``usable_bytes`` less ``chip_bytes`` and ``training_bytes``; negative if the state
@@ -72,7 +72,12 @@ class TopologyPlan:
       wanted_bytes: the free bytes that ``snapshot="auto"`` wants on a chip to make these copies.
       snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if training steps donate
         the state and peak at ``chip_bytes`` and ``training_bytes``.
-      num_programs: how many different programs copy and stack the state.
+      part_bytes: compiled: what this snapshot takes on a chip beside the state: ``copy_bytes`` for
+        a copy, the copies of the arrays that fit for an offload, 0 for a transfer.
+      offload_host_bytes: compiled: the most memory of a host that the offloaded arrays take: pinned
+        memory, in tiles, and ordinary memory; 0 if nothing is offloaded. Of several hosts, each is
+        assumed to offload a replicated leaf from each of its chips, although one suffices.
+      num_programs: how many different programs copy, stack and offload the state.
       compile_secs: how long compiling them took on this machine, or how long JAX took to find them
         if this process has compiled them before.
       copy_secs: estimated: reading and writing ``copy_bytes`` in the memory of a chip.
@@ -94,6 +99,7 @@ class TopologyPlan:
     chip_elements_bytes: int
     replicated_bytes: int
     training_bytes: int
+    host_memory_bytes: int | None
     hbm_bytes: int
     usable_bytes: int
     free_bytes: int
@@ -102,6 +108,8 @@ class TopologyPlan:
     copy_bytes: int | None
     wanted_bytes: int | None
     snapshot: str | None
+    part_bytes: int | None
+    offload_host_bytes: int | None
     num_programs: int | None
     compile_secs: float | None
     copy_secs: float | None
@@ -141,6 +149,7 @@ def on_topology(
     axes: Mapping[str, int] | None = None,
     rule: Rule = fsdp_and_tp,
     training_bytes: int = 0,
+    host_memory_bytes: int | None = None,
     layout: Layout = "auto",
 ) -> TopologyPlan:
     """Returns what saves of a state need on a TPU topology, and whether the state fits there.
@@ -159,6 +168,8 @@ def on_topology(
       rule: takes the shape of a leaf and ``axes``, and returns how the leaf is sharded.
       training_bytes: the memory that training needs on a chip besides the state, at its peak:
         activations, gradients, code. The default 0 assumes that it needs none.
+      host_memory_bytes: the memory that a host has available for a save. None assumes that it
+        suffices.
       layout: which leaves are stacked (``CheckpointOptions.layout``).
 
     Raises:
@@ -167,13 +178,18 @@ def on_topology(
     """
     chip = topology.chip_of(topology_name)
     arguments.at_least("training_bytes", training_bytes, 0, "give the bytes on one chip, or 0")
+    if host_memory_bytes is not None:
+        advice = "give the bytes that one host has available, or None"
+        arguments.at_least("host_memory_bytes", host_memory_bytes, 0, advice)
     if axes is None:
         axes = topology.axes_for(topology_name, num_slices)
     real = topology.mesh(topology.devices(topology_name, num_slices), axes)
     hosts = [device.process_index for device in real.devices.flat]
     # The programs of arrays that span hosts run on one chip each, and are the same on every chip.
-    # With one chip in each host, each of them is compiled once.
-    chips = topology.devices(topology_name, num_slices, one_chip_per_host=len(set(hosts)) > 1)
+    # With one chip in each host, each of them is compiled once, and takes its part of the host.
+    spans_hosts = len(set(hosts)) > 1
+    chips = topology.devices(topology_name, num_slices, one_chip_per_host=spans_hosts)
+    parts_of_host = hosts.count(0) if spans_hosts else 1
     leaves = _placed(abstract_state, topology.mesh(chips, axes), rule)
     elements = {name: _elements_bytes(leaf) for name, leaf in leaves.items()}
     try:
@@ -188,7 +204,13 @@ def on_topology(
     replicated_bytes = sum(sizes[name] for name in leaves if _num_shards(leaves[name]) == 1)
     found: Forecast | None = None
     if is_fitting:
-        found = _forecast(leaves, layout, chip, chip_bytes, training_bytes)
+        stats = {
+            "bytes_limit": chip.usable_bytes,
+            "bytes_in_use": chip_bytes,
+            "peak_bytes_in_use": chip_bytes + training_bytes,
+        }
+        host_bytes = None if host_memory_bytes is None else host_memory_bytes // parts_of_host
+        found = _forecast(leaves, layout, stats, host_bytes)
     copy_bytes = None if found is None else found.copy_bytes
     fetched = _fetched(leaves, sizes, real)
     by_host: collections.Counter[int] = collections.Counter()
@@ -208,6 +230,7 @@ def on_topology(
         chip_elements_bytes=sum(elements.values()),
         replicated_bytes=replicated_bytes,
         training_bytes=training_bytes,
+        host_memory_bytes=host_memory_bytes,
         hbm_bytes=chip.hbm_bytes,
         usable_bytes=chip.usable_bytes,
         free_bytes=free_bytes,
@@ -216,6 +239,8 @@ def on_topology(
         copy_bytes=copy_bytes,
         wanted_bytes=None if found is None else found.wanted_bytes,
         snapshot=None if found is None else found.way,
+        part_bytes=None if found is None else found.part_bytes,
+        offload_host_bytes=None if found is None else found.offloaded_bytes * parts_of_host,
         num_programs=None if found is None else found.num_programs,
         compile_secs=None if found is None else found.compile_secs,
         copy_secs=None if copy_bytes is None else 2 * copy_bytes / chip.hbm_bytes_per_sec,
@@ -263,18 +288,18 @@ def _placed(
 def _forecast(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     layout: Layout,
-    chip: Chip,
-    chip_bytes: int,
-    training_bytes: int,
+    stats: Mapping[str, int],
+    host_bytes: int | None,
 ) -> Forecast:
     """Asks the code of a save how it would take a snapshot on chips with these statistics."""
-    stats = {
-        "bytes_limit": chip.usable_bytes,
-        "bytes_in_use": chip_bytes,
-        "peak_bytes_in_use": chip_bytes + training_bytes,
-    }
     try:
-        return forecast(list(leaves), [*leaves.values()], layout=layout, stats=lambda device: stats)
+        return forecast(
+            list(leaves),
+            [*leaves.values()],
+            layout=layout,
+            stats=lambda device: stats,
+            host_bytes=host_bytes,
+        )
     except jax.errors.JaxRuntimeError as error:
         raise topology.unusable(error) from error
 
