@@ -96,7 +96,7 @@ def measure(mode: str, asked: argparse.Namespace, directory: str) -> str:
             ways.append(snapshot.way)
             return snapshot
 
-        ckpt._saves.snapshotter.take = taken  # type: ignore[method-assign]
+        ckpt._saves.snapshotter.take = taken  # type: ignore[method-assign, assignment]
         number, after_few = 0, 0
         while len(blocking) < asked.saves:
             number += 1
