@@ -48,7 +48,7 @@ def _all_is_put_back() -> Iterator[None]:
 
 
 def test_all_that_is_replaced_is_known_to_these_tests() -> None:
-    found = {(patch.module, patch.path) for patch in orbax_internals._PATCHES}
+    found = {(patch.module, patch.path) for patch in orbax_internals._patches.patches}
     assert found == set(REPLACED)
 
 

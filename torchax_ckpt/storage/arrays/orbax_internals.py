@@ -19,17 +19,16 @@ import contextvars
 import dataclasses
 import functools
 import importlib.metadata
-import operator
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
+from torchax_ckpt.runtime.replaced_attributes import ReplacedAttributes
 
 # The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
@@ -111,74 +110,8 @@ def _as_operation(current: _Operation) -> Iterator[None]:
             _operation.reset(token)
 
 
-class _Patch(NamedTuple):
-    """One attribute of Orbax to replace, and the function that builds the replacement."""
-
-    module: Any
-    path: str
-    make: Callable[[Any], Any]
-
-
-_PATCHES: list[_Patch] = []
-
-
-def _replaces(module: Any, path: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        _PATCHES.append(_Patch(module, path, make))
-        return make
-
-    return register
-
-
-_ABSENT = object()
-
-
-class _Replaced:
-    """Replaces Orbax's attributes while at least one thread is within this context."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_within = 0
-        # Owner, name, original (``_ABSENT`` if the owner inherits it), replacement.
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_within == 0:
-                try:
-                    for patch in _PATCHES:
-                        self._replace(patch)
-                except BaseException:
-                    self._put_back()
-                    raise
-            self._num_within += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_within -= 1
-            if self._num_within == 0:
-                self._put_back()
-
-    def _replace(self, patch: _Patch) -> None:
-        *outer, name = patch.path.split(".")
-        owner = operator.attrgetter(".".join(outer))(patch.module) if outer else patch.module
-        original = vars(owner).get(name, _ABSENT)
-        replacement = patch.make(getattr(owner, name) if original is _ABSENT else original)
-        setattr(owner, name, replacement)
-        self._replaced.append((owner, name, original, replacement))
-
-    def _put_back(self) -> None:
-        while self._replaced:
-            owner, name, original, replacement = self._replaced.pop()
-            if vars(owner).get(name) is not replacement:
-                continue  # other code has replaced it since, and may call our replacement
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-
-_patches = _Replaced()
+_patches = ReplacedAttributes()
+_replaces = _patches.replaces
 
 
 # Orbax numbers operations with one counter for the process, and reads the newest number where it
