@@ -7,6 +7,7 @@ import math
 import os
 from typing import Any, Literal, get_args
 
+Codec = Literal["zstd", "blosc-lz4", "blosc-zstd"]
 Layout = Literal["auto", "stacked", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "transfer"]
 Verify = Literal["restore", "never"]
@@ -75,7 +76,7 @@ class CheckpointOptions:
         save takes.
     """
 
-    compression: bool | None = None
+    compression: bool | Codec | None = None
     layout: Layout = "auto"
     snapshot: SnapshotMode = "auto"
     restore_in_budget: bool = False
@@ -90,10 +91,15 @@ class CheckpointOptions:
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
-        if self.compression is not None and not isinstance(self.compression, bool):
+        if self.compression is not None and not isinstance(self.compression, (bool, str)):
             raise TypeError(
-                "CheckpointOptions: compression: expected a bool or None, found "
-                f"{self.compression!r}"
+                "CheckpointOptions: compression: expected None, a bool or the name of a codec, "
+                f"found {self.compression!r}"
+            )
+        if isinstance(self.compression, str) and self.compression not in get_args(Codec):
+            raise ValueError(
+                "CheckpointOptions: compression: expected one of None, False, True, "
+                f"{', '.join(get_args(Codec))}, found {self.compression!r}"
             )
         for name in (
             "restore_in_budget",

@@ -24,6 +24,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (execution, "_check_directory_consistency"),
     (future, "_SignalingThread.start"),
     (tensorstore_utils, "get_tensorstore_raw_bytes"),
+    (tensorstore_utils, "_build_zarr2_metadata"),
     (jax_array_handlers, "jax"),
     (array_metadata_store, "multihost"),
     (type_handlers, "multihost"),

@@ -183,6 +183,20 @@ def _raw_bytes(original: Any) -> Any:
     return ask
 
 
+# Orbax's option knows Zstandard only, but passes any value on to this function. For a save of
+# torchax_ckpt that compresses, the value is a function that returns the compressor for a chunk. No
+# upstream issue is known.
+@_replaces(tensorstore_utils, "_build_zarr2_metadata")
+def _compressed(original: Any) -> Any:
+    def build(shape: Any, chunk: Sequence[int], compressor: Any) -> dict[str, Any]:
+        metadata = original(shape, chunk, bool(compressor))
+        if callable(compressor):
+            metadata["compressor"] = compressor(chunk)
+        return metadata
+
+    return build
+
+
 # This is for operations of one process. Orbax writes host arrays of process 0 only, and requires
 # array metadata of all processes (no upstream issue is known). It also rejects arrays of one
 # process (google/orbax#731 and #844, which were about arrays that all processes have).
@@ -324,6 +338,7 @@ def _check_users() -> None:
         (type_handlers.NumpyHandler._background_serialize, "multihost", "process_index"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
         (jax_array_handlers.ArrayHandler.serialize, "jax", "process_count"),
+        (tensorstore_utils._build_zarr_shard_and_chunk_metadata, "_build_zarr2_metadata"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
     ):
         code: CodeType = function.__code__
