@@ -35,6 +35,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.formats.importing import import_weights
 from torchax_ckpt.formats.safetensors_io import open_safetensors
 from torchax_ckpt.layout.manifest import VERSION
+from torchax_ckpt.options import Codec
 from torchax_ckpt.storage.directory import commit_record, run_identity
 
 GOLDEN = TESTS / "golden"
@@ -43,7 +44,7 @@ KINDS: dict[str, CheckpointOptions] = {
     "attached": CheckpointOptions(),
     "stacked": CheckpointOptions(layout="stacked"),
     "flat": CheckpointOptions(layout="flat"),
-    "compressed": CheckpointOptions(compression=True),
+    "compressed": CheckpointOptions(compression="zstd"),
 }
 METRICS = {"loss": 0.25, "note": "golden", "history": [1, None, True]}
 
@@ -205,6 +206,15 @@ def write_imported(directory: Path) -> None:
         import_weights(open_safetensors(source), str(directory), step=STEP, ties=ties)
 
 
+def write_blosc(directory: Path, codec: Codec) -> None:
+    """Arrays large enough for Blosc to compress them, beside those of the other steps."""
+    draw = np.random.default_rng(1)
+    weights = draw.standard_normal((64, 64), dtype=np.float32)
+    state = functional_state() | {"weights": weights, "bfloat16": jax.numpy.bfloat16(weights)}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(compression=codec)) as ckpt:
+        ckpt.save(STEP, state=state, metrics=METRICS, force=True)
+
+
 def write_together(directory: Path) -> None:
     """A step of two processes: sharded over them, with random state and a loader of each."""
     expect_together("processes", golden.write(directory, STEP))
@@ -230,6 +240,8 @@ LATER = {
     "abandoning": write_abandoning,
     "imported": write_imported,
     "processes": write_together,
+    "blosc-lz4": functools.partial(write_blosc, codec="blosc-lz4"),
+    "blosc-zstd": functools.partial(write_blosc, codec="blosc-zstd"),
 }
 # In each of them a file that names the run, and in the folders of the hosts the step.
 APART = "hosts"
