@@ -20,6 +20,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def expect_together(kind: str, told: list[Any]) -> None:
 # What the processes had that have written a step together; kind -> what each of them says.
 TOGETHER = "expected_of_processes.json"
 # Written after the others, of the same version; name -> what writes it.
-LATER = {
+LATER: dict[str, Callable[[Path], None]] = {
     "group": write_group,
     "abandoning": write_abandoning,
     "imported": write_imported,
@@ -266,7 +267,8 @@ def main() -> None:
     root = GOLDEN / f"v{VERSION}"
     known = root / "expected.json"
     expected = json.loads(known.read_text()) if known.exists() else {}
-    writers = {kind: functools.partial(write_first, kind=kind) for kind in KINDS} | LATER
+    first = {kind: functools.partial(write_first, kind=kind) for kind in KINDS}
+    writers: dict[str, Callable[[Path], None]] = {**first, **LATER}
     for kind, write in writers.items():
         if (root / kind).exists():
             continue

@@ -25,11 +25,11 @@ class CheckpointOptions:
       compression: how array data is compressed. "blosc-lz4" takes the least time; it removes some
         12 % of the bytes of float32 weights, 24 % of bfloat16, and 9 to 17 % of AdamW's moments.
         "blosc-zstd" removes 16 %, 32 %, and 16 to 19 %, and takes two to five times as long to
-        compress. "zstd" is what Orbax itself writes; it removes 8 %, 22 %, and 7 to 10 %. True means
-        "blosc-lz4", False no compression. None: compresses like True, but only in a run of one
-        process, once saves show that the medium is slow: the median write rate of the latest three
-        saves is below 400 MB/s. A save counts if it writes at least 64 MiB in arrays of at least
-        2 MiB on average.
+        compress. "zstd" is what Orbax itself writes; it removes 8 %, 22 %, and 7 to 10 %. True
+        means "blosc-lz4", False no compression. None: compresses like True, but only in a run of
+        one process, once saves show that the medium is slow: the median write rate of the latest
+        three saves is below 250 MB/s. A save counts if it writes at least 64 MiB in arrays of at
+        least 2 MiB on average.
       layout: which leaves are stored as stacks. A stack is one array that joins, along a new
         leading axis, leaves whose names differ only in indices. "auto" stacks the many small
         leaves, "stacked" all leaves, "flat" none. Names and values do not depend on the layout,

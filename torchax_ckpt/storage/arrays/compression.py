@@ -53,9 +53,10 @@ _METADATA: dict[Codec, dict[str, Any]] = {
 _MAX_BLOSC_BYTES = (1 << 31) - 17
 _MAX_ITEM_BYTES = 16
 
-# Two cores compress moments and weights at 4 GB/s, by a tenth or more. So even if storage waited
-# for the compression, saves to a medium slower than a tenth of 4 GB/s would become faster.
-SLOW_BYTES_PER_SEC = 400e6
+# Two idle cores compress weights and moments at 4 GB/s, by a tenth or more. So even if storage
+# waited for the compression, it would shorten saves to a medium slower than 400 MB/s. The limit is
+# lower, because training needs the cores too.
+SLOW_BYTES_PER_SEC = 250e6
 # Small saves measure latency, not bandwidth.
 _MIN_BYTES = 64 << 20
 # Each array costs some milliseconds, whatever its size. Small arrays measure that cost.
