@@ -48,7 +48,7 @@ def _all_is_put_back() -> Iterator[None]:
 
 
 def test_all_that_is_replaced_is_known_to_these_tests() -> None:
-    found = {(patch.module, patch.path) for patch in orbax_internals._patches.patches}
+    found = {(patch.module, patch.path) for patch in orbax_internals._patches.registered}
     assert found == set(REPLACED)
 
 
@@ -289,13 +289,13 @@ BREAKAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "no comparison": lambda patch: patch.delattr(execution, "_check_directory_consistency"),
     "no thread": lambda patch: patch.delattr(future, "_SignalingThread"),
-    "no metrics": lambda patch: patch.delattr(tensorstore_utils, "get_tensorstore_raw_bytes"),
-    "metrics elsewhere": lambda patch: patch.setattr(
-        jax_array_handlers, "ts_utils", _Elsewhere(tensorstore_utils)
-    ),
     "no compressor": lambda patch: patch.delattr(tensorstore_utils, "_build_zarr2_metadata"),
     "another compressor": lambda patch: patch.setattr(
         tensorstore_utils, "_build_zarr_shard_and_chunk_metadata", lambda **settings: ({}, "", 0)
+    ),
+    "no metrics": lambda patch: patch.delattr(tensorstore_utils, "get_tensorstore_raw_bytes"),
+    "metrics elsewhere": lambda patch: patch.setattr(
+        jax_array_handlers, "ts_utils", _Elsewhere(tensorstore_utils)
     ),
     "no modules": lambda patch: patch.delattr(type_handlers, "multihost"),
     "another save": lambda patch: patch.setattr(

@@ -28,7 +28,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
-from torchax_ckpt.runtime.replaced_attributes import ReplacedAttributes
+from torchax_ckpt.runtime.replacements import Replacements
 
 # The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
@@ -110,8 +110,8 @@ def _as_operation(current: _Operation) -> Iterator[None]:
             _operation.reset(token)
 
 
-_patches = ReplacedAttributes()
-_replaces = _patches.replaces
+_patches = Replacements()
+_replaces = _patches.register
 
 
 # Orbax numbers operations with one counter for the process, and reads the newest number where it
@@ -173,16 +173,6 @@ def _start(original: Any) -> Any:
     return start
 
 
-# TensorStore 0.1.86 never frees the answer to this call, 7 kB each: 1 GB in 70,000 saves. Orbax
-# only reports the answer. No upstream issue is known.
-@_replaces(tensorstore_utils, "get_tensorstore_raw_bytes")
-def _raw_bytes(original: Any) -> Any:
-    def ask(*args: Any, **kwargs: Any) -> int:
-        return original(*args, **kwargs) if _operation.get() is None else 0
-
-    return ask
-
-
 # Orbax's option knows Zstandard only, but passes any value on to this function. For a save of
 # torchax_ckpt that compresses, the value is a function that returns the compressor for a chunk. No
 # upstream issue is known.
@@ -195,6 +185,16 @@ def _compressed(original: Any) -> Any:
         return metadata
 
     return build
+
+
+# TensorStore 0.1.86 never frees the answer to this call, 7 kB each: 1 GB in 70,000 saves. Orbax
+# only reports the answer. No upstream issue is known.
+@_replaces(tensorstore_utils, "get_tensorstore_raw_bytes")
+def _raw_bytes(original: Any) -> Any:
+    def ask(*args: Any, **kwargs: Any) -> int:
+        return original(*args, **kwargs) if _operation.get() is None else 0
+
+    return ask
 
 
 # This is for operations of one process. Orbax writes host arrays of process 0 only, and requires
@@ -333,12 +333,12 @@ def _check_users() -> None:
     """Checks that Orbax's functions still use the attributes that this module replaces."""
     for function, *names in (
         (execution.save_checkpointables_impl, "_check_directory_consistency"),
+        (tensorstore_utils._build_zarr_shard_and_chunk_metadata, "_build_zarr2_metadata"),
         (execution._SaveResponse.__init__, "_thread_runner"),
         (execution._SaveResponse._finalize_save, "multihost", "sync_global_processes"),
         (type_handlers.NumpyHandler._background_serialize, "multihost", "process_index"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
         (jax_array_handlers.ArrayHandler.serialize, "jax", "process_count"),
-        (tensorstore_utils._build_zarr_shard_and_chunk_metadata, "_build_zarr2_metadata"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
     ):
         code: CodeType = function.__code__

@@ -1,4 +1,4 @@
-"""Attributes of another library that are replaced for a time, on any number of threads."""
+"""Replaces attributes of other libraries while a context is open, on any number of threads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class Patch(NamedTuple):
-    """One attribute to replace, and the function that builds the replacement."""
+class Replacement(NamedTuple):
+    """One attribute to replace, and the function that builds the replacement from the original."""
 
     module: Any
     path: str
@@ -19,32 +19,35 @@ class Patch(NamedTuple):
 _ABSENT = object()
 
 
-class ReplacedAttributes:
-    """A context that replaces attributes while at least one thread is within it.
+class Replacements:
+    """A context in which registered attributes are replaced.
+
+    Several threads may be within the context. The attributes are replaced while at least one thread
+    is within it.
 
     Attributes:
-      patches: the attributes and their replacements, as the decorator ``replaces`` adds them.
+      registered: the attributes to replace.
     """
 
     def __init__(self) -> None:
-        self.patches: list[Patch] = []
+        self.registered: list[Replacement] = []
         self._lock = threading.Lock()
         self._num_within = 0
         # Owner, name, original (``_ABSENT`` if the owner inherits it), replacement.
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
-    def replaces(
+    def register(
         self, module: Any, path: str
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-        """Makes the decorated function build, from the original, the replacement of an attribute.
+        """Returns a decorator of the function that builds the replacement from the original.
 
         Args:
-          module: the module that has the attribute.
-          path: the name of the attribute in the module; ``Class.name`` for one of a class.
+          module: the module or class with the attribute.
+          path: the dotted path of the attribute in the module.
         """
 
         def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            self.patches.append(Patch(module, path, make))
+            self.registered.append(Replacement(module, path, make))
             return make
 
         return register
@@ -53,8 +56,8 @@ class ReplacedAttributes:
         with self._lock:
             if self._num_within == 0:
                 try:
-                    for patch in self.patches:
-                        self._replace(patch)
+                    for replacement in self.registered:
+                        self._replace(replacement)
                 except BaseException:
                     self._put_back()
                     raise
@@ -66,11 +69,12 @@ class ReplacedAttributes:
             if self._num_within == 0:
                 self._put_back()
 
-    def _replace(self, patch: Patch) -> None:
-        *outer, name = patch.path.split(".")
-        owner = operator.attrgetter(".".join(outer))(patch.module) if outer else patch.module
+    def _replace(self, registered: Replacement) -> None:
+        *outer, name = registered.path.split(".")
+        module = registered.module
+        owner = operator.attrgetter(".".join(outer))(module) if outer else module
         original = vars(owner).get(name, _ABSENT)
-        replacement = patch.make(getattr(owner, name) if original is _ABSENT else original)
+        replacement = registered.make(getattr(owner, name) if original is _ABSENT else original)
         setattr(owner, name, replacement)
         self._replaced.append((owner, name, original, replacement))
 
