@@ -20,6 +20,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.formats.importing import import_weights
 from torchax_ckpt.formats.safetensors_io import open_safetensors
 from torchax_ckpt.layout.manifest import VERSION
+from torchax_ckpt.options import Codec
 from torchax_ckpt.storage.directory import commit_record, run_identity
 
 GOLDEN = TESTS / "golden"
@@ -43,7 +45,7 @@ KINDS: dict[str, CheckpointOptions] = {
     "attached": CheckpointOptions(),
     "stacked": CheckpointOptions(layout="stacked"),
     "flat": CheckpointOptions(layout="flat"),
-    "compressed": CheckpointOptions(compression=True),
+    "compressed": CheckpointOptions(compression="zstd"),
 }
 METRICS = {"loss": 0.25, "note": "golden", "history": [1, None, True]}
 
@@ -205,6 +207,15 @@ def write_imported(directory: Path) -> None:
         import_weights(open_safetensors(source), str(directory), step=STEP, ties=ties)
 
 
+def write_blosc(directory: Path, codec: Codec) -> None:
+    """Arrays large enough for Blosc to compress them, beside those of the other steps."""
+    draw = np.random.default_rng(1)
+    weights = draw.standard_normal((64, 64), dtype=np.float32)
+    state = functional_state() | {"weights": weights, "bfloat16": jax.numpy.bfloat16(weights)}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(compression=codec)) as ckpt:
+        ckpt.save(STEP, state=state, metrics=METRICS, force=True)
+
+
 def write_together(directory: Path) -> None:
     """A step of two processes: sharded over them, with random state and a loader of each."""
     expect_together("processes", golden.write(directory, STEP))
@@ -225,11 +236,13 @@ def expect_together(kind: str, told: list[Any]) -> None:
 # What the processes had that have written a step together; kind -> what each of them says.
 TOGETHER = "expected_of_processes.json"
 # Written after the others, of the same version; name -> what writes it.
-LATER = {
+LATER: dict[str, Callable[[Path], None]] = {
     "group": write_group,
     "abandoning": write_abandoning,
     "imported": write_imported,
     "processes": write_together,
+    "blosc-lz4": functools.partial(write_blosc, codec="blosc-lz4"),
+    "blosc-zstd": functools.partial(write_blosc, codec="blosc-zstd"),
 }
 # In each of them a file that names the run, and in the folders of the hosts the step.
 APART = "hosts"
@@ -254,7 +267,8 @@ def main() -> None:
     root = GOLDEN / f"v{VERSION}"
     known = root / "expected.json"
     expected = json.loads(known.read_text()) if known.exists() else {}
-    writers = {kind: functools.partial(write_first, kind=kind) for kind in KINDS} | LATER
+    first = {kind: functools.partial(write_first, kind=kind) for kind in KINDS}
+    writers: dict[str, Callable[[Path], None]] = {**first, **LATER}
     for kind, write in writers.items():
         if (root / kind).exists():
             continue

@@ -12,10 +12,10 @@ PROGRAM = Path(__file__).parent / "torture_flips.py"
 
 
 def outcomes(*args: str) -> tuple[int, dict[str, int], str]:
-    """Exit code, outcomes of all four checkpoints together, and output."""
+    """Exit code, outcomes of all eight checkpoints together, and output."""
     code, _, output = run_torture(PROGRAM, *args)
     rows = re.findall(r"^(?:stacked|flat).*? +(\d+) +(\d+) .*?(\d+)$", output, re.MULTILINE)
-    assert len(rows) == 4, output
+    assert len(rows) == 8, output
     sums = (sum(map(int, column)) for column in zip(*rows, strict=True))
     return code, dict(zip(("detected", "harmless", "wrong"), sums, strict=True)), output
 

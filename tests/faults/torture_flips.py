@@ -6,9 +6,9 @@ A flip is *detected* if reading the step raises (or the step is no longer offere
 everything that comes back is what was saved: functional state and every attached object to the bit
 (a sharded module with a tie and extra state, its optimizer, a scheduler, a loader, random state),
 the metrics, and what there is to say of the step: its time, versions, leaves and their shardings,
-and Orbax's own record. Anything else is *wrong*. Checkpoints of both layouts, compressed and not;
-every file of the steps is hit. With ``--reader orbax`` the same flips are read by bare Orbax, which
-shows that wrong ones are found.
+and Orbax's own record. Anything else is *wrong*. Checkpoints of both layouts, compressed by each
+codec and not; every file of the steps is hit. With ``--reader orbax`` the same flips are read by
+bare Orbax, which shows that wrong ones are found.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import argparse
 import collections
+import itertools
 import logging
 import random
 import sys
@@ -27,7 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -40,11 +41,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.cli import show
 from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.options import Codec
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # Everything attached; functional state, in place of modules and optimizers.
 ATTACHED, FUNCTIONAL = STEPS = (7, 8)
+KINDS: list[tuple[Any, Any]] = [*itertools.product(("stacked", "flat"), (False, *get_args(Codec)))]
 METRICS = {"loss": 0.125, "note": "as written"}
 Read = Callable[[Path], Any]
 
@@ -229,17 +232,16 @@ def _orbax_record(path: Path) -> Any:
 
 
 def checkpoints(root: Path) -> Iterator[tuple[str, Path]]:
-    """One checkpoint for each layout, compressed and not."""
-    for layout in ("stacked", "flat"):
-        for compression in (False, True):
-            name = f"{layout}{', compressed' if compression else ''}"
-            directory = root / name.replace(", ", "-")
-            options = CheckpointOptions(layout=layout, compression=compression)
-            with TorchaxCheckpointer(directory, options=options) as ckpt:
-                Live(seed=1).attach(ckpt, resume=False)
-                ckpt.save(ATTACHED, metrics=METRICS, force=True)
-                ckpt.save(FUNCTIONAL, state=state(), metrics=METRICS, force=True)
-            yield name, directory
+    """One checkpoint for each layout and codec."""
+    for layout, codec in KINDS:
+        name = f"{layout}, {codec}" if codec else layout
+        directory = root / name.replace(", ", "-")
+        options = CheckpointOptions(layout=layout, compression=codec)
+        with TorchaxCheckpointer(directory, options=options) as ckpt:
+            Live(seed=1).attach(ckpt, resume=False)
+            ckpt.save(ATTACHED, metrics=METRICS, force=True)
+            ckpt.save(FUNCTIONAL, state=state(), metrics=METRICS, force=True)
+        yield name, directory
 
 
 def flip(path: Path, bit: int) -> None:
@@ -277,7 +279,7 @@ def torture(read: Read, root: Path, flips: int, seed: int) -> dict[str, collecti
         every = [p for step in STEPS for p in (directory / str(step)).rglob("*")]
         files = [p for p in every if p.is_file() and p.stat().st_size]
         generator.shuffle(files)
-        for turn in range(flips // 4):
+        for turn in range(flips // len(KINDS)):
             path = files[turn % len(files)]
             bit = generator.randrange(8 * path.stat().st_size)
             flip(path, bit)

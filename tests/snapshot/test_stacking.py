@@ -31,7 +31,7 @@ from torchax_ckpt.layout.storage_plan import (
     Plan,
     plan_leaves,
 )
-from torchax_ckpt.options import SnapshotMode
+from torchax_ckpt.options import Codec, SnapshotMode
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
 
@@ -328,7 +328,7 @@ def test_every_leaf_is_found_where_the_plan_says(
     trees_of_layers(),
     st.sampled_from(LAYOUTS),
     st.sampled_from(get_args(SnapshotMode)),
-    st.booleans(),
+    st.sampled_from([False, *get_args(Codec)]),
     st.sampled_from([None, 1, 1 << 10]),
 )
 def test_any_tree_survives_any_layout_snapshot_and_change_of_mesh(
@@ -336,7 +336,7 @@ def test_any_tree_survives_any_layout_snapshot_and_change_of_mesh(
     drawn: dict[str, tuple[Leaf, Any, Any]],
     layout: Any,
     snapshot: Any,
-    compression: bool,
+    compression: bool | Codec,
     max_host_bytes: int | None,
 ) -> None:
     directory = tmp_path_factory.mktemp("run")

@@ -6,7 +6,7 @@ import collections
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from support.strategies import (
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.options import Codec
 
 Load = Callable[..., Any]
 
@@ -116,9 +117,10 @@ def test_every_way_of_saving_gives_the_same_state(
     assert_trees_identical(load(directory), state)
 
 
-def test_compressed_arrays_come_back_as_they_were_saved(directory: Path) -> None:
+@pytest.mark.parametrize("codec", get_args(Codec))
+def test_compressed_arrays_come_back_as_they_were_saved(codec: Codec, directory: Path) -> None:
     state = every_kind()
-    save(directory, state, compression=True, max_host_bytes=1 << 20)
+    save(directory, state, compression=codec, max_host_bytes=1 << 20)
     assert_trees_identical(load(directory), state)
 
 

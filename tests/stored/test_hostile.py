@@ -5,6 +5,7 @@ Every test damages a real step. Asked for by number it raises; attached, an olde
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,14 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
+from torchax_ckpt.options import Codec
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.arrays import compression
 from torchax_ckpt.storage.directory.commit_record import MARK
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import permissions, seals
+from torchax_ckpt.storage.medium import location, permissions, seals
 from torchax_ckpt.stored.stored_step import StoredStep
 
 DAMAGED = 2
@@ -466,7 +469,16 @@ def test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_i
     assert error.key_path == name.replace(".", "/", 1)
 
 
-@pytest.mark.parametrize("compressor", [None, {"id": "zstd", "level": 1}])
+@pytest.mark.parametrize("setting", [{"cname": "lzma"}, {"clevel": "9"}, {"shuffle": 5}])
+def test_settings_that_blosc_does_not_have_are_refused(run: Path, setting: dict[str, Any]) -> None:
+    compressor = {**compression.zarr_compressor("blosc-lz4", ()), **setting}
+    edit_array(run, "rng.torch", lambda m: m.update(compressor=compressor))
+    refused(run, f"rng/torch: .*{next(iter(setting))}")
+
+
+@pytest.mark.parametrize(
+    "compressor", [None, *(compression.zarr_compressor(codec, ()) for codec in get_args(Codec))]
+)
 def test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees(
     run: Path, compressor: Any
 ) -> None:
@@ -485,12 +497,12 @@ def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Pat
     refused(run, "a file that this host can hold.*which is impossible")
 
 
-@pytest.mark.parametrize("compression", [False, True])
+@pytest.mark.parametrize("codec", [False, *get_args(Codec)])
 def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, compression: bool
+    directory: Path, monkeypatch: pytest.MonkeyPatch, codec: bool | Codec
 ) -> None:
-    options = CheckpointOptions(compression=compression)
-    table = np.arange(50_000.0) if not compression else np.zeros(50_000)
+    options = CheckpointOptions(compression=codec)
+    table = np.arange(50_000.0) if not codec else np.zeros(50_000)
     box = Box({"table": table})
     with TorchaxCheckpointer(
         directory, options=options, preservation_policy=policies.PreserveAll()
@@ -547,6 +559,136 @@ def test_damaged_storage_metadata_is_refused_or_not_needed(
             assert Program().attach(ckpt) == DAMAGED
     else:
         refused(run, f"step {DAMAGED}")
+
+
+# --- compressed chunks ---------------------------------------------------------------------------
+
+CHUNK = 1 << 14
+
+
+@pytest.fixture(scope="module", params=[codec for codec in get_args(Codec) if codec != "zstd"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step with one array, of one chunk, half of it zeros, compressed by Blosc."""
+    path = tmp_path_factory.mktemp("packed")
+    table = np.random.default_rng(0).standard_normal(CHUNK, dtype=np.float32)
+    table[CHUNK // 2 :] = 0
+    with TorchaxCheckpointer(path, options=CheckpointOptions(compression=request.param)) as ckpt:
+        ckpt.save(1, state={"w": table})
+    return path
+
+
+@contextlib.contextmanager
+def chunk_replaced(run: Path, change: Callable[[bytes], bytes]) -> Iterator[None]:
+    """Has TensorStore find other bytes in the place of the compressed chunk, for a time."""
+    state = run / "1" / "state"
+    kept = {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    base = {"driver": "file", "path": f"{state}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    raw = store["state.w/0"]
+    store["state.w/0"] = change(raw)
+    yield
+    for path in state.rglob("*"):
+        if path.is_file() and path not in kept:
+            path.unlink()
+    for path, content in kept.items():
+        path.write_bytes(content)
+
+
+def header(**fields: int) -> Callable[[bytes], bytes]:
+    """Changes numbers at the beginning of a chunk of Blosc."""
+    # First byte and number of bytes.
+    places = {"version": (0, 1), "codec_version": (1, 1), "flags": (2, 1), "typesize": (3, 1)}
+    places |= {"nbytes": (4, 4), "blocksize": (8, 4), "cbytes": (12, 4)}
+
+    def change(raw: bytes) -> bytes:
+        edited = bytearray(raw)
+        for name, value in fields.items():
+            first, size = places[name]
+            edited[first : first + size] = value.to_bytes(size, "little")
+        return bytes(edited)
+
+    return change
+
+
+def of_another_size(count: int) -> Callable[[bytes], bytes]:
+    """Changes a chunk to a sound one of ``count`` zeros."""
+
+    def change(raw: bytes) -> bytes:
+        compressor = compression.zarr_compressor("blosc-lz4", ())
+        metadata = {"shape": [count], "chunks": [count], "dtype": "<f4", "compressor": compressor}
+        spec: dict[str, Any] = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata}
+        spec["store_data_equal_to_fill_value"] = True
+        store: Any = ts.open(spec, create=True, context=ts.Context()).result()
+        store.write(np.zeros(count, np.float32)).result()
+        return bytes(store.kvstore["0"])
+
+    return change
+
+
+MAX = 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(header(nbytes=n) for n in (0, 1, CHUNK * 2, CHUNK * 8, 2**31 - 17, 2**31 - 1, MAX)),
+        *(header(blocksize=n) for n in (0, 1, 3, CHUNK * 8, 2**31 - 1, MAX)),
+        *(header(cbytes=n) for n in (0, 15, 16, 2**31 - 1, MAX)),
+        header(nbytes=2**31 - 17, blocksize=(2**31 - 17) // 3),
+        header(nbytes=2**30, blocksize=2**30),
+        header(flags=0xFF),
+        header(flags=2),
+        header(flags=2, nbytes=2**31 - 17),
+        header(typesize=0),
+        header(version=9),
+        header(codec_version=9),
+        lambda raw: b"",
+        lambda raw: raw[:15],
+        lambda raw: raw[:16],
+        lambda raw: header(cbytes=17)(raw[:17]),
+        lambda raw: header(cbytes=len(raw) // 2)(raw[: len(raw) // 2]),
+        lambda raw: raw[:16] + b"\xff" * (len(raw) - 16),
+        of_another_size(CHUNK - 1),
+        of_another_size(16 << 20),
+    ],
+)
+def test_a_chunk_of_blosc_that_lies_is_refused_by_name(packed: Path, change: Any) -> None:
+    with chunk_replaced(packed, change):
+        with pytest.raises(CorruptCheckpointError, match="state/w") as caught:
+            TorchaxCheckpointer(packed).load(1)
+        assert caught.value.key_path == "state/w"
+    assert TorchaxCheckpointer(packed).load(1)["w"].shape == (CHUNK,)
+
+
+def test_a_damaged_chunk_of_blosc_is_refused_or_sound(packed: Path) -> None:
+    """Nothing crashes, and no value is wrong; most damage is in the header and the offsets."""
+    draw = np.random.default_rng(1)
+    intact = TorchaxCheckpointer(packed).load(1)["w"].tobytes()
+    refused = 0
+    for _ in range(40):
+
+        def change(raw: bytes) -> bytes:
+            edited = bytearray(raw)
+            for _ in range(draw.integers(1, 4)):
+                edited[draw.integers(draw.choice([16, 64, len(raw)]))] ^= 1 << draw.integers(8)
+            return bytes(edited)
+
+        with chunk_replaced(packed, change):
+            try:
+                assert TorchaxCheckpointer(packed).load(1)["w"].tobytes() == intact
+            except CorruptCheckpointError:
+                refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(("gib", "threads"), [(1, 1), (4, 1), (8, 2), (1 << 20, os.cpu_count())])
+def test_as_many_chunks_are_unpacked_at_once_as_the_host_has_memory_for(
+    gib: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since a chunk can unpack to 2 GiB, whatever its array says."""
+    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: gib << 30)
+    found = location.reading_context()["data_copy_concurrency"].to_json()
+    assert found == {"limit": min(threads, os.cpu_count() or 1)}
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,13 @@ import torch
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 from support.compare import assert_trees_identical, bits
-from support.strategies import random_bits
+from support.processes import run_python
+from support.strategies import JAX_DTYPES, NUMPY_DTYPES, random_bits
 from support.training import P, fsdp_mesh, fsdp_rule, mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import ForeignCheckpointError, MismatchError
+from torchax_ckpt.options import Codec
 
 # --- a step of this package, seen through Orbax alone ------------------------------------------
 
@@ -41,8 +43,13 @@ class Run:
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"layout": "stacked"}, {"layout": "flat"}, {"compression": True}],
-    ids=["auto", "stacked", "flat", "compressed"],
+    params=[
+        {},
+        {"layout": "stacked"},
+        {"layout": "flat"},
+        *({"compression": codec} for codec in get_args(Codec)),
+    ],
+    ids=["auto", "stacked", "flat", *get_args(Codec)],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A model with equal layers on 8 devices, trained one step and saved; no test changes it."""
@@ -157,16 +164,16 @@ def test_the_manifest_is_strict_json_that_names_what_wrote_it(run: Run) -> None:
     assert manifest["versions"].keys() >= {"torchax_ckpt", "torch", "torchax", "jax"}
 
 
-@pytest.mark.parametrize("compression", [False, True])
+@pytest.mark.parametrize("compression", [False, True, *get_args(Codec)])
 def test_what_orbax_reads_is_compressed_if_and_only_if_asked_for(
-    compression: bool, directory: Path
+    compression: bool | Codec, directory: Path
 ) -> None:
     state = {"w": jnp.zeros((1024, 1024))}
     options = CheckpointOptions(compression=compression)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state=state)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    assert (size < state["w"].nbytes / 10) == compression
+    assert (size < state["w"].nbytes / 10) == bool(compression)
     whole = NamedSharding(fsdp_mesh(4), P())
     abstract = {"state": {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=whole)}}
     context = ocp.Context()
@@ -174,6 +181,61 @@ def test_what_orbax_reads_is_compressed_if_and_only_if_asked_for(
     with context:
         loaded: Any = ocp.load(directory / "1", abstract, checkpointable_name="state")
     assert bits(loaded["state"]["w"]) == bits(state["w"])
+
+
+ALONE = """
+    import pathlib, sys
+    import jax, numpy as np, tensorstore as ts
+    from orbax import checkpoint as v0
+    from orbax.checkpoint import v1 as ocp
+
+    step = pathlib.Path(sys.argv[1])
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    def abstract(leaf):
+        leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        is_wide = leaf.dtype.itemsize // (2 if leaf.dtype.kind == "c" else 1) == 8
+        return np.zeros(leaf.shape, leaf.dtype) if is_wide else leaf
+    found = ocp.metadata(step, checkpointable_name="state").metadata
+    wanted = jax.tree.map(abstract, found)
+    by_v1 = ocp.load(step, wanted, checkpointable_name="state")["state"]
+    v0_wanted = jax.tree.map(v0.checkpoint_utils.construct_restore_args, wanted)
+    by_v0 = v0.PyTreeCheckpointer().restore(
+        step / "state", args=v0.args.PyTreeRestore(wanted, restore_args=v0_wanted))["state"]
+    for name, leaf in sorted(found["state"].items()):
+        by_tensorstore = ts.open({"driver": "zarr", "kvstore": {"driver": "ocdbt",
+            "base": f"file://{step}/state/", "path": f"state.{name}/"}}).result().read().result()
+        read = [np.asarray(x) for x in (by_v0[name], by_v1[name], by_tensorstore)]
+        assert len({(x.dtype, x.shape) for x in read}) == 1, [x.dtype for x in read]
+        print(name, *(x.tobytes().hex() for x in read))
+    assert "torchax_ckpt" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("codec", get_args(Codec))
+def test_orbax_and_tensorstore_alone_read_every_dtype_that_a_codec_has_written(
+    codec: Codec, directory: Path
+) -> None:
+    """In a process that never imports this package, by both APIs of Orbax."""
+    state: dict[str, Any] = {}
+    for dtype in NUMPY_DTYPES:
+        values = random_bits(dtype, (16, 5), 1)
+        state[f"host {dtype}"] = values
+        if dtype in JAX_DTYPES:
+            rows = NamedSharding(fsdp_mesh(), P("fsdp"))
+            state[f"device {dtype}"] = jax.device_put(values, rows)
+    state = dict(sorted(state.items()))
+    options = CheckpointOptions(compression=codec, layout="flat")
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=state)
+    told = run_python(ALONE, str(directory / "1"), fresh=True).stdout.splitlines()
+    expected = {name: np.asarray(leaf).tobytes().hex() for name, leaf in state.items()}
+    found = {}
+    for line in told:
+        name, *read = line.rsplit(" ", 3)
+        assert len(set(read)) == 1, name
+        found[name] = read[0]
+    assert found == expected
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
 
 
 def test_names_with_odd_characters_are_escaped_and_explained(directory: Path) -> None:

@@ -22,6 +22,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (synchronization, "OperationIdGenerator.next_operation_id"),
     (multihost, "sync_global_processes"),
     (execution, "_check_directory_consistency"),
+    (tensorstore_utils, "_build_zarr2_metadata"),
     (future, "_SignalingThread.start"),
     (tensorstore_utils, "get_tensorstore_raw_bytes"),
     (replica_slices, "transfer_arrays_to_host"),

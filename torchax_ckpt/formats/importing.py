@@ -21,6 +21,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -104,7 +105,7 @@ def _write(
             lambda taken: Manifest(document, plan, installed_versions(), taken).to_json(),
             {"metrics": {}, SUMMARY_FIELD: []},
             options,
-            bool(options.compression),
+            codec_of(options.compression),
             stacks=plan.stacks,
             before_commit=run.fence,
         )

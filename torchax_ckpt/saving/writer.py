@@ -149,7 +149,7 @@ class Writer:
             manifest,
             summary,
             self._options,
-            self._compression.is_on,
+            self._compression.codec,
             stacks=plan.stacks,
             on_host=on_host,
             before_commit=directory.fence,

@@ -143,6 +143,15 @@ def test_threads_of_orbax_know_for_which_operation_they_work() -> None:
     assert found[4:] == [before, 1]
 
 
+def test_orbaxs_own_saves_are_compressed_as_orbax_does_it() -> None:
+    with orbax_context.operation():
+        build = tensorstore_utils._build_zarr2_metadata
+        assert build((4,), (2,), True)["compressor"] == {"id": "zstd", "level": 1}
+        assert build((4,), (2,), False)["compressor"] is None
+        chosen = build((4,), (2,), lambda chunk: {"of": chunk})
+    assert chosen == {"shape": (4,), "chunks": (2,), "compressor": {"of": (2,)}}
+
+
 # --- beside a program's own use of Orbax ---------------------------------------------------------
 
 
@@ -280,6 +289,10 @@ BREAKAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "no comparison": lambda patch: patch.delattr(execution, "_check_directory_consistency"),
     "no thread": lambda patch: patch.delattr(future, "_SignalingThread"),
+    "no compressor": lambda patch: patch.delattr(tensorstore_utils, "_build_zarr2_metadata"),
+    "another compressor": lambda patch: patch.setattr(
+        tensorstore_utils, "_build_zarr_shard_and_chunk_metadata", lambda **settings: ({}, "", 0)
+    ),
     "no metrics": lambda patch: patch.delattr(tensorstore_utils, "get_tensorstore_raw_bytes"),
     "metrics elsewhere": lambda patch: patch.setattr(
         jax_array_handlers, "ts_utils", _Elsewhere(tensorstore_utils)

@@ -29,7 +29,8 @@ _MAX_ARRAY_METADATA_BYTES = 1 << 20
 # A shard is one chunk, or several chunks of some MiB. No run has so many devices, or so large an
 # array, that an array needs more chunks than this.
 MAX_CHUNKS = 1 << 20
-# The most bytes to which Zstandard expands one byte: four bytes can encode a block of 128 KiB.
+# The most bytes to which Zstandard expands one byte: four bytes can encode a block of 128 KiB. The
+# other codecs in Blosc expand less.
 _MAX_UNPACKED = 1 << 15
 
 
@@ -104,9 +105,9 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
     count = chunking.num_pieces(whole, chunk)
     if count > MAX_CHUNKS:
         return f"at most {MAX_CHUNKS} chunks", f"{count}"
-    if codec not in (None, "zstd") or metadata.get("filters") is not None:
+    if codec not in (None, "zstd", "blosc") or metadata.get("filters") is not None:
         return (
-            "Zstandard or no compressor, and no filters",
+            "Zstandard, Blosc or no compressor, and no filters",
             f"{codec!r:.40}, {metadata.get('filters')!r:.40}",
         )
     return None

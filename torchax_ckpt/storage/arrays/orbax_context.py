@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,9 @@ from etils import epath
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, Codec
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.storage.arrays import chunking, host_batches, orbax_internals
+from torchax_ckpt.storage.arrays import chunking, compression, host_batches, orbax_internals
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import location
@@ -104,7 +105,7 @@ def for_saving(
     folder_mode: int | None,
     before_commit: Callable[[], None],
     *,
-    is_compressed: bool,
+    codec: Codec | None,
     is_alone: bool,
 ) -> Iterator[None]:
     """Configures Orbax, within this context, for the save of one step.
@@ -115,7 +116,7 @@ def for_saving(
       coming: the batches of those arrays that are on devices.
       folder_mode: the permissions of new folders; None for the usual ones.
       before_commit: called right before the commit mark is written.
-      is_compressed: whether arrays are compressed.
+      codec: how the arrays are compressed; None for not at all.
       is_alone: whether no other process takes part in the save.
     """
     registry = ocp.handlers.local_registry(include_global_registry=False)
@@ -131,7 +132,8 @@ def for_saving(
     context.file.path_class = _FencedPath
     context.file.path_permission_mode = folder_mode
     saving = context.array.saving
-    saving.use_compression = is_compressed
+    # Orbax passes this through to the function that ``orbax_internals`` replaces.
+    saving.use_compression = codec and functools.partial(compression.zarr_compressor, codec)
     # Orbax cuts no chunk larger than this size, so the size must cover the largest limit.
     saving.ocdbt_target_data_file_size = max(
         [_DATA_FILE_BYTES, *map(chunking.chunk_limit, arrays.values())]

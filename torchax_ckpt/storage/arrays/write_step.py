@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, Codec
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.storage.arrays import (
     array_checks,
@@ -43,7 +43,7 @@ def write_step(
     manifest: Callable[[Mapping[str, Digests]], Mapping[str, Any]],
     summary: Mapping[str, Any],
     options: CheckpointOptions,
-    is_compressed: bool,
+    codec: Codec | None,
     *,
     stacks: Collection[str] = (),
     on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
@@ -64,7 +64,7 @@ def write_step(
         stores; called on this thread while the last arrays are being written.
       summary: the summary as JSON.
       options: memory bounds.
-      is_compressed: whether the arrays are compressed.
+      codec: how the arrays are compressed; None for not at all.
       stacks: the names of the arrays that are stacks.
       on_host: called for each batch of arrays, see ``host_batches.Batches``.
       before_commit: called when everything else is written, right before the commit mark is
@@ -90,7 +90,7 @@ def write_step(
             batches,
             mode,
             before_commit,
-            is_compressed=is_compressed,
+            codec=codec,
             is_alone=processes.count == 1,
         ),
         orbax_context.operation(processes),

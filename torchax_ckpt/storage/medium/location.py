@@ -10,9 +10,12 @@ import tensorstore as ts
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.runtime import host_memory
 
 # Retries after 1, 2, 4, ... and at most 32 seconds: two minutes in all.
 _RETRIES = 8
+# The most memory for unpacking one chunk of Blosc: 2 GiB for the content, and less for its blocks.
+_UNPACKING_BYTES = 4 << 30
 _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 
 
@@ -68,9 +71,15 @@ def reading_context() -> ts.Context:
     database. By default TensorStore repeats a failed request to a bucket for 15 minutes; the
     settings for reading limit this time to two minutes. These settings do not apply to writes:
     Orbax writes with settings that are constants in its code.
+
+    The number of chunks that TensorStore unpacks at the same time is limited, so that damaged or
+    hostile chunks cannot exhaust this host's memory: TensorStore unpacks a chunk of Blosc wholly,
+    up to 2 GiB, before it compares the size with that of the array's chunks.
     """
+    most = host_memory.host_memory_bytes() // _UNPACKING_BYTES
     return ts.Context(
         {
+            "data_copy_concurrency": {"limit": max(1, min(most, os.cpu_count() or 1))},
             "file_io_concurrency": {"limit": 128},
             "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
             "gcs_request_retries": {"max_retries": _RETRIES},
