@@ -35,8 +35,11 @@ class CheckpointOptions:
         leaves, "stacked" all leaves, "flat" none. Names and values do not depend on the layout,
         and a checkpointer with any layout reads steps of every other.
       snapshot: how a save protects device arrays from later changes. "auto" detects whether the
-        program donates buffers. "reference" is for programs that do not donate, "copy" for
-        programs that do. "transfer" blocks the training thread until the arrays are on the host.
+        program donates buffers; if it does, it copies on the devices what fits there and offloads
+        the rest. "reference" is for programs that do not donate, "copy" for programs that do.
+        "offload" is for programs that donate a state which fills the devices: it copies the state
+        to memory of the host before the next step, without blocking the training thread. "transfer"
+        blocks the training thread until the arrays are on the host.
       restore_in_budget: whether a restore proceeds part by part, and frees the device buffers of a
         part before their replacements arrive. Meant for a state that fills the devices. A failure
         during such a restore leaves the program without a usable state: every buffer is deleted,
@@ -57,8 +60,8 @@ class CheckpointOptions:
         after another. Buffers held by reference must then live until the last batch is fetched,
         and ``snapshot="transfer"`` blocks the training thread for that time. Each batch rewrites a
         few small files, so give a bound of gigabytes. The bound does not count leaves that are host
-        arrays, the memory to compress or rearrange an array, and a save to a local tier that runs
-        at the same time.
+        arrays, what a snapshot by offload holds, the memory to compress or rearrange an array, and
+        a save to a local tier that runs at the same time.
       preemption_grace_secs: how long the process may run after a SIGTERM that arrives after
         ``attach`` or the first ``save``, and before ``close``. The process then ends, whatever it
         does. Give the time that the scheduler waits before it kills the process: Kubernetes and

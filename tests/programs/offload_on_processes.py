@@ -22,10 +22,11 @@ devices = np.array(jax.devices()).reshape(2, -1)  # a row of each process
 mesh = Mesh(devices, ("replica", "fsdp"))
 
 
-def on(spec: P, *shape: int, dtype: Any = np.float32) -> jax.Array:
+def on(spec: P, *shape: int, dtype: Any = np.float32, kind: str = "device") -> jax.Array:
     count = int(np.prod(shape))
     host = np.arange(count * np.dtype(dtype).itemsize).astype(np.uint8).view(dtype).reshape(shape)
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda i: host[i].copy())
+    sharding = NamedSharding(mesh, spec, memory_kind=kind)
+    return jax.make_array_from_callback(shape, sharding, lambda i: host[i].copy())
 
 
 state: dict[str, Any] = {
@@ -36,6 +37,7 @@ state: dict[str, Any] = {
     "whole": on(P(), 7, 5),
     "large": on(P("replica"), 512, 1200),
     "scalar": on(P(), 1).reshape(()),
+    "pinned": on(P(), 8, 3, kind="pinned_host"),
     "here": jax.device_put(np.arange(6.0, dtype=np.float32), jax.local_devices()[-1]),
     "host": np.arange(5),
 }

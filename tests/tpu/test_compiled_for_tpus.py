@@ -46,8 +46,8 @@ MAX_SAVE_CODE_BYTES = 4 << 20
 MAX_RESTORE_CODE_BYTES = 8 << 20
 # What a program needs for each complex array, besides a multiple of the array's size.
 COMPLEX_SCRATCH_BYTES = 128 << 10
-# What many short vectors or scalars need on v5p; other chips need nothing for them.
-V5P_SCRATCH_BYTES = 8 << 20
+# What many short vectors need on v5p, and what an offload of many scalars needs on every chip.
+SMALL_SCRATCH_BYTES = 8 << 20
 
 
 # --- states ---
@@ -129,7 +129,7 @@ class Programs(dict[Any, Compiled]):
         kind = (program, sharding)
         if isinstance(sharding, SingleDeviceSharding):
             device: Any = next(iter(sharding.device_set))
-            kind = (program.__wrapped__.__qualname__, id(device.client))
+            kind = (program.jitted.__wrapped__.__qualname__, id(device.client))
         key = (*kind, *((a.shape, a.dtype.name) for a in arrays))
         if key not in self.compiled:
             self.compiled[key] = compiled(program, *arrays)
@@ -145,7 +145,7 @@ def bytes_of(array: Any) -> int:
 
 def _v5p_scratch(program: Compiled) -> int:
     device: Any = next(iter(program.arrays[0].sharding.device_set))
-    return V5P_SCRATCH_BYTES if device.device_kind == "TPU v5" else 0
+    return SMALL_SCRATCH_BYTES if device.device_kind == "TPU v5" else 0
 
 
 def assert_saves_alone(program: Compiled) -> None:
@@ -176,7 +176,7 @@ def assert_offloaded(leaves: Leaves) -> None:
             assert len(program.arrays) == 1
             scratch = 3 * program.host_output_bytes + COMPLEX_SCRATCH_BYTES
         else:
-            scratch = _v5p_scratch(program)
+            scratch = SMALL_SCRATCH_BYTES
         assert program.temporary_bytes <= scratch
         assert program.output_bytes <= program.table_bytes
         assert program.host_output_bytes == sum(map(bytes_of, program.arrays))
@@ -188,7 +188,7 @@ def assert_saved(leaves: Leaves, layout: Any = "auto") -> Programs:
     """Asserts the same of all programs that copy and stack these leaves; returns the programs."""
     plan = Planner(layout)(list(leaves), [*leaves.values()]).plan
     programs = Programs()
-    stored = stacking._execute(plan, leaves, True, programs)
+    stored = stacking.execute_with(plan, leaves, True, programs)
     assert (
         stored.keys()
         == {*plan.stacks, *leaves}

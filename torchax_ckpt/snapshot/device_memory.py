@@ -13,13 +13,13 @@ from typing import Any
 import jax
 
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
+from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices
 
 Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
 
 # Free memory must be at least this factor times the size of the copies, because a training step
 # runs while the copies exist.
-_HEADROOM = 1.25
+HEADROOM = 1.25
 
 
 def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
@@ -66,7 +66,13 @@ class DeviceMemory:
     not more than the program and the copies together needed before, no statistic shows the growth.
     ``holds`` may then return True although the copies do not fit.
 
+    The memory of the host that offloads need counts from their begin, see ``promised``. The class
+    assumes that no other process of the run shares the host.
+
     Several threads may use one object of this class at the same time.
+
+    Attributes:
+      has_pinned_failed: whether an offload has run out of memory.
 
     Args:
       stats: device -> its memory statistics, or None if it reports none.
@@ -90,6 +96,8 @@ class DeviceMemory:
         self._last_peak: dict[jax.Device, int] = {}
         self._copy_bytes: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
+        self._promised_bytes, self._pinned_bytes = 0, 0
+        self.has_pinned_failed = False
 
     def holds(self, needed: Mapping[jax.Device, int] | None) -> bool:
         """Returns whether each device has memory for the bytes that copies need there.
@@ -101,20 +109,48 @@ class DeviceMemory:
         with self._lock:
             free = self._free_of_each(needed)
             return all(
-                (left := free[device]) is None or num_bytes * _HEADROOM <= left
+                (left := free[device]) is None or num_bytes * HEADROOM <= left
                 for device, num_bytes in needed.items()
             )
 
-    def host_holds(self, num_bytes: int) -> bool:
-        """Returns whether the host has memory for this many bytes."""
-        available = self._host_bytes()
-        return available is None or num_bytes * _HEADROOM <= available
+    def host_holds(self, needed: Needed) -> bool:
+        """Returns whether the host has memory for an offload.
 
-    def described_on_host(self, num_bytes: int) -> str:
+        Pinned memory that an earlier offload took does not have to be available again, because the
+        runtime may have kept it for the next one.
+        """
+        available = self._available_on_host()
+        pinned_bytes = max(0, needed.pinned_bytes - self._pinned_bytes)
+        return available is None or (pinned_bytes + needed.ordinary_bytes) * HEADROOM <= available
+
+    def described_on_host(self, needed: Needed) -> str:
         """Returns a text: bytes needed and available on the host."""
-        available = self._host_bytes()
+        available = self._available_on_host()
         found = "unknown" if available is None else f"{available} bytes"
-        return f"expected {num_bytes} bytes of host memory available, found {found}"
+        return f"expected {needed.host_bytes} bytes of host memory available, found {found}"
+
+    def promised(self, needed: Needed) -> Callable[[], None]:
+        """Records that an offload begins; returns a function to call once, when it has its memory.
+
+        Until then, the host's memory for the offload does not count as available.
+        """
+        with self._lock:
+            self._promised_bytes += needed.host_bytes
+
+        def taken() -> None:
+            with self._lock:
+                self._promised_bytes -= needed.host_bytes
+                self._pinned_bytes = max(self._pinned_bytes, needed.pinned_bytes)
+
+        return taken
+
+    def pinned_failed(self) -> None:
+        """Records that an offload ran out of memory although ``host_holds`` returned True."""
+        self.has_pinned_failed = True
+
+    def _available_on_host(self) -> int | None:
+        available = self._host_bytes()
+        return None if available is None else available - self._promised_bytes
 
     def described(self, needed: Mapping[jax.Device, int]) -> str:
         """Returns a text: bytes needed and free on the device where free minus needed is least."""

@@ -16,12 +16,37 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
 
-Program = Any
-"""A jitted function of arrays."""
+_NO_MESH = Mesh(np.empty((), dtype=object), ())
+
+
+class Program:
+    """A jitted function of arrays, called outside of the mesh that the program set.
+
+    After ``jax.set_mesh(mesh)``, JAX refuses jitted functions of arrays on other devices, such as
+    single shards.
+
+    Args:
+      jitted: the jitted function.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Runs the function."""
+        with jax.set_mesh(_NO_MESH):
+            return self.jitted(*arrays)
+
+    def lower(self, *arrays: Any) -> Any:
+        """Lowers the function for these arrays, or abstract arrays, as ``jax.jit`` does."""
+        with jax.set_mesh(_NO_MESH):
+            return self.jitted.lower(*arrays)
+
 
 # The most arguments of one program; its compile time grows faster than linearly with them.
 MAX_ARGUMENTS = 128
@@ -33,22 +58,30 @@ BUILDERS: dict[str, Callable[..., Program]] = {}
 """Name of each function that returns a program -> the function."""
 
 
-def device_program(maxsize: int) -> Callable[[Callable[P, Program]], Callable[P, Program]]:
-    """Registers a function that returns a program, and caches its last ``maxsize`` results.
+def device_program(maxsize: int) -> Callable[[Callable[P, Any]], Callable[P, Program]]:
+    """Registers a function that returns a jitted function, which becomes a ``Program``.
+
+    Caches the last ``maxsize`` programs.
 
     Without the cache, each call would give ``jax.jit`` a new function object, and JAX would compile
     the same program again.
     """
 
-    def register(build: Callable[P, Program]) -> Callable[P, Program]:
+    def register(build: Callable[P, Any]) -> Callable[P, Program]:
         BUILDERS[build.__name__] = build
-        return functools.lru_cache(maxsize)(build)  # type: ignore[return-value]
+
+        @functools.lru_cache(maxsize)
+        @functools.wraps(build)
+        def program(*args: P.args, **kwargs: P.kwargs) -> Program:
+            return Program(build(*args, **kwargs))
+
+        return program  # type: ignore[return-value]
 
     return register
 
 
 @device_program(maxsize=256)
-def copy_program(sharding: Sharding) -> Program:
+def copy_program(sharding: Sharding) -> Any:
     """Returns the program that copies arrays with this sharding."""
 
     def checkpoint_copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -58,7 +91,7 @@ def copy_program(sharding: Sharding) -> Program:
 
 
 @device_program(maxsize=1024)
-def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Program:
+def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Any:
     """Returns the program that creates arrays of these shapes and dtypes whose bits are all zero.
 
     The program makes zero integers and converts their bits to the dtype, because the dtype
@@ -76,7 +109,7 @@ def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Shar
 
 
 @device_program(maxsize=256)
-def reshape_program(shape: tuple[int, ...], sharding: Sharding) -> Program:
+def reshape_program(shape: tuple[int, ...], sharding: Sharding) -> Any:
     """Returns the program that changes the shape of an array on one device."""
 
     def checkpoint_reshape(array: jax.Array) -> tuple[jax.Array]:
@@ -86,7 +119,7 @@ def reshape_program(shape: tuple[int, ...], sharding: Sharding) -> Program:
 
 
 @device_program(maxsize=1024)
-def slice_program(starts: tuple[int, ...], limits: tuple[int, ...], sharding: Sharding) -> Program:
+def slice_program(starts: tuple[int, ...], limits: tuple[int, ...], sharding: Sharding) -> Any:
     """Returns the program that cuts the part from ``starts`` to ``limits`` out of a shard."""
 
     def checkpoint_slice(array: jax.Array) -> tuple[jax.Array]:

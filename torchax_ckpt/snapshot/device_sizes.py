@@ -35,7 +35,7 @@ _Spec = tuple[tuple[int, ...], Any]
 # A tiled array takes a multiple of these bytes. Seen in sizes that the TPU compiler reports.
 _ALIGNMENT = 512
 # The kinds of memory that belong to the host.
-_HOST_MEMORY = ("pinned_host", "unpinned_host")
+HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Layout | None) -> int:
@@ -98,11 +98,18 @@ class Needed:
 
     Attributes:
       devices: device of this process -> bytes of outputs and temporary memory there.
-      host_bytes: bytes of the outputs that are in the memory of the host.
+      pinned_bytes: bytes of the outputs that are in the memory of the host.
+      ordinary_bytes: bytes of ordinary memory of the host that the outputs are copied to.
     """
 
     devices: Mapping[jax.Device, int]
-    host_bytes: int
+    pinned_bytes: int
+    ordinary_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the memory of the host."""
+        return self.pinned_bytes + self.ordinary_bytes
 
 
 def needed_by(compute: Callable[[Run], object]) -> Needed:
@@ -128,12 +135,12 @@ def needed_by(compute: Callable[[Run], object]) -> Needed:
 
     compute(compile_only)
     by_sharding = _bytes_by_sharding(outputs)
-    host_bytes = sum(
+    pinned_bytes = sum(
         num_bytes * len(sharding.addressable_devices)
         for sharding, num_bytes in by_sharding.items()
-        if sharding.memory_kind in _HOST_MEMORY
+        if sharding.memory_kind in HOST_MEMORY
     )
-    return Needed(_on_devices(by_sharding) + collections.Counter(temporary), host_bytes)
+    return Needed(_on_devices(by_sharding) + collections.Counter(temporary), pinned_bytes)
 
 
 def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
@@ -165,7 +172,7 @@ def _bytes_by_sharding(arrays: Iterable[Any]) -> dict[Sharding, int]:
 def _on_devices(by_sharding: Mapping[Sharding, int]) -> collections.Counter[jax.Device]:
     taken: collections.Counter[jax.Device] = collections.Counter()
     for sharding, num_bytes in by_sharding.items():
-        if sharding.memory_kind not in _HOST_MEMORY:
+        if sharding.memory_kind not in HOST_MEMORY:
             for device in sharding.addressable_devices:
                 taken[device] += num_bytes
     return taken

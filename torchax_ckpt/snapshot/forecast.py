@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from torchax_ckpt.options import Layout
-from torchax_ckpt.snapshot.device_memory import _HEADROOM, DeviceMemory, Stats
+from torchax_ckpt.snapshot.device_memory import HEADROOM, DeviceMemory, Stats
 from torchax_ckpt.snapshot.offload import pinned
 from torchax_ckpt.snapshot.planner import Planned
 from torchax_ckpt.snapshot.snapshotter import Snapshotter, Way
-from torchax_ckpt.snapshot.stacking import AnyArray, _execute
+from torchax_ckpt.snapshot.stacking import AnyArray, execute_with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def forecast(
     return Forecast(
         way=way,
         copy_bytes=copy_bytes,
-        wanted_bytes=None if copy_bytes is None else math.ceil(copy_bytes * _HEADROOM),
+        wanted_bytes=None if copy_bytes is None else math.ceil(copy_bytes * HEADROOM),
         part_bytes=part_bytes,
         offloaded_bytes=offloaded_bytes,
         num_programs=_num_programs(way, planned, arrays, copied),
@@ -96,14 +96,14 @@ def _num_programs(
     found = set()
 
     def note(program: Any, *arrays: Any) -> Any:
-        outputs = jax.eval_shape(program, *arrays)
+        outputs = jax.eval_shape(program.jitted, *arrays)
         specs = tuple((array.shape, array.dtype.name) for array in arrays)
-        found.add((program.__wrapped__.__qualname__, specs))
+        found.add((program.jitted.__wrapped__.__qualname__, specs))
         return outputs
 
     plan, leaves = planned.plan, dict(zip(planned.names, arrays, strict=True))
     if way == "offload":
         plan, leaves, others = planned.divided(arrays, copied)
         pinned(others, note)
-    _execute(plan, leaves, way != "transfer", note)
+    execute_with(plan, leaves, way != "transfer", note)
     return len(found)

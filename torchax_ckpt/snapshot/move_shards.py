@@ -189,7 +189,7 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
 
 
 @device_program(maxsize=256)
-def sum_program(grid: Mesh) -> Program:
+def sum_program(grid: Mesh) -> Any:
     """Returns the program that sends one row's shards to all rows of a grid.
 
     The program sums the rows, so all rows but the one to be sent must contain zeros.
@@ -198,7 +198,7 @@ def sum_program(grid: Mesh) -> Program:
 
 
 @device_program(maxsize=64)
-def permute_program(grid: Mesh, rounds: Rounds) -> Program:
+def permute_program(grid: Mesh, rounds: Rounds) -> Any:
     """Returns the program that sends shards between a grid's rows by the permutes in ``rounds``."""
 
     def permute(bits: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ def permute_program(grid: Mesh, rounds: Rounds) -> Program:
     return _grid_program(grid, permute)
 
 
-def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Program:
+def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Any:
     """Returns a jitted program that applies ``move_bits`` to the shards of any leaves on a grid.
 
     On each device, ``move_bits`` gets the bits of the device's shard and returns the bits of the
@@ -280,9 +280,7 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
 
 
 @device_program(maxsize=64)
-def reshard_program(
-    sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
-) -> Program:
+def reshard_program(sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]) -> Any:
     """Returns the program that changes the shardings of arrays from ``sources`` to ``targets``.
 
     The arrays must lie in device memory, on meshes whose axes have the type Auto.

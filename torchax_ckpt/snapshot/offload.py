@@ -15,7 +15,8 @@ import concurrent.futures
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.device_programs import Program, device_program, run_by_sharding
+from torchax_ckpt.snapshot.device_programs import device_program, run_by_sharding
 from torchax_ckpt.snapshot.device_sizes import Needed, Run, needed_by
 from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
 from torchax_ckpt.snapshot.sharding import replicas, shards_of, stacked
@@ -48,10 +49,9 @@ def is_supported(arrays: Iterable[AnyArray]) -> bool:
 
 
 def bytes_to_offload(leaves: Mapping[str, Any]) -> Needed:
-    """Returns the memory that offloading takes until the save has stored the leaves.
+    """Returns the memory that an offload takes until the save has ended.
 
-    ``host_bytes`` counts the pinned memory, which is padded as on the devices, and the ordinary
-    memory. Compiles the programs, but runs nothing.
+    The pinned memory is padded as on the devices. Compiles the programs, but runs nothing.
 
     Args:
       leaves: name -> array on devices, or an abstract array with a sharding.
@@ -59,7 +59,7 @@ def bytes_to_offload(leaves: Mapping[str, Any]) -> Needed:
     needed = needed_by(lambda run: pinned(leaves, run))
     forms = [_Form(array.shape, array.dtype, array.sharding) for array in leaves.values()]
     ordinary = sum(len(form.starts) * form.shard_bytes for form in forms)
-    return Needed(needed.devices, needed.host_bytes + ordinary)
+    return Needed(needed.devices, needed.pinned_bytes, ordinary)
 
 
 class _Form(NamedTuple):
@@ -90,14 +90,22 @@ class Offloaded:
     Args:
       plan: which of the leaves are stacked.
       leaves: name -> array on devices.
+      taken: called once, when the memory of the host is allocated, or is no longer needed.
+
+    Raises:
+      JaxRuntimeError: the devices lack memory; ``taken`` is not called.
     """
 
-    def __init__(self, plan: Plan, leaves: Mapping[str, jax.Array]) -> None:
+    def __init__(
+        self, plan: Plan, leaves: Mapping[str, jax.Array], taken: Callable[[], None]
+    ) -> None:
         self._plan = plan
         self._forms = {n: _Form(a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
         self._pinned = pinned(leaves, lambda program, *arrays: program(*arrays))
         self._lock = threading.Lock()
         self._on_host: concurrent.futures.Future[dict[str, HostArray]] | None = None
+        self._taken = weakref.finalize(self, taken)  # also if the save fails before it fetches
+        self._taken.atexit = False
 
     def on_host(self) -> Mapping[str, HostArray]:
         """Waits for the leaves; returns the name of each leaf and stack -> its array on the host.
@@ -113,6 +121,8 @@ class Offloaded:
                 future.set_result(self._fetch())
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                self._taken()
         return future.result()
 
     def _fetch(self) -> dict[str, HostArray]:
@@ -164,7 +174,8 @@ class _Memory:
 
     def __init__(self, sizes: Iterable[int]) -> None:
         # One mapping, because a process can have some 65,000.
-        mapping = mmap.mmap(-1, max(1, sum(map(_aligned, sizes))))
+        num_bytes = max(1, sum(map(_aligned, sizes)))
+        mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._left = np.frombuffer(mapping, np.uint8)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -179,7 +190,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 @device_program(maxsize=256)
-def offload_program(sharding: Sharding) -> Program:
+def offload_program(sharding: Sharding) -> Any:
     """Returns the program that copies arrays with this sharding to pinned memory of the host."""
 
     def checkpoint_offload(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -229,6 +240,8 @@ def _one_replica(array: Any) -> Any:
         return array
     if not isinstance(array, jax.Array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=first)
-    on_device = {shard.device: shard.data for shard in shards_of(array)}
+    # Faster than ``shards_of``, which builds a list of shards.
+    count = len(sharding.addressable_devices)
+    on_device = {data.device: data for data in map(array.addressable_data, range(count))}
     shards = [on_device[d] for d in first.addressable_devices_indices_map(array.shape)]
     return jax.make_array_from_single_device_arrays(array.shape, first, shards)

@@ -15,12 +15,15 @@ import numpy as np
 from torchax_ckpt.layout.storage_plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout
 from torchax_ckpt.snapshot.device_memory import is_exhausted
+from torchax_ckpt.snapshot.device_programs import MAX_ARGUMENTS
 from torchax_ckpt.snapshot.device_sizes import Needed, shard_bytes
 from torchax_ckpt.snapshot.offload import bytes_to_offload
 from torchax_ckpt.snapshot.sharding import stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, Array, bytes_to_execute, execute
 
 T = TypeVar("T")
+# How many divisions of the leaves a ``Planned`` remembers.
+_MAX_DIVISIONS = 8
 
 
 class Planner:
@@ -82,6 +85,7 @@ class Planned:
     flat: Plan
     _sizes: dict[bool, Mapping[jax.Device, int] | None] = dataclasses.field(default_factory=dict)
     _divisions: dict[frozenset[str], Needed | None] = dataclasses.field(default_factory=dict)
+    _totals: dict[str, Mapping[jax.Device, int]] = dataclasses.field(default_factory=dict)
 
     def bytes_on_devices(
         self, arrays: Sequence[AnyArray], *, copy: bool
@@ -135,9 +139,10 @@ class Planned:
                 of_copies = bytes_to_execute(plan, copies, copy=True)
                 of_others = bytes_to_offload(offloaded)
                 devices = collections.Counter(of_copies) + collections.Counter(of_others.devices)
-                return Needed(devices, of_others.host_bytes)
+                return dataclasses.replace(of_others, devices=devices)
 
-            self._divisions.clear()  # the memory of a program settles, and so does its division
+            if len(self._divisions) >= _MAX_DIVISIONS:
+                del self._divisions[next(iter(self._divisions))]
             self._divisions[copied] = _unless_refused(needed)
         return self._divisions[copied]
 
@@ -149,17 +154,34 @@ class Planned:
         """Returns which of the arrays to store can be copied on devices if the rest is offloaded.
 
         The smallest arrays are copied, because a transfer to the host takes some time for each
-        array, whatever its size. As long as the last result fits, this method returns it again,
-        because the programs of another result would have to be compiled. None means that the
-        devices lack memory even to offload all.
+        array, whatever its size. An earlier result is returned again if it fits and copies at least
+        half as many arrays as could be copied, because the programs of another result would have to
+        be compiled. None means that the devices lack memory even to offload all.
 
         Args:
           arrays: the leaves, in the order of ``names``.
           holds: whether the devices have memory for the bytes on each device.
         """
-        for known, needed in self._divisions.items():
+        if not self._totals:
+            self._totals.update(self._copy_totals(arrays))
+        names, totals = [*self._totals], [*self._totals.values()]
+        count = bisect.bisect_left(range(len(totals)), True, key=lambda n: not holds(totals[n]))
+        fitting = (c for c, n in self._divisions.items() if n is not None and holds(n.devices))
+        known = max(fitting, key=len, default=None)
+        if known is not None and 2 * len(known) >= count:
+            return known
+        # The totals leave out temporary memory, so that fewer arrays may fit.
+        for number in (count, count // 2, 0):
+            copied = frozenset(names[:number])
+            needed = self.bytes_if_divided(arrays, copied)
             if needed is not None and holds(needed.devices):
-                return known
+                return copied
+        return None
+
+    def _copy_totals(
+        self, arrays: Sequence[AnyArray]
+    ) -> dict[str, collections.Counter[jax.Device]]:
+        """Returns name of each array to store -> bytes of its copy and those of smaller arrays."""
         leaves = dict(zip(self.names, arrays, strict=True))
         targets = {
             name: _stored_array([leaves[member] for member in group], name in self.plan.stacks)
@@ -167,18 +189,18 @@ class Planned:
             if not isinstance(leaves[group[0]], np.ndarray)
         }
         sizes = shard_bytes(targets)
-        names = sorted(targets, key=sizes.__getitem__)
-        totals = [collections.Counter[jax.Device]()]
-        for name in names:
+        for name, group in self.plan.stacks.items():
+            if name in sizes and len(group) > MAX_ARGUMENTS:
+                sizes[name] *= 2  # concatenated from smaller stacks
+        total: collections.Counter[jax.Device] = collections.Counter()
+        totals = {}
+        for name in sorted(targets, key=sizes.__getitem__):
             sharding: Any = targets[name].sharding
-            more = dict.fromkeys(sharding.addressable_devices, sizes[name])
-            totals.append(totals[-1] + collections.Counter(more))
-        count = bisect.bisect_left(range(len(totals)), True, key=lambda n: not holds(totals[n])) - 1
-        for copied in (frozenset(names[: max(count, 0)]), frozenset[str]()):
-            needed = self.bytes_if_divided(arrays, copied)
-            if needed is not None and holds(needed.devices):
-                return copied
-        return None
+            total = total + collections.Counter(
+                dict.fromkeys(sharding.addressable_devices, sizes[name])
+            )
+            totals[name] = total
+        return totals
 
 
 def _unless_refused(needed: Callable[[], T]) -> T | None:

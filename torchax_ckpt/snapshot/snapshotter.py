@@ -122,7 +122,12 @@ class Snapshot:
         """Adds the offloaded arrays to the others, in an order that is the same in each process."""
         if self._offloaded is None:
             return copies
-        found: dict[str, Stored] = {**self._offloaded.on_host(), **copies}
+        try:
+            found: dict[str, Stored] = {**self._offloaded.on_host(), **copies}
+        except jax.errors.JaxRuntimeError as error:
+            if is_exhausted(error):
+                self._memory.pinned_failed()
+            raise
         return {name: found[name] for name in plan.members(self.names)}
 
     def _stacked(self, planned: Planned) -> dict[str, Array] | None:
@@ -170,6 +175,7 @@ class Snapshotter:
         self._donates: bool | None = None
         self._samples: list[jax.Array] = []
         self._logged: set[tuple[Way, str]] = set()
+        self._exhausted: BaseException | None = None
 
     def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
         """Returns a snapshot of the leaves.
@@ -186,6 +192,7 @@ class Snapshotter:
             way: Way = "transfer" if self._mode == "transfer" else "reference"
             self._log_once(way, why)
             return Snapshot(way, names, arrays, self._planner, self._memory)
+        self._exhausted = None
         planned = self._planner(names, arrays)
         if self._mode != "offload":
             if (snapshot := self._copied(planned, arrays)) is not None:
@@ -196,9 +203,9 @@ class Snapshotter:
             if (snapshot := self._offloaded(planned, arrays)) is not None:
                 self._log_once("offload", why)
                 return snapshot
-            why = f"{why}, nor on the host"
+            why = f"{why}, and the arrays cannot be offloaded"
         if self._mode != "auto":
-            raise self._out_of_memory(planned, arrays)
+            raise self._out_of_memory(planned, arrays) from self._exhausted
         self._log_once("transfer", why)
         return Snapshot("transfer", names, arrays, self._planner, self._memory)
 
@@ -263,10 +270,14 @@ class Snapshotter:
         if (copied := self._division(planned, arrays)) is None:
             return None
         plan, leaves, others = planned.divided(arrays, copied)
+        needed = planned.bytes_if_divided(arrays, copied)
+        assert needed is not None, "chosen because it fits"
+        taken = self._memory.promised(needed)
         try:
             copies = execute(plan, leaves, copy=True)
-            offloaded = Offloaded(planned.plan, others)
+            offloaded = Offloaded(planned.plan, others, taken)
         except jax.errors.JaxRuntimeError as error:
+            taken()
             self._require_exhausted(error)
             return None
         self._memory.took(copies.values())
@@ -294,14 +305,17 @@ class Snapshotter:
             return None
         copied: frozenset[str] | None = frozenset()
         if self._mode == "auto":
+            if self._memory.has_pinned_failed:
+                return None
             copied = planned.division(arrays, self._memory.holds)
         needed = None if copied is None else planned.bytes_if_divided(arrays, copied)
-        return None if needed is None or not self._memory.host_holds(needed.host_bytes) else copied
+        return copied if needed is not None and self._memory.host_holds(needed) else None
 
     def _require_exhausted(self, error: jax.errors.JaxRuntimeError) -> None:
         """Records that the devices ran out of memory; raises ``error`` if it says anything else."""
         if not is_exhausted(error):
             raise error
+        self._exhausted = error
         self._memory.failed()
 
     def _out_of_memory(self, planned: Planned, arrays: Sequence[Array]) -> CheckpointError:
@@ -320,11 +334,12 @@ class Snapshotter:
                 f'devices without it. {nothing} Use CheckpointOptions(snapshot="auto").'
             )
         needed = planned.bytes_if_divided(arrays, frozenset())
-        found = (
-            "the programs that offload it need more memory than a device has"
-            if needed is None
-            else self._memory.described_on_host(needed.host_bytes)
-        )
+        if needed is None:
+            found = "the programs that offload it need more memory than a device has"
+        elif self._exhausted is not None:
+            found = "the devices ran out of memory while it was offloaded"
+        else:
+            found = self._memory.described_on_host(needed)
         return OutOfMemoryError(
             f"no memory to offload the state: {found}. {nothing} Use "
             'CheckpointOptions(snapshot="transfer"), which blocks the training thread but needs '

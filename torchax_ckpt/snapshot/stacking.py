@@ -15,7 +15,6 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
 from torchax_ckpt.snapshot.device_programs import (
     MAX_ARGUMENTS,
-    Program,
     copy_program,
     device_program,
     in_chunks,
@@ -37,7 +36,7 @@ def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str,
       leaves: name -> array of each leaf.
       copy: whether to copy device arrays that are not stacked.
     """
-    return _execute(plan, leaves, copy, lambda program, *arrays: program(*arrays))
+    return execute_with(plan, leaves, copy, lambda program, *arrays: program(*arrays))
 
 
 def bytes_to_execute(
@@ -56,10 +55,11 @@ def bytes_to_execute(
     on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
     stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_devices}
     part = Plan(stacks, plan.empty)
-    return needed_by(lambda run: _execute(part, on_devices, copy, run)).devices
+    return needed_by(lambda run: execute_with(part, on_devices, copy, run)).devices
 
 
-def _execute(plan: Plan, leaves: Mapping[str, Any], copy: bool, run: Run) -> dict[str, Any]:
+def execute_with(plan: Plan, leaves: Mapping[str, Any], copy: bool, run: Run) -> dict[str, Any]:
+    """Does what ``execute`` does, but runs each program with its arguments through ``run``."""
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
     stored = _copies(alone, run) if copy else alone
@@ -123,7 +123,7 @@ def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> 
 
 
 @device_program(maxsize=256)
-def stack_program(sharding: Sharding) -> Program:
+def stack_program(sharding: Sharding) -> Any:
     """Returns the program that stacks arrays along a new first dim; the stack has this sharding."""
 
     def checkpoint_stack(*arrays: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ def stack_program(sharding: Sharding) -> Program:
 
 
 @device_program(maxsize=256)
-def concatenate_program(sharding: Sharding) -> Program:
+def concatenate_program(sharding: Sharding) -> Any:
     """Returns the program that joins stacks along the first dim; the result has this sharding."""
 
     def checkpoint_concatenate(*arrays: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ import numpy as np
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.snapshot.device_programs import sliced
+from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
 from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
 from torchax_ckpt.storage.arrays import block_digests, chunking, orbax_internals
@@ -177,15 +178,22 @@ def _start(array: jax.Array | HostArray) -> _Fetch:
         return lambda: _stored(array)
     # JAX would keep the host's copy beside the original array.
     shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
-    parts: list[tuple[Start, jax.Array]] = []
+    is_on_host = array.sharding.memory_kind in HOST_MEMORY
+    parts: list[tuple[Start, jax.Array, tuple[slice, ...] | None]] = []
     for start, device, within in chunking.stored_parts(array):
-        part = shards[device] if within is None else sliced(shards[device], within)
+        part = shards[device]
+        # A program that cuts a small array in memory of the host might hang: Orbax avoids that too.
+        if within is not None and not is_on_host:
+            part, within = sliced(part, within), None
         part.copy_to_host_async()
-        parts.append((start, part))
+        parts.append((start, part, within))
 
     def fetch() -> HostArray:
-        on_host = {start: np.asarray(part) for start, part in parts}
-        return HostArray(tuple(array.shape), array.dtype, array.sharding, on_host)
+        found = {}
+        for start, part, within in parts:
+            host = np.asarray(part)
+            found[start] = host if within is None else host[within]
+        return HostArray(tuple(array.shape), array.dtype, array.sharding, found)
 
     return fetch
 

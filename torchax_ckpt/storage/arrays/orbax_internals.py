@@ -205,7 +205,7 @@ def _raw_bytes(original: Any) -> Any:
 @_replaces(replica_slices, "transfer_arrays_to_host")
 def _transfer(original: Any) -> Any:
     def transfer(arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(arrays[0], HostArray):
+        if not arrays or not isinstance(arrays[0], HostArray):
             return original(arrays, *args, **kwargs)
         return [_slices(array) for array in arrays]
 
