@@ -40,7 +40,7 @@ class StepPlan:
         memory of arguments, temporary memory, code, and the arrays of the state that are no
         arguments.
       state_bytes: the state that is saved.
-      copy_bytes: the copies and stacks of the state, which exist until the save has fetched them;
+      copy_bytes: the copies and stacks of the state, which exist until the save has ended;
         None if the compiler refuses them, because they exceed the chip.
       snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if the step donates the
         state.
