@@ -180,7 +180,8 @@ def assert_offloaded(leaves: Leaves) -> None:
         assert program.temporary_bytes <= scratch
         assert program.output_bytes <= program.table_bytes
         assert program.host_output_bytes == sum(map(bytes_of, program.arrays))
-        assert program.host_temporary_bytes == 0
+        # Some programs of small arrays of many dtypes need it. It counts as pinned memory.
+        assert program.host_temporary_bytes <= program.host_output_bytes
         assert program.code_bytes <= MAX_SAVE_CODE_BYTES
 
 

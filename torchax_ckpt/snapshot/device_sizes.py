@@ -66,10 +66,12 @@ class Compiled:
       outputs: what the program returns, as abstract arrays with the layouts that they will have.
       temporary_bytes: the memory that each device needs for the program while it runs, besides
         arguments and outputs.
+      host_temporary_bytes: the same in the memory of the host.
     """
 
     outputs: Any
     temporary_bytes: int
+    host_temporary_bytes: int
 
 
 def compiled(program: Program, *arrays: Any) -> Compiled:
@@ -89,7 +91,9 @@ def compiled(program: Program, *arrays: Any) -> Compiled:
         executable.output_formats,
     )
     memory = executable.memory_analysis()  # None if the backend has no such analysis
-    return Compiled(outputs, 0 if memory is None else memory.temp_size_in_bytes)
+    if memory is None:
+        return Compiled(outputs, 0, 0)
+    return Compiled(outputs, memory.temp_size_in_bytes, memory.host_temp_size_in_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Needed:
 
     Attributes:
       devices: device of this process -> bytes of outputs and temporary memory there.
-      pinned_bytes: bytes of the outputs that are in the memory of the host.
+      pinned_bytes: bytes of outputs and temporary memory that are in the memory of the host.
       ordinary_bytes: bytes of ordinary memory of the host that the outputs are copied to.
     """
 
@@ -125,12 +129,14 @@ def needed_by(compute: Callable[[Run], object]) -> Needed:
     """
     outputs: list[Any] = []
     temporary: dict[jax.Device, int] = collections.defaultdict(int)
+    host_temporary: dict[jax.Device, int] = collections.defaultdict(int)
 
     def compile_only(program: Program, *arrays: Any) -> Any:
         found = compiled(program, *arrays)
         outputs.extend(jax.tree.leaves(found.outputs))
         for device in arrays[0].sharding.addressable_devices:
             temporary[device] = max(temporary[device], found.temporary_bytes)
+            host_temporary[device] = max(host_temporary[device], found.host_temporary_bytes)
         return found.outputs
 
     compute(compile_only)
@@ -139,7 +145,7 @@ def needed_by(compute: Callable[[Run], object]) -> Needed:
         num_bytes * len(sharding.addressable_devices)
         for sharding, num_bytes in by_sharding.items()
         if sharding.memory_kind in HOST_MEMORY
-    )
+    ) + sum(host_temporary.values())
     return Needed(_on_devices(by_sharding) + collections.Counter(temporary), pinned_bytes)
 
 
