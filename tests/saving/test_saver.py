@@ -109,14 +109,18 @@ def test_forcing_a_step_that_is_there_or_on_its_way_does_nothing(
         assert not ckpt.save(1, state=STATE, force=True)
 
 
-def test_what_is_saved_is_fixed_when_save_returns(directory: Path, gate: Gate) -> None:
+copying = pytest.mark.parametrize("mode", ["copy", "offload"])
+
+
+@copying
+def test_what_is_saved_is_fixed_when_save_returns(mode: Any, directory: Path, gate: Gate) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     train_step(model, optimizer, 0)
     host = np.arange(4)
     device = jnp.arange(4.0)
     weight = np.array(torchax_backend.buffer(model.get_parameter("0.weight")))
-    options = CheckpointOptions(snapshot="copy")
+    options = CheckpointOptions(snapshot=mode)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.attach(model, optimizer, stateful={"s": Counter()})
         ckpt.save(1, force=True)
@@ -222,13 +226,14 @@ def test_the_mediums_own_error_is_reported_even_if_buffers_were_donated_meanwhil
 
 
 @pytest.mark.slow
+@copying
 def test_a_failed_save_keeps_no_copy_of_the_state_alive(
-    directory: Path, failing: Callable[[], None]
+    mode: Any, directory: Path, failing: Callable[[], None]
 ) -> None:
     x = jnp.ones((256, 256))
     gc.collect()
     before = len(jax.live_arrays())
-    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="copy"))
+    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot=mode))
     ckpt.save(1, state={"x": x}, force=True)
     ckpt._saver.wait()
     assert ckpt._saver.newest_failure is not None

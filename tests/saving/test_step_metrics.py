@@ -150,7 +150,7 @@ def test_metrics_recorded_in_a_loop_belong_to_their_step(directory: Path) -> Non
 
 
 # A transfer does wait.
-not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "reference"])
+not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "offload", "reference"])
 
 
 @pytest.mark.slow
