@@ -192,7 +192,6 @@ class Snapshotter:
             way: Way = "transfer" if self._mode == "transfer" else "reference"
             self._log_once(way, why)
             return Snapshot(way, names, arrays, self._planner, self._memory)
-        self._exhausted = None
         planned = self._planner(names, arrays)
         if self._mode != "offload":
             if (snapshot := self._copied(planned, arrays)) is not None:
@@ -201,11 +200,13 @@ class Snapshotter:
             why = f"{why}, and there is no memory for copies on the devices"
         if self._mode != "copy":
             if (snapshot := self._offloaded(planned, arrays)) is not None:
+                self._exhausted = None
                 self._log_once("offload", why)
                 return snapshot
             why = f"{why}, and the arrays cannot be offloaded"
+        exhausted, self._exhausted = self._exhausted, None  # its traceback holds arrays
         if self._mode != "auto":
-            raise self._out_of_memory(planned, arrays) from self._exhausted
+            raise self._out_of_memory(planned, arrays, exhausted) from exhausted
         self._log_once("transfer", why)
         return Snapshot("transfer", names, arrays, self._planner, self._memory)
 
@@ -276,8 +277,10 @@ class Snapshotter:
         try:
             copies = execute(plan, leaves, copy=True)
             offloaded = Offloaded(planned.plan, others, taken)
-        except jax.errors.JaxRuntimeError as error:
+        except BaseException as error:
             taken()
+            if not isinstance(error, jax.errors.JaxRuntimeError):
+                raise
             self._require_exhausted(error)
             return None
         self._memory.took(copies.values())
@@ -318,8 +321,10 @@ class Snapshotter:
         self._exhausted = error
         self._memory.failed()
 
-    def _out_of_memory(self, planned: Planned, arrays: Sequence[Array]) -> CheckpointError:
-        """Returns the error of the modes "copy" and "offload"."""
+    def _out_of_memory(
+        self, planned: Planned, arrays: Sequence[Array], exhausted: BaseException | None
+    ) -> CheckpointError:
+        """Returns the error of the modes "copy" and "offload"; ``exhausted`` is JAX's error."""
         nothing = "Nothing was saved, and the state is unchanged."
         if self._mode == "copy":
             return OutOfMemoryError(
@@ -336,7 +341,7 @@ class Snapshotter:
         needed = planned.bytes_if_divided(arrays, frozenset())
         if needed is None:
             found = "the programs that offload it need more memory than a device has"
-        elif self._exhausted is not None:
+        elif exhausted is not None:
             found = "the devices ran out of memory while it was offloaded"
         else:
             found = self._memory.described_on_host(needed)
