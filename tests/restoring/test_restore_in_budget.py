@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,6 +50,7 @@ def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
 
 
 def live_bytes() -> int:
+    gc.collect()  # what earlier tests left could go at any time
     return sum(array.nbytes for array in jax.live_arrays())
 
 
