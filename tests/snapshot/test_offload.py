@@ -436,10 +436,12 @@ def test_host_memory_is_one_mapping_and_freed_when_the_step_is_durable(
 
 @pytest.mark.slow
 def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
-    program = PROGRAMS / "memory_of_offload.py"
-    told = run_python(program, str(tmp_path), "30", "400", devices=4, fresh=True)
+    # What is freed goes back to the system at once: what malloc keeps differs from run to run.
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    program, arguments = PROGRAMS / "memory_of_offload.py", (str(tmp_path), "30", "200")
+    told = run_python(program, *arguments, devices=4, env=env, fresh=True)
     after_few, after_all, num_bytes = map(int, told.stdout.split())
-    assert num_bytes >= 400_000_000
+    assert num_bytes >= 200_000_000
     assert after_all <= after_few * 1.05
 
 
