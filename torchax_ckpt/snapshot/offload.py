@@ -12,6 +12,7 @@ Stacking in the program itself would take device memory for the stacks.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import math
 import mmap
 import threading
@@ -229,19 +230,25 @@ def _sources(array: Any) -> Iterator[tuple[Start | None, Any]]:
 
 def _one_replica(array: Any) -> Any:
     """Returns the first replica of an array with large shards; other arrays as they are."""
-    sharding = array.sharding
-    if not isinstance(sharding, NamedSharding):
-        return array
-    num_bytes = math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    if num_bytes < _MIN_BYTES_TO_SELECT:
-        return array
-    first, *others = replicas(sharding)
-    if not others:
+    first = _replica_to_select(array.sharding, array.shape, array.dtype.itemsize)
+    if first is None:
         return array
     if not isinstance(array, jax.Array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=first)
     # Faster than ``shards_of``, which builds a list of shards.
-    count = len(sharding.addressable_devices)
+    count = len(array.sharding.addressable_devices)
     on_device = {data.device: data for data in map(array.addressable_data, range(count))}
     shards = [on_device[d] for d in first.addressable_devices_indices_map(array.shape)]
     return jax.make_array_from_single_device_arrays(array.shape, first, shards)
+
+
+@functools.lru_cache(maxsize=1024)
+def _replica_to_select(
+    sharding: Sharding, shape: tuple[int, ...], itemsize: int
+) -> NamedSharding | None:
+    """Returns the sharding of the first replica; None if the shards are small or not replicated."""
+    num_bytes = math.prod(sharding.shard_shape(shape)) * itemsize
+    if not isinstance(sharding, NamedSharding) or num_bytes < _MIN_BYTES_TO_SELECT:
+        return None
+    first, *others = replicas(sharding)
+    return first if others else None

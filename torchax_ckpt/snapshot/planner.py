@@ -54,7 +54,7 @@ class Planner:
         known, may_stack = self._known, self._may_stack
         if (signatures, names, may_stack) != (known.signatures, known.names, known.may_stack):
             plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
-            flat = unstacked(plan, dict(zip(names, arrays, strict=True)))
+            flat = _unstacked(plan, dict(zip(names, arrays, strict=True)))
             plan = plan if may_stack else flat
             self._known = known = Planned(names, signatures, may_stack, plan, flat)
         return known
@@ -248,16 +248,9 @@ def beside(
     return Plan({**plan.stacks, **more.stacks}, plan.empty | more.empty), stored
 
 
-def unstacked(plan: Plan, arrays: Mapping[str, AnyArray]) -> Plan:
-    """Returns the plan without its stacks of device arrays; stacks of host arrays remain.
-
-    Args:
-      plan: the plan.
-      arrays: name -> array, either for the leaves or for the stored arrays.
-    """
+def _unstacked(plan: Plan, leaves: Mapping[str, AnyArray]) -> Plan:
+    """Returns the plan without its stacks of device arrays; stacks of host arrays remain."""
     stacks = {
-        name: group
-        for name, group in plan.stacks.items()
-        if not isinstance(arrays.get(name, arrays.get(group[0])), jax.Array)
+        n: group for n, group in plan.stacks.items() if isinstance(leaves[group[0]], np.ndarray)
     }
     return Plan(stacks, plan.empty)

@@ -249,3 +249,21 @@ def test_a_save_that_orbax_gives_up_before_it_begins_ends() -> None:
         coming.taken()
     with pytest.raises(StopIteration):  # it writes nothing
         coming.write([], lambda batch: pytest.fail("written")).send(None)
+
+
+def test_each_array_is_fetched_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[Any] = []
+    start = host_batches._start
+
+    def recorded(array: Any) -> Any:
+        fetched.append(array)
+        return start(array)
+
+    monkeypatch.setattr(host_batches, "_start", recorded)
+    state = {**state_of(), "mask": jnp.ones((8, 8), bool)}
+    options = CheckpointOptions(layout="flat", snapshot="reference")
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.save(1, state=state)
+        ckpt.wait_until_finished()
+    for array in state.values():
+        assert sum(other is array for other in fetched) == 1

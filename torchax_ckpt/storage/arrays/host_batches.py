@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.snapshot.device_programs import sliced
@@ -87,7 +88,11 @@ class Batches(orbax_internals.StatusCallback):
             self.on_devices.set_result({})
 
     def taken(self) -> dict[str, Digests]:
-        """Waits for the last batch; returns the digests of the blocks that this process stores."""
+        """Waits for the last batch; returns the digests of the blocks that this process stores.
+
+        Raises:
+          SaveError: the bytes of a boolean array are other than 0 and 1.
+        """
         on_host = {n: self._digests(n, a, {(0,) * a.ndim: a}) for n, a in self._host.items()}
         return on_host | self.on_devices.result()
 
@@ -100,8 +105,8 @@ class Batches(orbax_internals.StatusCallback):
 
         Args:
           params: the parameters of Orbax's handler of arrays, each with an array and its path.
-          write: the handler's method that fetches arrays, and returns an awaitable that writes
-            them.
+          write: the handler's method that takes fetched arrays, and returns an awaitable that
+            writes them.
         """
         if not self.on_devices.set_running_or_notify_cancel():
             return
@@ -157,6 +162,12 @@ class Batches(orbax_internals.StatusCallback):
             self.on_devices.set_result(taken)
 
     def _digests(self, name: str, array: AnyArray, parts: Mapping[Start, np.ndarray]) -> Digests:
+        if array.dtype == np.bool_ and any((p.view(np.uint8) > 1).any() for p in parts.values()):
+            raise SaveError(
+                f"{name}: expected booleans whose bytes are 0 or 1, found other bytes, which "
+                "storage does not preserve; compute the array again, for example as x != 0",
+                key_path=name,
+            )
         return block_digests.take(array, parts, is_stack=name in self._stacks)
 
 
@@ -165,11 +176,6 @@ def announced(array: AnyArray) -> HostArray | np.ndarray:
     if isinstance(array, np.ndarray):
         return array
     return HostArray(tuple(array.shape), array.dtype, array.sharding, {})
-
-
-def fetched(array: jax.Array | HostArray) -> HostArray:
-    """Returns the parts of an array that this process stores, on the host."""
-    return _start(array)()
 
 
 def _start(array: jax.Array | HostArray) -> _Fetch:

@@ -122,20 +122,11 @@ def write_step(
 
 
 def _require_readable(name: str, array: AnyArray) -> None:
-    """Raises if readers would reject an array, or could not return its exact bytes."""
+    """Raises if readers would reject an array because of its size."""
     count = chunking.num_pieces(array.shape, chunking.chunk_shape(array))
     if count > array_checks.MAX_CHUNKS:
         raise SaveError(
             f"{name}: expected an array of at most {array_checks.MAX_CHUNKS} chunks, found {count} "
             f"chunks in {array.dtype}{list(array.shape)}; divide the array into several",
-            key_path=name,
-        )
-    if array.dtype != np.bool_:
-        return
-    parts = [array] if isinstance(array, np.ndarray) else host_batches.fetched(array).parts.values()
-    if any((part.view(np.uint8) > 1).any() for part in parts):
-        raise SaveError(
-            f"{name}: expected booleans whose bytes are 0 or 1, found other bytes, which "
-            "storage does not preserve; compute the array again, for example as x != 0",
             key_path=name,
         )
