@@ -282,10 +282,10 @@ def declined(state: str, peer: str, directory: Path, repeats: int) -> dict[str, 
     import numpy as np
 
     from torchax_ckpt import TorchaxCheckpointer, policies
-    from torchax_ckpt.storage.arrays import write_step
     from torchax_ckpt.storage.directory.abandonment import Branches
     from torchax_ckpt.storage.directory.committed_step import CommittedStep
     from torchax_ckpt.storage.directory.run_directory import RunDirectory
+    from torchax_ckpt.storage.writing import write_step
 
     # Gives the policy a full history of saves, and of steps during saves and without them.
     optimal = policies.OptimalIntervalPolicy(mtbf_secs=1e9)

@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "storage/medium": set(),
     "storage/directory": {JAX},
     "storage/arrays": {JAX, ORBAX},
+    "storage/writing": {JAX, ORBAX},
     "stored": set(),
     "formats": {TORCH},
     "telemetry": {JAX},

@@ -16,7 +16,7 @@ from support import PROGRAMS, ROOT
 from support.processes import run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 PAGE = ROOT / "docs" / "maxtext.md"
 ROWS = {

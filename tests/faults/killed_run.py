@@ -28,8 +28,8 @@ import torch
 import torchax
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import write_step
 
 Lineage = tuple[tuple[int, int], ...]
 Key = tuple[int, Lineage]

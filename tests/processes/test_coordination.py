@@ -32,9 +32,10 @@ from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
-from torchax_ckpt.storage.arrays import block_digests, orbax_context, write_step
+from torchax_ckpt.storage.arrays import block_digests, orbax_context
 from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.writing import write_step
 
 
 def test_process_0_gathers_and_shares() -> None:

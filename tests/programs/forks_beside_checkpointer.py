@@ -22,7 +22,7 @@ import torchax
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CallError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 torchax.enable_globally()
 

@@ -95,9 +95,9 @@ try:
 
     from torchax_ckpt import TorchaxCheckpointer
     from torchax_ckpt.errors import LeaseError, SaveError
-    from torchax_ckpt.storage.arrays import write_step
     from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
     from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+    from torchax_ckpt.storage.writing import write_step
 
     def raises(kind: Any, call: Any) -> Any:
         try:

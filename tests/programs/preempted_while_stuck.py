@@ -11,7 +11,7 @@ import time
 from preempted_program import compile_for_long, state
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 options = CheckpointOptions(preemption_grace_secs=float(sys.argv[2]))
 ckpt = TorchaxCheckpointer(sys.argv[1], options=options)

@@ -15,7 +15,7 @@ import numpy as np
 import torchax
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 torchax.enable_globally()
 write = write_step.write_step

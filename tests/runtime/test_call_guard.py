@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 STATE = {"w": np.arange(3)}
 
@@ -277,7 +277,7 @@ def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -
         import torchax; torchax.enable_globally()
         import numpy as np
         from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-        from torchax_ckpt.storage.arrays import write_step
+        from torchax_ckpt.storage.writing import write_step
         write_step.write_step = lambda *args, **kwargs: time.sleep(600)
         ckpt = TorchaxCheckpointer(
             sys.argv[1], options=CheckpointOptions(save_timeout_secs=0.5)

@@ -25,7 +25,7 @@ from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.cli.convert import export
 from torchax_ckpt.cli.prune import copy
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 
 class Terminal(io.StringIO):

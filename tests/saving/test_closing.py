@@ -20,7 +20,7 @@ from support.processes import run_processes, run_python
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import ClosedError, LeaseError, SaveError, SaveTimeoutError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 from torchax_ckpt.telemetry.events import Event
 
 STATE = {"w": np.arange(3)}
@@ -318,7 +318,7 @@ UNREACHABLE = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.arrays import write_step
+    from torchax_ckpt.storage.writing import write_step
     write = write_step.write_step
     def slow(*args, **kwargs):
         time.sleep(1)
@@ -389,7 +389,7 @@ TWO = """
     torchax.enable_globally()
     from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
     from torchax_ckpt.errors import SaveTimeoutError
-    from torchax_ckpt.storage.arrays import write_step
+    from torchax_ckpt.storage.writing import write_step
 
     place = sys.argv[4]
     ALWAYS = policies.FixedIntervalPolicy(1)

@@ -34,7 +34,7 @@ from torchax_ckpt.errors import (
     SaveTimeoutError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 
 class Gate:

@@ -36,9 +36,9 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     TierError,
 )
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import write_step
 from torchax_ckpt.telemetry.events import Event
 
 ALWAYS = policies.FixedIntervalPolicy(1)

@@ -25,7 +25,7 @@ from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
-from torchax_ckpt.storage.arrays import write_step
+from torchax_ckpt.storage.writing import write_step
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))

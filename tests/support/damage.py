@@ -13,8 +13,8 @@ import pytest
 
 from support.compare import entries
 from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.writing import write_step
 
 
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:

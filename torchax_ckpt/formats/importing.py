@@ -20,11 +20,11 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import write_step
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 _NARROW = {"int64": "int32", "uint64": "uint32"}

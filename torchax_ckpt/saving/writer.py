@@ -27,13 +27,14 @@ from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
 from torchax_ckpt.state.per_process_state import PerProcessState, joined
-from torchax_ckpt.storage.arrays import block_digests, write_step
+from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.compression import Compression
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.writing import write_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # Each host's message to the others about its part of a step: committed, or not.

@@ -20,8 +20,9 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.options import Codec
-from torchax_ckpt.storage.arrays import compression, host_batches
+from torchax_ckpt.storage.arrays import compression
 from torchax_ckpt.storage.arrays.compression import SLOW_BYTES_PER_SEC, Compression
+from torchax_ckpt.storage.writing import host_batches
 
 MANY = 100 << 20
 

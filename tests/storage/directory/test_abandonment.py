@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.saving.writer import Writer
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory import abandonment, commit_record, committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.writing import write_step
 
 KEEP = 2
 TIERS = ("durable", "local")

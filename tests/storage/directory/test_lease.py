@@ -27,12 +27,12 @@ from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder, process_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import write_step
 
 STATE = {"w": np.arange(3)}
 T0 = 1_800_000_000.0

@@ -18,11 +18,11 @@ from etils import epath
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.writing import write_step
 
 STATE = {"w": np.zeros(4)}
 NEVER = 10**9

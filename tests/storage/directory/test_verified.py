@@ -18,10 +18,11 @@ from support.training import mlp
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
 from torchax_ckpt.restoring import step_reader
-from torchax_ckpt.storage.arrays import array_checks, locate_chunk, write_step
+from torchax_ckpt.storage.arrays import array_checks, locate_chunk
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import permissions
+from torchax_ckpt.storage.writing import write_step
 from torchax_ckpt.stored import stored_step
 from torchax_ckpt.stored.stored_step import StoredStep
 

@@ -14,9 +14,9 @@ import torch
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
-from torchax_ckpt.storage.arrays import write_step
 from torchax_ckpt.storage.directory.committed_step import MANIFEST
 from torchax_ckpt.storage.medium import seals, storage_errors
+from torchax_ckpt.storage.writing import write_step
 
 STATE = {"w": np.arange(3)}
 TENSORSTORE_FULL = (

@@ -1,4 +1,4 @@
-"""Writes the arrays of a step through Orbax; reads arrays and compares them with digests.
+"""Reads the arrays of a step and compares them with digests; sets Orbax up for writing them.
 
 Arrays are read through TensorStore, but through Orbax if Orbax wrote the step without this package
 (``foreign.py``).

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.options import CheckpointOptions, Codec
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.storage.arrays import chunking, compression, host_batches, orbax_internals
+from torchax_ckpt.storage.arrays import chunking, compression, orbax_internals
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import location
@@ -101,7 +101,7 @@ def for_loading(options: CheckpointOptions) -> Iterator[None]:
 def for_saving(
     path: epath.Path,
     arrays: Mapping[str, chunking.AnyArray],
-    coming: host_batches.Batches,
+    coming: orbax_internals.StatusCallback,
     folder_mode: int | None,
     before_commit: Callable[[], None],
     *,

@@ -18,16 +18,11 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import CheckpointOptions, Codec
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.storage.arrays import (
-    array_checks,
-    chunking,
-    host_batches,
-    orbax_context,
-    orbax_internals,
-)
+from torchax_ckpt.storage.arrays import array_checks, chunking, orbax_context, orbax_internals
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
+from torchax_ckpt.storage.writing import host_batches
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import DonatedBufferError, SaveError
-from torchax_ckpt.storage.arrays import host_batches
-from torchax_ckpt.storage.arrays.host_batches import Batches
+from torchax_ckpt.storage.writing import host_batches
+from torchax_ckpt.storage.writing.host_batches import Batches
 
 ONE = 4 << 10
 
