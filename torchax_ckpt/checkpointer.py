@@ -107,6 +107,7 @@ class TorchaxCheckpointer:
             self._options,
             self._hook.call if self._hook else None,
             on_donated=snapshotter.donated,
+            on_still=snapshotter.keep_apart,
         )
         self._processes = self._tiers.processes
         durable = self._tiers.durable
@@ -277,8 +278,7 @@ class TorchaxCheckpointer:
         logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
         values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
         self._telemetry.emit("restored", report.step, **values)
-        if report.is_verified:
-            tier.directory.verified.note(committed, is_sound=True)
+        tier.restored(committed, is_verified=report.is_verified)
         return dataclasses.replace(report, tier=tier.name)
 
     def _reads_over_devices(self) -> bool:

@@ -52,6 +52,12 @@ class CheckpointOptions:
         not from the medium.
       on_save_error: what a failed save does to training. "continue" reports the failure, and the
         next save tries again. "raise" raises it in the next call of ``save``, also in ``steps``.
+      reuse: whether a save takes over what did not change since an earlier step, instead of writing
+        it again. The files of the new step are then hard links to files of the earlier step; every
+        step stays complete, also when other steps are deleted. Two steps that follow each other
+        share no files. Works for device arrays in a durable directory on a file system, in a run of
+        one process; other saves write everything. Whether an array changed is decided by 128-bit
+        digests of its bytes.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -89,6 +95,7 @@ class CheckpointOptions:
     verify: Verify = "restore"
     read_back: bool = False
     on_save_error: OnSaveError = "continue"
+    reuse: bool = False
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
@@ -110,6 +117,7 @@ class CheckpointOptions:
         for name in (
             "restore_in_budget",
             "read_back",
+            "reuse",
             "read_only",
             "single_replica_restore",
         ):

@@ -11,7 +11,12 @@ from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.futures import future, synchronization
 from orbax.checkpoint._src.metadata import array_metadata_store
-from orbax.checkpoint._src.serialization import replica_slices, tensorstore_utils, type_handlers
+from orbax.checkpoint._src.serialization import (
+    replica_slices,
+    serialization,
+    tensorstore_utils,
+    type_handlers,
+)
 from orbax.checkpoint.experimental.v1._src.saving import execution
 from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
@@ -26,6 +31,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (future, "_SignalingThread.start"),
     (tensorstore_utils, "get_tensorstore_raw_bytes"),
     (replica_slices, "transfer_arrays_to_host"),
+    (serialization, "async_serialize_from_host"),
     (array_metadata_store, "multihost"),
     (type_handlers, "multihost"),
 )

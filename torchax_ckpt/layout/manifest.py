@@ -4,10 +4,12 @@ A manifest has this form:
 
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
-     "digests": {stored name: {"block": [dims], "xxh3_64": base64}}}
+     "digests": {stored name: {"block": [dims], "xxh3_64": base64}},
+     "unchanged": {database: {"copy": 0 or 1, "xxh3_128": {stored name: base64}}}}
 
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
-are in C order of the blocks.
+are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
+share, see ``layout/unchanged.py``; it is missing if there are none.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
 ``state/pytree.py`` writes and reads the nodes, and defines their form.
@@ -24,8 +26,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout import names
+from torchax_ckpt.layout import names, unchanged
+from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.layout.unchanged import Database
 
 FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. A reader refuses versions newer than its own and reads older ones.
@@ -56,19 +60,6 @@ Node = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Digests:
-    """The digests of one stored array, with one digest for each block of the array.
-
-    Attributes:
-      block: the shape of the blocks into which the array is divided.
-      values: 8 octets, little-endian, for each block, in C order of the blocks.
-    """
-
-    block: tuple[int, ...]
-    values: bytes
-
-
-@dataclasses.dataclass(frozen=True)
 class Manifest:
     """The content of a step's manifest: the state's description, the storage plan, the digests.
 
@@ -78,16 +69,18 @@ class Manifest:
       versions: library -> its version when the step was written. For people only: no code may
         depend on a version.
       digests: stored name -> the digests of the array's bytes.
+      unchanged: name -> database of unchanged arrays.
     """
 
     document: Mapping[str, Node]
     plan: Plan
     versions: Mapping[str, str]
     digests: Mapping[str, Digests]
+    unchanged: Mapping[str, Database] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as Python values that JSON can represent."""
-        return {
+        content = {
             "format": FORMAT,
             "version": VERSION,
             "versions": dict(self.versions),
@@ -102,6 +95,7 @@ class Manifest:
                 for stored, known in self.digests.items()
             },
         }
+        return content | unchanged.to_json(self.unchanged, self.digests)
 
     @classmethod
     def from_json(cls, raw: Any, *, path: str) -> Manifest:
@@ -153,7 +147,8 @@ class Manifest:
                 leaves[node["array"]] = node
         _check_plan(plan, leaves, path)
         digests = _digests(raw.get("digests"), path)
-        return cls(document=document, plan=plan, versions=raw["versions"], digests=digests)
+        databases, digests = unchanged.from_json(raw.get("unchanged", {}), digests, path=path)
+        return cls(document, plan, raw["versions"], digests, databases)
 
     def leaves(self) -> dict[str, dict[str, Any]]:
         """Returns a dict from leaf name to array node, for all leaves of the step."""

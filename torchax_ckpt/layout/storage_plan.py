@@ -7,8 +7,8 @@ Along its first axis, a stack has one entry for each member. In the name of a st
 the indices of its members' names, as in ``layers.*.wq.weight``. All 0-d host arrays of one dtype
 (an optimizer's ``step`` counters) are stored as one vector. Each large leaf is stored as an array
 of its own unless ``layout="stacked"`` is set, because copying it into a stack would take more time
-than the stack saves. Leaves without elements are not stored; the manifest records their shape and
-dtype.
+than the stack saves. No stack mixes leaves that change with leaves that do not. Leaves without
+elements are not stored; the manifest records their shape and dtype.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class LeafSpec:
       placement: a value that is equal for leaves that may share a stack; None for a leaf that may
         not be stacked.
       on_host: True for a host array, False for an array on devices.
+      is_still: True for a leaf that does not change from save to save.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +53,7 @@ class LeafSpec:
     nbytes: int
     placement: Hashable
     on_host: bool
+    is_still: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
     pattern = _INDEX.sub(_ANY, name)
     if pattern == name:
         return None
-    return (pattern, spec.on_host, spec.shape, spec.dtype, spec.placement)
+    return (pattern, spec.on_host, spec.shape, spec.dtype, spec.placement, spec.is_still)
 
 
 def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tuple[str, LeafSpec]]]:

@@ -15,7 +15,8 @@ from torchax_ckpt.policies import preservation
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.saving import step_metrics
 from torchax_ckpt.saving.loop import Loop
-from torchax_ckpt.saving.tiers import RunTier, Tiers
+from torchax_ckpt.saving.run_tier import RunTier
+from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
@@ -142,6 +143,8 @@ class SaveCalls:
         began: float,
     ) -> Capture:
         """Captures the current value of each leaf, and a description of each component."""
+        if self._durable.reuse is not None:
+            self._durable.reuse.expect(attached.frozen)
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]

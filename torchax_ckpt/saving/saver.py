@@ -30,6 +30,7 @@ from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
 from torchax_ckpt.saving import closing
+from torchax_ckpt.saving.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture, Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -53,6 +54,7 @@ class Saver:
       calls, saves: the processes of the run; ``calls`` for messages between training threads,
         ``saves`` for messages between the threads of saves.
       on_donated: called if a save fails because a buffer held by reference was donated.
+      reuse: knows what earlier steps store; None if every save writes all arrays.
 
     Attributes:
       path: the path of the directory.
@@ -69,6 +71,7 @@ class Saver:
         calls: Processes,
         saves: Processes,
         on_donated: Callable[[], None] = lambda: None,
+        reuse: Reuse | None = None,
     ) -> None:
         self.path = directory.path
         self._directory = directory
@@ -83,7 +86,8 @@ class Saver:
         self._releasing = threading.Lock()
         self._num_failures = 0
         self._failures = FailureLog()
-        self._writer = Writer(directory, history, options, saves, self._failures)
+        self._reuse = reuse
+        self._writer = Writer(directory, history, options, saves, self._failures, reuse)
         self.newest_failure: SaveError | None = None
         # Bounded, because nothing removes the costs if every save is forced.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
@@ -294,7 +298,7 @@ class Saver:
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
-            self._fail(capture.step, save.age_secs, _with_leaf_name(capture, error))
+            self._fail(capture.step, save.age_secs, capture.explained(error))
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
@@ -334,6 +338,8 @@ class Saver:
             damaged = [not is_per_host and verified.is_damaged(s) for s in steps]
             keep = preserved(self._preservation_policy, infos, damaged)
             verified.mark(steps)
+            if self._reuse:
+                self._reuse.retain(s for s, kept in zip(steps, keep, strict=True) if not kept)
             gone = self._directory.prune(keep, steps)
             self._telemetry.steps_gone("deleted", gone)
             history.forget(gone)
@@ -388,13 +394,3 @@ class Saver:
 
 def _round_of(step: int) -> str:
     return f"saving step {step}"
-
-
-def _with_leaf_name(capture: Capture, error: BaseException) -> BaseException:
-    """Returns the error, or a DonatedBufferError naming the leaf if a donation caused the error."""
-    if "has been deleted" in str(error):
-        try:
-            capture.snapshot.require_alive()
-        except DonatedBufferError as donated:
-            return donated.with_traceback(None)
-    return error

@@ -8,7 +8,6 @@ because local storage is closer to the host.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,37 +22,17 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.closing import Closing, take_over
 from torchax_ckpt.saving.decisions import Decisions
+from torchax_ckpt.saving.reuse import Reuse
+from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
-
-
-@dataclasses.dataclass(frozen=True)
-class RunTier:
-    """One tier and its parts.
-
-    Attributes:
-      name: "durable" or "local".
-      directory: the directory of the steps.
-      history: the steps of this run.
-      saver: writes the steps.
-      decisions: decides which steps are saved.
-      telemetry: records events.
-      processes: the processes of the run, for messages about this tier between training threads.
-    """
-
-    name: TierName
-    directory: RunDirectory
-    history: RunHistory
-    saver: Saver
-    decisions: Decisions
-    telemetry: Telemetry
-    processes: Processes
 
 
 class Tiers:
@@ -66,6 +45,7 @@ class Tiers:
       options: how steps are written and read.
       on_event: called with each event of the durable tier.
       on_donated: called if a save fails because a buffer held by reference was donated.
+      on_still: called with the names of the leaves that do not change, when they change.
 
     Attributes:
       processes: the processes of the run, for messages between training threads.
@@ -87,10 +67,11 @@ class Tiers:
         options: CheckpointOptions,
         on_event: Callable[[Event], None] | None,
         on_donated: Callable[[], None],
+        on_still: Callable[[frozenset[str]], None],
     ) -> None:
         self._options = options
         self._on_event = on_event
-        self._on_donated = on_donated
+        self._on_donated, self._on_still = on_donated, on_still
         durable = RunDirectory(directory, read_only=options.read_only)
         self.processes, saves = (
             self._connect(f"{kind} {durable.path}") for kind in ("calls", "saves")
@@ -138,6 +119,10 @@ class Tiers:
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
+        reuse = None
+        can_link = calls.count == 1 and not location.is_bucket(directory.path)
+        if self._options.reuse and name == "durable" and can_link:
+            reuse = Reuse(directory.path, lambda: history.branches.committed, self._on_still)
         saver = Saver(
             directory,
             history,
@@ -147,11 +132,12 @@ class Tiers:
             calls,
             saves,
             self._on_donated,
+            reuse,
         )
         durable = self._tiers[0].directory if self._tiers else directory
         processes = self._connect(f"{name} decisions {durable.path}")
         decisions = Decisions(save_policy, history, saver, processes)
-        return RunTier(name, directory, history, saver, decisions, telemetry, calls)
+        return RunTier(name, directory, history, saver, decisions, telemetry, calls, reuse)
 
     def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DonatedBufferError
 from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.saving.reuse import Division, Reuse
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
@@ -63,6 +64,15 @@ class Capture:
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float
 
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
+        if "has been deleted" in str(error):
+            try:
+                self.snapshot.require_alive()
+            except DonatedBufferError as donated:
+                return donated.with_traceback(None)
+        return error
+
 
 class Progress(Protocol):
     """The interface of an object that records which stage a save is in.
@@ -86,6 +96,7 @@ class Writer:
       options: how steps are written.
       processes: the processes that write each step together, in one round per step.
       failures: gets the problems that do not prevent a save.
+      reuse: knows what earlier steps store; None if every save writes all arrays.
     """
 
     def __init__(
@@ -95,6 +106,7 @@ class Writer:
         options: CheckpointOptions,
         processes: Processes,
         failures: FailureLog,
+        reuse: Reuse | None = None,
     ) -> None:
         self._directory = directory
         self._history = history
@@ -103,6 +115,7 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._compression = Compression(options.compression)
+        self._reuse = reuse
 
     def write(
         self, capture: Capture, progress: Progress, recover: Callable[[], None]
@@ -114,6 +127,16 @@ class Writer:
           progress: receives the stages.
           recover: cleans up the directory; called on process 0.
         """
+        try:
+            return self._write(capture, progress, recover)
+        except BaseException:
+            if self._reuse:
+                self._reuse.failed()
+            raise
+
+    def _write(
+        self, capture: Capture, progress: Progress, recover: Callable[[], None]
+    ) -> tuple[CommittedStep, dict[str, Any]]:
         directory, processes = self._directory, self._processes
         progress.enter("cleaning up the directory")
         name, existing = processes.first(lambda: self._prepare(capture.step, recover))
@@ -124,6 +147,9 @@ class Writer:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
+        progress.enter("comparing the arrays with earlier steps")
+        division = self._reuse.divide(plan, stored) if self._reuse else Division()
+        digests: Mapping[str, Digests] = {}
 
         def on_host(number: int, count: int, nbytes: int) -> None:
             if count == 1:
@@ -133,11 +159,12 @@ class Writer:
             progress.enter("digesting and writing the arrays")
 
         def manifest(taken: Mapping[str, Digests]) -> dict[str, Any]:
-            known = block_digests.gathered(taken, stored, processes)
+            nonlocal digests
+            digests = block_digests.gathered({**taken, **division.linked}, stored, processes)
             progress.enter("writing and committing")
             if not processes.is_first:
                 return {}
-            return Manifest(document, plan, self._versions, known).to_json()
+            return Manifest(document, plan, self._versions, digests, division.databases).to_json()
 
         summary = {
             "metrics": metrics,
@@ -152,6 +179,7 @@ class Writer:
             self._options,
             self._compression.codec,
             stacks=plan.stacks,
+            places=division.places,
             on_host=on_host,
             before_commit=directory.fence,
             processes=processes,
@@ -162,6 +190,8 @@ class Writer:
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
+        if self._reuse:
+            self._reuse.landed(durable, division, plan, stored, digests)
         return durable, summary
 
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:

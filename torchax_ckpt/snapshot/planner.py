@@ -32,13 +32,18 @@ class Planner:
     The planner reuses the last plan as long as no name, shape, dtype or sharding of the leaves
     changes. The training thread and the threads of saves to several tiers may call one planner at
     the same time.
+
+    Attributes:
+      still: the names of the leaves that do not change from save to save, which are not stacked
+        with other leaves. Replaced as a whole, never changed in place.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._may_stack = True
+        self.still: frozenset[str] = frozenset()
         nothing = Plan({}, frozenset())
-        self._known = Planned((), [], True, nothing, nothing)
+        self._known = Planned((), [], True, self.still, nothing, nothing)
 
     def __call__(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Planned:
         """Returns the leaves with their storage plan.
@@ -51,12 +56,18 @@ class Planner:
         signatures = [
             (a.shape, a.dtype, None if isinstance(a, np.ndarray) else a.sharding) for a in arrays
         ]
-        known, may_stack = self._known, self._may_stack
-        if (signatures, names, may_stack) != (known.signatures, known.names, known.may_stack):
-            plan = plan_leaves(names, [_spec(array) for array in arrays], self._layout)
+        known, may_stack, still = self._known, self._may_stack, self.still
+        if (signatures, names, may_stack, still) != (
+            known.signatures,
+            known.names,
+            known.may_stack,
+            known.still,
+        ):
+            specs = [_spec(a, is_still=n in still) for n, a in zip(names, arrays, strict=True)]
+            plan = plan_leaves(names, specs, self._layout)
             flat = _unstacked(plan, dict(zip(names, arrays, strict=True)))
             plan = plan if may_stack else flat
-            self._known = known = Planned(names, signatures, may_stack, plan, flat)
+            self._known = known = Planned(names, signatures, may_stack, still, plan, flat)
         return known
 
     def stack_no_more(self) -> None:
@@ -74,6 +85,7 @@ class Planned:
     Attributes:
       names, signatures: of the leaves: names, and shapes, dtypes and shardings.
       may_stack: whether the planner was allowed to stack.
+      still: which leaves do not change.
       plan: the plan of the leaves.
       flat: the plan without its stacks of device arrays.
     """
@@ -81,6 +93,7 @@ class Planned:
     names: Sequence[str]
     signatures: list[Any]
     may_stack: bool
+    still: frozenset[str]
     plan: Plan
     flat: Plan
     _sizes: dict[bool, Mapping[jax.Device, int] | None] = dataclasses.field(default_factory=dict)
@@ -221,7 +234,7 @@ def _stored_array(members: Sequence[Any], is_stack: bool) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, first.dtype, sharding=stacked(first.sharding))
 
 
-def _spec(array: AnyArray) -> LeafSpec:
+def _spec(array: AnyArray, *, is_still: bool = False) -> LeafSpec:
     placement = True if isinstance(array, np.ndarray) else stacked(array.sharding)
     return LeafSpec(
         shape=tuple(array.shape),
@@ -229,6 +242,7 @@ def _spec(array: AnyArray) -> LeafSpec:
         nbytes=math.prod(array.shape) * array.dtype.itemsize,
         placement=placement,
         on_host=isinstance(array, np.ndarray),
+        is_still=is_still,
     )
 
 

@@ -230,6 +230,10 @@ class Snapshotter:
             return "offload", planned, copied
         return "transfer", planned, frozenset()
 
+    def keep_apart(self, still: frozenset[str]) -> None:
+        """Makes later snapshots stack no leaf in ``still`` with a leaf that is not in it."""
+        self._planner.still = still
+
     def donated(self) -> None:
         """Records that the program donated an array that a snapshot held by reference.
 

@@ -17,6 +17,7 @@ from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Component, Findings, Restoration
 from torchax_ckpt.state.module import Init, ModuleComponent, Rule
+from torchax_ckpt.state.module_tensors import slots
 from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import StatefulComponent
@@ -104,6 +105,15 @@ class TrainingState:
             if state is None or name not in _TRAINED:
                 captured[name] = component.capture()
         return captured
+
+    def frozen(self) -> frozenset[str]:
+        """Returns the leaf names of the modules' parameters that do not require gradients."""
+        return frozenset(
+            module.name(slot.fqn)
+            for module in self._modules
+            for slot in slots(module.module).values()
+            if isinstance(slot.tensor, torch.nn.Parameter) and not slot.tensor.requires_grad
+        )
 
     def prepare(
         self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None

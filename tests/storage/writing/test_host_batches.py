@@ -135,15 +135,17 @@ def test_a_buffer_that_is_donated_between_batches_fails_the_save(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_of()
-    on_host = Batches.__init__
+    on_host: Any = Batches.__init__
 
-    def donating(self: Any, arrays: Any, stacks: Any, max_bytes: Any, told: Any) -> None:
+    def donating(self: Any, *args: Any) -> None:
+        *others, told = args
+
         def and_donate(number: int, count: int, nbytes: int) -> None:
             told(number, count, nbytes)
             if number == 2:
                 jax.tree.map(lambda array: array.delete(), state)
 
-        on_host(self, arrays, stacks, max_bytes, and_donate)
+        on_host(self, *others, and_donate)
 
     ckpt = bounded(directory, 1, snapshot="reference")
     ckpt.save(1, state=state_of())
@@ -218,15 +220,17 @@ def test_a_save_that_has_failed_writes_no_more_batches(
     directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coming: list[Batches] = []
-    init = Batches.__init__
+    init: Any = Batches.__init__
 
-    def cancelling(self: Any, arrays: Any, stacks: Any, max_bytes: Any, told: Any) -> None:
+    def cancelling(self: Any, *args: Any) -> None:
+        *others, told = args
+
         def and_cancel(number: int, count: int, nbytes: int) -> None:
             if number == 2:
                 self.cancel()
             told(number, count, nbytes)
 
-        init(self, arrays, stacks, max_bytes, and_cancel)
+        init(self, *others, and_cancel)
         coming.append(self)
 
     ckpt = bounded(directory, 1)
@@ -243,7 +247,7 @@ def test_a_save_that_has_failed_writes_no_more_batches(
 
 def test_a_save_that_orbax_gives_up_before_it_begins_ends() -> None:
     """Orbax may cancel what it has not started: then nobody writes, and nobody may wait."""
-    coming = Batches(state_of(), (), None, lambda number, count, nbytes: None)
+    coming = Batches(state_of(), (), {}, None, lambda number, count, nbytes: None)
     coming.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         coming.taken()

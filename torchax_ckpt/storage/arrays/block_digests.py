@@ -30,13 +30,16 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 Index = tuple[slice, ...]
 
 
-def take(array: AnyArray, parts: Mapping[Start, np.ndarray], *, is_stack: bool) -> Digests:
+def take(
+    array: AnyArray, parts: Mapping[Start, np.ndarray], *, is_stack: bool, with_long: bool = False
+) -> Digests:
     """Returns an array's digests; the digest of a block that this process does not store is 0.
 
     Args:
       array: the array.
       parts: where each part that this process stores begins -> the part.
       is_stack: whether the array is a stack.
+      with_long: whether to take the long digests as well.
     """
     block = chunking.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
@@ -46,7 +49,31 @@ def take(array: AnyArray, parts: Mapping[Start, np.ndarray], *, is_stack: bool) 
             slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
         )
         values[at] = found
-    return Digests(block, values.astype("<u8").tobytes())
+    long = take_long(array.shape, block, parts) if with_long else None
+    return Digests(block, values.astype("<u8").tobytes(), long)
+
+
+def take_long(
+    shape: Sequence[int], block: tuple[int, ...], parts: Mapping[Start, np.ndarray]
+) -> bytes:
+    """Returns the long digests of an array: xxh3, 128 bits, big-endian, seed 0, for each block.
+
+    The digests of blocks that lie in no part are 0.
+
+    Args:
+      shape: the shape of the array.
+      block: the shape of the blocks.
+      parts: where each part begins -> the part, which consists of whole blocks.
+    """
+    grid = grid_shape(shape, block)
+    values = np.zeros((*grid, 16), np.uint8)
+    for start, host in parts.items():
+        first = [s // b for s, b in zip(start, block, strict=True)]
+        found = b"".join(map(xxhash.xxh3_128_digest, _octets(host, block)))
+        within = grid_shape(host.shape, block)
+        at = tuple(slice(f, f + n) for f, n in zip(first, within, strict=True))
+        values[at] = np.frombuffer(found, np.uint8).reshape(*within, 16)
+    return values.tobytes()
 
 
 def gathered(
@@ -106,17 +133,20 @@ def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
 def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
     """Returns one uint64 digest for each block of an array that consists of whole blocks."""
     grid = grid_shape(host.shape, block)
+    found = map(xxhash.xxh3_64_intdigest, _octets(host, block))
+    return np.fromiter(found, np.uint64, math.prod(grid)).reshape(grid)
+
+
+def _octets(host: np.ndarray, block: tuple[int, ...]) -> Iterable[memoryview]:
+    """Yields the octets of each block of an array that consists of whole blocks, in C order."""
     if _are_contiguous(host.shape, block):
         octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
         size = math.prod(block) * host.itemsize
-        parts: Iterable[memoryview] = (octets[i : i + size] for i in range(0, len(octets), size))
-    else:
-        parts = (
-            np.ascontiguousarray(host[_region(cell, block)]).reshape(-1).view(np.uint8).data
-            for cell in np.ndindex(grid)
-        )
-    digest = xxhash.xxh3_64_intdigest
-    return np.fromiter(map(digest, parts), np.uint64, math.prod(grid)).reshape(grid)
+        return (octets[i : i + size] for i in range(0, len(octets), size))
+    return (
+        np.ascontiguousarray(host[_region(cell, block)]).reshape(-1).view(np.uint8).data
+        for cell in np.ndindex(grid_shape(host.shape, block))
+    )
 
 
 def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:

@@ -32,6 +32,7 @@ from torchax_ckpt.errors import BackendError
 from torchax_ckpt.runtime.replacements import Replacements
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray
 
 # The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
@@ -52,6 +53,7 @@ try:
     from orbax.checkpoint._src.serialization import (
         jax_array_handlers,
         replica_slices,
+        serialization,
         tensorstore_utils,
         type_handlers,
     )
@@ -212,6 +214,26 @@ def _transfer(original: Any) -> Any:
     return transfer
 
 
+@dataclasses.dataclass(frozen=True)
+class _PlacedSlices(replica_slices.ReplicaSlices):
+    place: Place
+
+
+# Orbax writes all arrays of a process to one database. No upstream issue is known.
+@_replaces(serialization, "async_serialize_from_host")
+def _placed(original: Any) -> Any:
+    async def write(slices: Any, spec: dict[str, Any], **settings: Any) -> None:
+        async def write_to(spec: dict[str, Any], transaction: Any) -> None:
+            await original(slices, spec, **settings | {"transaction": transaction})
+
+        if isinstance(slices, _PlacedSlices):
+            await slices.place.store(spec, write_to)
+        else:
+            await original(slices, spec, **settings)
+
+    return write
+
+
 def _slices(array: HostArray) -> Any:
     """Returns Orbax's form of the parts that this process stores of an array."""
     shape = chunking.written_shape(array)
@@ -221,9 +243,10 @@ def _slices(array: HostArray) -> Any:
         )
         for start, part in array.parts.items()
     ]
-    return replica_slices.ReplicaSlices(
-        array.shape, shape, array.sharding, array.dtype, True, parts
-    )
+    content = (array.shape, shape, array.sharding, array.dtype, True, parts)
+    if isinstance(array, PlacedArray):
+        return _PlacedSlices(*content, array.place)
+    return replica_slices.ReplicaSlices(*content)
 
 
 # This is for operations of one process. Orbax writes host arrays of process 0 only, and requires
@@ -369,6 +392,7 @@ def _check_users() -> None:
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
         (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),
+        (jax_array_handlers._async_serialize_replica_slices, "async_serialize_from_host"),
     ):
         code: CodeType = function.__code__
         missing = [name for name in names if name not in code.co_names]

@@ -1,15 +1,15 @@
 """Lists, commits, renames and deletes the steps in the directory of a run.
 
     DIRECTORY/120/             a committed step
-    DIRECTORY/incoming-120/    a committed step 120, saved while the folder ``120`` was an abandoned
-                               step or, on a bucket, an unfinished save; if ``incoming-120`` exists,
-                               a save to a bucket uses incoming-120-2, then incoming-120-3, ...
+    DIRECTORY/incoming-120/    a committed step 120, saved while an abandoned step or, on a bucket,
+                               an unfinished save had its name; there also incoming-120-2, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
     DIRECTORY/120/verified     marks a step that a full read found intact
     DIRECTORY/lease            the program that writes now, if any; see ``lease.py``
     DIRECTORY/events/          the journal, for people; no restore depends on it
+    DIRECTORY/unchanged/       unchanged arrays for later steps; see ``storage/writing/retained.py``
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
 ``abandonment.py`` decides which steps are abandoned. A run may have two tiers: a durable directory,

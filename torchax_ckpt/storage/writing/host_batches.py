@@ -37,6 +37,8 @@ from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
 from torchax_ckpt.storage.arrays import block_digests, chunking, orbax_internals
 from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray
+from torchax_ckpt.storage.writing import databases
 
 _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
 _Fetch = Callable[[], HostArray]
@@ -56,6 +58,7 @@ class Batches(orbax_internals.StatusCallback):
       stacks: the names of the arrays that are stacks.
       max_bytes: most bytes of device arrays in a batch, unless a single array is larger; None for
         one batch of all arrays.
+      places: name -> where an array is stored, if not in Orbax's database of this process.
       on_host: called for each batch when it is on the host, on any thread, with the number of the
         batch (from 1), the number of batches, and the bytes of the batch. The bytes of host arrays
         count towards the first batch.
@@ -70,20 +73,25 @@ class Batches(orbax_internals.StatusCallback):
         self,
         arrays: Mapping[str, AnyArray],
         stacks: Collection[str],
+        places: Mapping[str, Place],
         max_bytes: int | None,
         on_host: Callable[[int, int, int], None],
     ) -> None:
         self._device = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
+        self._linked = {
+            n: self._device.pop(n) for n, p in places.items() if isinstance(p, databases.Linked)
+        }
+        self._places = places
         self._host = {n: a for n, a in arrays.items() if isinstance(a, np.ndarray)}
         self._stacks = stacks
         self._on_host = on_host
         self._is_over = False
         self.on_devices: concurrent.futures.Future[dict[str, Digests]] = concurrent.futures.Future()
-        self._batches = [*_cut(self._device, max_bytes)]
+        self._batches = [*_cut(self._device, max_bytes)] or [[]] * bool(self._linked)
         # The first batch is fetched while Orbax prepares the save.
         self._first = self._started(self._batches[0]) if self._batches else {}
         self._host_bytes = sum(array.nbytes for array in self._host.values())
-        if not self._device:  # then Orbax does not call ``write``
+        if not self._batches:  # then Orbax does not call ``write``
             self._on_host(1, 1, self._host_bytes)
             self.on_devices.set_result({})
 
@@ -123,10 +131,13 @@ class Batches(orbax_internals.StatusCallback):
                 nbytes += self._host_bytes if number == 1 else 0
                 # From now on the training program may delete the original arrays.
                 self._on_host(number, len(self._batches), nbytes)
+                stored = fetched if number > 1 else self._announced_links() | fetched
                 writing = await write(
                     [
-                        dataclasses.replace(by_path[names.component_and_rest(name)], value=array)
-                        for name, array in fetched.items()
+                        dataclasses.replace(
+                            by_path[names.component_and_rest(name)], value=self._placed(name, array)
+                        )
+                        for name, array in stored.items()
                     ]
                 )
                 digesting = asyncio.to_thread(self._take, fetched, taken)
@@ -135,7 +146,7 @@ class Batches(orbax_internals.StatusCallback):
                         raise error
                 # Releases this batch before the next one is fetched. JAX frees memory that numpy
                 # has viewed only when Python collects garbage.
-                del fetched, writing, digesting
+                del fetched, stored, writing, digesting
                 gc.collect(0)
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
@@ -154,6 +165,16 @@ class Batches(orbax_internals.StatusCallback):
         """Starts to copy a batch to the host."""
         return {name: _start(self._device[name]) for name in batch}
 
+    def _announced_links(self) -> dict[str, HostArray]:
+        """Returns the arrays whose databases are linked. They are not fetched."""
+        return {name: to_announce(array) for name, array in self._linked.items()}
+
+    def _placed(self, name: str, array: HostArray) -> HostArray:
+        if (place := self._places.get(name)) is None:
+            return array
+        content = (array.shape, array.dtype, array.sharding, array.parts)
+        return PlacedArray(*content, place)
+
     def _take(self, fetched: Mapping[str, HostArray], taken: dict[str, Digests]) -> None:
         """Computes a batch's digests; after the last batch, completes the future ``on_devices``."""
         for name, array in fetched.items():
@@ -168,14 +189,23 @@ class Batches(orbax_internals.StatusCallback):
                 "storage does not preserve; compute the array again, for example as x != 0",
                 key_path=name,
             )
-        return block_digests.take(array, parts, is_stack=name in self._stacks)
+        is_stack, with_long = name in self._stacks, name in self._places
+        return block_digests.take(array, parts, is_stack=is_stack, with_long=with_long)
 
 
 def announced(array: AnyArray) -> HostArray | np.ndarray:
     """Returns a host array itself, and for another array its shape, dtype and sharding."""
-    if isinstance(array, np.ndarray):
-        return array
+    return array if isinstance(array, np.ndarray) else to_announce(array)
+
+
+def to_announce(array: jax.Array | HostArray) -> HostArray:
+    """Returns an array without parts, which has the shape, dtype and sharding of ``array``."""
     return HostArray(tuple(array.shape), array.dtype, array.sharding, {})
+
+
+def fetched(array: jax.Array | HostArray) -> HostArray:
+    """Fetches an array: returns the parts that this process stores."""
+    return _start(array)()
 
 
 def _start(array: jax.Array | HostArray) -> _Fetch:

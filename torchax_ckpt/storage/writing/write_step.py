@@ -20,6 +20,7 @@ from torchax_ckpt.options import CheckpointOptions, Codec
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.storage.arrays import array_checks, chunking, orbax_context, orbax_internals
 from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
 from torchax_ckpt.storage.writing import host_batches
@@ -41,6 +42,7 @@ def write_step(
     codec: Codec | None,
     *,
     stacks: Collection[str] = (),
+    places: Mapping[str, Place] | None = None,
     on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = SINGLE_PROCESS,
@@ -56,11 +58,13 @@ def write_step(
       path: the directory of the step, which must not exist.
       arrays: stored name -> array.
       manifest: returns the manifest as JSON, given stored name -> digests of what this process
-        stores; called on this thread while the last arrays are being written.
+        stores, except of linked arrays; called on this thread while the last arrays are being
+        written.
       summary: the summary as JSON.
       options: memory bounds.
       codec: how the arrays are compressed; None for not at all.
       stacks: the names of the arrays that are stacks.
+      places: name -> where an array is stored, for arrays in databases of unchanged arrays.
       on_host: called for each batch of arrays, see ``host_batches.Batches``.
       before_commit: called when everything else is written, right before the commit mark is
         written. If it raises, the step is not committed.
@@ -74,7 +78,7 @@ def write_step(
         component, rest = names.component_and_rest(name)
         tree.setdefault(component, {})[rest] = host_batches.announced(array)
         _require_readable(name, array)
-    batches = host_batches.Batches(arrays, stacks, options.max_host_bytes, on_host)
+    batches = host_batches.Batches(arrays, stacks, places or {}, options.max_host_bytes, on_host)
     pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
     items = {STATE: tree or _PLACEHOLDER, MANIFEST: pending_manifest, SUMMARY: seals.seal(summary)}
     with (

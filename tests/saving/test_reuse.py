@@ -1,0 +1,387 @@
+"""A save takes over what did not change; every step stays complete, and no neighbours share."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, NamedSharding
+from orbax import checkpoint as v0
+from orbax.checkpoint import v1 as ocp
+from support.compare import assert_trees_identical, bits, training_state
+from support.damage import edit_json, flip_bit
+from support.own_orbax import abstract
+from support.training import P, fsdp_mesh, fsdp_rule, place
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.storage.medium import links
+
+REUSE = CheckpointOptions(reuse=True)
+ROWS = 1 << 15  # a leaf of 1 MiB
+
+
+def committed(values: np.ndarray) -> jax.Array:
+    return jax.device_put(values.astype(np.float32), jax.devices()[0])
+
+
+def still_state(mesh: Mesh | None = None, **changing: float) -> dict[str, Any]:
+    """Two leaves of 1 MiB that do not change, and small ones with the given values."""
+    where = NamedSharding(mesh or fsdp_mesh(), P("fsdp"))
+    base = {
+        name: jax.device_put(np.random.default_rng(seed).random((ROWS, 8), np.float32), where)
+        for seed, name in enumerate(("a", "b"))
+    }
+    return {"base": base, **{n: committed(np.full((4,), value)) for n, value in changing.items()}}
+
+
+def save_all(directory: Path, states: list[Any], start: int = 1, **settings: Any) -> None:
+    with TorchaxCheckpointer(directory, **{"options": REUSE, **settings}) as ckpt:
+        for step, state in enumerate(states, start):
+            ckpt.save(step, state=state, force=True)
+
+
+def files(directory: Path, step: int) -> set[int]:
+    """The files of arrays of a step, as numbers that are equal for links to one file."""
+    return {p.stat().st_ino for p in (directory / str(step) / "state").rglob("d/*")}
+
+
+def databases(directory: Path, step: int) -> list[str]:
+    found = (directory / str(step) / "state").glob("ocdbt.process_unchanged*")
+    return sorted(path.name for path in found)
+
+
+def by_orbax(directory: Path, step: int) -> list[dict[str, np.ndarray]]:
+    """All leaves of a step as Orbax alone reads them: by both APIs, with and without abstract."""
+    path = directory / str(step)
+    manifest = ocp.load_checkpointables(path, {"manifest": None})["manifest"]
+    metadata = ocp.metadata(path, checkpointable_name="state").metadata
+    whole = NamedSharding(fsdp_mesh(4), P())
+    wanted = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+            if leaf.dtype != np.int64
+            else np.zeros(leaf.shape, leaf.dtype)
+        ),
+        metadata,
+    )
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sharding info not provided")
+        for tree in (
+            v0.PyTreeCheckpointer().restore(path / "state"),
+            ocp.load(path, checkpointable_name="state"),
+            ocp.load(path, wanted, checkpointable_name="state"),
+        ):
+            arrays = {
+                f"{component}/{name}" if name else component: np.asarray(leaf)
+                for component, leaves in tree.items()
+                for name, leaf in leaves.items()
+            }
+            for stack, members in manifest["stacks"].items():
+                arrays |= dict(zip(members, arrays.pop(stack), strict=True))
+            found.append(arrays)
+    return found
+
+
+def data_file(directory: Path, step: int) -> Path:
+    """The largest file of the first database of unchanged arrays."""
+    folder = directory / str(step) / "state" / databases(directory, step)[0]
+    return max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+def assert_holds(directory: Path, step: int, state: Any) -> None:
+    """Asserts that this package and Orbax alone read the state from a step, bit for bit."""
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
+        assert_trees_identical(ckpt.load(step, abstract(state)), state)
+    expected = dict(_flat({"state": state}))
+    for arrays in by_orbax(directory, step):
+        assert {n: bits(arrays[n])[1:] for n in expected} == {
+            n: bits(leaf)[1:] for n, leaf in expected.items()
+        }
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: Path) -> None:
+    states = [still_state(x=step) for step in range(8)]
+    save_all(directory, states, preservation_policy=policies.PreserveAll())
+    used = {step: files(directory, step) for step in range(1, 9)}
+    for step in range(5, 9):
+        assert len(databases(directory, step)) == 1
+        assert used[step] & used[step - 2]
+        assert not used[step] & used[step - 1]
+
+
+def test_a_step_stays_complete_when_all_others_are_deleted(directory: Path) -> None:
+    states = [still_state(x=step) for step in range(8)]
+    save_all(directory, states, preservation_policy=policies.PreserveAll())
+    for step in range(1, 8):
+        shutil.rmtree(directory / str(step))
+    assert_holds(directory, 8, states[7])
+
+
+def leaf_names(directory: Path, step: int) -> list[set[str]]:
+    """The leaves in the databases of unchanged arrays of a step."""
+    manifest = json.loads((directory / str(step) / "manifest" / "data.json").read_text())
+    return [
+        {leaf for stored in entry["xxh3_128"] for leaf in manifest["stacks"].get(stored, [stored])}
+        for entry in manifest["unchanged"].values()
+    ]
+
+
+def test_stacks_hold_either_leaves_that_change_or_leaves_that_do_not(directory: Path) -> None:
+    """Also if only some layers are frozen, and if others are frozen later."""
+    layers = {
+        str(i): committed(np.random.default_rng(i).random((512, 256), np.float32)) for i in range(6)
+    }
+
+    def state(step: int, frozen: set[int]) -> Any:
+        return {"h": {n: a if int(n) in frozen else a + step for n, a in layers.items()}}
+
+    early, late = {0, 1, 2}, {2, 3, 4}
+    states = [state(s, early) for s in range(6)] + [state(s, late) for s in range(6, 14)]
+    save_all(directory, states, preservation_policy=policies.PreserveAll())
+    for step, frozen in ((6, early), (14, late)):
+        assert leaf_names(directory, step) == [{f"state/h/{n}" for n in frozen}]
+        assert files(directory, step) & files(directory, step - 2)
+        assert_holds(directory, step, states[step - 1])
+    assert_holds(directory, 7, states[6])
+
+
+def test_a_changed_array_is_written_even_if_its_shape_and_neighbours_stay(directory: Path) -> None:
+    states = [still_state(x=step) for step in range(7)]
+    for state in states[5:]:
+        state["base"]["a"] = state["base"]["a"].at[0, 0].add(1)
+    save_all(directory, states, preservation_policy=policies.PreserveAll())
+    for step in (5, 6, 7):
+        assert_holds(directory, step, states[step - 1])
+    assert not files(directory, 6) & files(directory, 4)
+
+
+def test_an_array_that_changes_under_its_identity_is_written(directory: Path) -> None:
+    """On the CPU, an array may share memory with an array of numpy."""
+    host = np.random.default_rng(0).random((ROWS, 16), np.float32)
+    host = host[np.newaxis].copy()[0]
+    array = jnp.asarray(host)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        for step in range(1, 8):
+            if step == 7:
+                host[0] = 7
+            ckpt.save(step, state={"w": array}, force=True)
+            ckpt.wait_until_finished()
+        expected = np.asarray(array).copy()
+    for arrays in by_orbax(directory, 7):
+        assert arrays["state/w"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_any_number_of_kept_steps_is_enough(directory: Path, keep: int) -> None:
+    states = [still_state(x=step) for step in range(8)]
+    save_all(directory, states, preservation_policy=policies.LatestN(keep))
+    assert_holds(directory, 8, states[7])
+
+
+class Tuned(torch.nn.Module):
+    """A frozen layer of 4 MiB, and a head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 4)
+        self.base.requires_grad_(False)
+
+
+def tuned(mesh: Mesh | None = None) -> Tuned:
+    model = Tuned().to("jax")
+    place(model, fsdp_rule(mesh or fsdp_mesh()))
+    return model
+
+
+def train(ckpt: TorchaxCheckpointer, model: Tuned, steps: range) -> None:
+    """Changes the head and saves, step by step."""
+    for step in steps:
+        with torch.no_grad():
+            model.head.weight.add_(step)
+        ckpt.save(step, force=True)
+
+
+def run(directory: Path, steps: range, mesh: Mesh | None = None, **settings: Any) -> list[Any]:
+    """Resumes a run in a new model as a new program does, and trains; returns the state."""
+    model = tuned(mesh)
+    with TorchaxCheckpointer(directory, **{"options": REUSE, **settings}) as ckpt:
+        start = ckpt.attach(model, shardings=fsdp_rule(mesh or fsdp_mesh()))
+        assert start == steps.start - 1
+        train(ckpt, model, steps)
+        return training_state(model)
+
+
+def assert_resumes(
+    directory: Path, step: int, expected: list[Any], mesh: Mesh | None = None
+) -> None:
+    model = tuned(mesh)
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
+        assert ckpt.attach(model, shardings=fsdp_rule(mesh or fsdp_mesh())) == step
+    assert_trees_identical(training_state(model), expected)
+
+
+ALL = {"preservation_policy": policies.PreserveAll()}
+
+
+def test_a_frozen_parameter_is_written_by_the_first_two_saves_only(directory: Path) -> None:
+    state = run(directory, range(1, 5), **ALL)
+    assert files(directory, 3) & files(directory, 1)
+    assert files(directory, 4) & files(directory, 2)
+    assert_resumes(directory, 4, state)
+
+
+@pytest.mark.parametrize("how", ["swap", "data"])
+def test_a_frozen_parameter_that_is_replaced_is_written(how: str, directory: Path) -> None:
+    model = tuned()
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, range(1, 6))
+        ckpt.wait_until_finished()
+        if how == "data":
+            model.base.weight.data = model.base.weight.data + 1
+        else:
+            model.base.weight = torch.nn.Parameter(model.base.weight + 1, requires_grad=False)
+        ckpt.save(6, force=True)
+    assert_resumes(directory, 6, training_state(model))
+
+
+@pytest.mark.parametrize("num_devices", [8, 2])
+def test_the_first_save_after_a_restart_links(num_devices: int, directory: Path) -> None:
+    """Also onto another mesh."""
+    run(directory, range(1, 5), **ALL)
+    mesh = fsdp_mesh(num_devices)
+    state = run(directory, range(5, 7), mesh, **ALL)
+    assert files(directory, 5) & files(directory, 3)
+    assert files(directory, 6) & files(directory, 4)
+    assert_resumes(directory, 6, state, mesh)
+
+
+def test_a_damaged_copy_is_written_again(directory: Path, caplog: Any) -> None:
+    """The copy is in a step that the new run has not read: it is read before it is linked."""
+    run(directory, range(1, 5), **ALL)
+    flip_bit(path := data_file(directory, 3), path.stat().st_size // 2)
+    with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+        state = run(directory, range(5, 7), **ALL)
+    assert "is damaged: the unchanged arrays are written again" in caplog.text
+    assert not files(directory, 5) & files(directory, 3)
+    assert files(directory, 6) & files(directory, 4)
+    assert_resumes(directory, 6, state)
+
+
+def test_damage_in_a_shared_file_never_reaches_two_neighbours(directory: Path) -> None:
+    run(directory, range(1, 6), **ALL)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        flip_bit(path := data_file(directory, 5), path.stat().st_size // 2)
+        for step in (5, 3, 1):
+            with pytest.raises(CorruptCheckpointError, match="base.weight"):
+                ckpt.verify(step)
+        for step in (4, 2):
+            ckpt.verify(step)
+    assert run(directory, range(5, 6))  # resumes from step 4
+
+
+def test_nothing_is_taken_over_from_a_step_that_was_not_compared(directory: Path) -> None:
+    run(directory, range(1, 5), **ALL)
+    unread = CheckpointOptions(reuse=True, verify="never")
+    run(directory, range(5, 7), options=unread, **ALL)
+    for step in (5, 6):
+        assert not any(files(directory, step) & files(directory, old) for old in (1, 2, 3, 4))
+
+
+def test_a_damaged_index_costs_one_save(directory: Path) -> None:
+    """Orbax cannot merge the database, so that save fails; the next one writes all arrays."""
+    model = tuned()
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, range(1, 5))
+        ckpt.wait_until_finished()
+        (directory / "3" / "state" / databases(directory, 3)[0] / "manifest.ocdbt").write_bytes(b"")
+        train(ckpt, model, range(5, 6))
+        with pytest.raises(SaveError, match="step 5"):
+            ckpt.wait_until_finished()
+        train(ckpt, model, range(6, 7))
+    assert_resumes(directory, 6, training_state(model))
+
+
+def test_where_links_are_refused_files_are_copied(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(links, "_has_warned", False)
+    with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+        state = run(directory, range(1, 6), **ALL)
+    assert caplog.text.count("Unchanged arrays are copied from step to step") == 1
+    assert not files(directory, 5) & files(directory, 3)
+    assert_resumes(directory, 5, state)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compression": "blosc-zstd"},
+        {"max_host_bytes": 1 << 20},
+        {"read_back": True},
+        {"layout": "stacked"},
+        {"snapshot": "offload"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_reuse_goes_with_other_options(settings: dict[str, Any], directory: Path) -> None:
+    options = CheckpointOptions(reuse=True, **settings)
+    state = run(directory, range(1, 6), options=options, **ALL)
+    assert files(directory, 5) & files(directory, 3)
+    assert_resumes(directory, 5, state)
+
+
+def test_a_copy_that_no_step_has_any_more_is_kept_aside(directory: Path) -> None:
+    """If one step is kept, also over a restart; without use, the folder goes."""
+    latest = {"preservation_policy": policies.LatestN(1)}
+    run(directory, range(1, 6), **latest)
+    kept = {p.stat().st_ino for p in (directory / "unchanged").rglob("d/*")}
+    assert kept
+    assert not kept & files(directory, 5)
+    state = run(directory, range(6, 7), **latest)
+    assert kept <= files(directory, 6)
+    assert_resumes(directory, 6, state)
+    run(directory, range(7, 10), **ALL)
+    assert not (directory / "unchanged").exists()
+
+
+def test_a_damaged_manifest_field_is_refused(directory: Path) -> None:
+    run(directory, range(1, 3))
+    edit_json(directory / "2" / "manifest" / "data.json", _break)
+    with (
+        TorchaxCheckpointer(directory, options=REUSE) as ckpt,
+        pytest.raises(CorruptCheckpointError, match="'unchanged' to list databases"),
+    ):
+        ckpt.verify(2)
+
+
+def _break(manifest: Any) -> None:
+    manifest["unchanged"] = {"../x": {"copy": 0, "xxh3_128": {}}}

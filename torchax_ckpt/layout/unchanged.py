@@ -1,0 +1,111 @@
+"""Databases of unchanged arrays, which several steps may share.
+
+The arrays that do not change from save to save are stored in databases of their own inside a step,
+beside the database of the other arrays. A later step can then take such a database whole: on a file
+system, its files are hard links to the files of the earlier step.
+
+Two copies of the unchanged arrays exist, numbered 0 and 1. They were written separately and share
+no files. Steps use them in turn, so two steps that follow each other share no files, and damage to
+one file never affects both.
+
+An array counts as unchanged if the 128-bit digests of all its blocks are equal to those of the
+stored array. Two different blocks with equal digests by chance are as good as impossible: among
+2**40 blocks, a digest of 64 bits expects 2**15 pairs of equal digests, a digest of 128 bits one
+pair in 2**49 such runs. Digests of 64 bits suffice to detect damage, because then each block is
+compared with one digest only.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout.digests import Digests
+
+# Orbax merges the databases of a step whose folders are named ``ocdbt.process_`` and an id of
+# letters and digits.
+_NAME = re.compile(r"unchanged(0|[1-9][0-9]{0,8})")
+_PREFIX = "ocdbt.process_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Database:
+    """A database of unchanged arrays in a step.
+
+    Attributes:
+      copy: 0 or 1, see the module's docstring.
+      arrays: the names of the stored arrays in the database.
+    """
+
+    copy: int
+    arrays: tuple[str, ...]
+
+
+def name_of(number: int) -> str:
+    """Returns the name of a step's database of unchanged arrays, given its number from 0."""
+    return f"unchanged{number}"
+
+
+def folder_of(name: str) -> str:
+    """Returns the name of the folder of a database, which lies in the step's item of arrays."""
+    return f"{_PREFIX}{name}"
+
+
+def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -> dict[str, Any]:
+    """Returns the manifest's field ``unchanged``, or nothing if there are no databases."""
+    if not databases:
+        return {}
+    content = {}
+    for name, database in databases.items():
+        known = {stored: digests[stored].long or b"" for stored in database.arrays}
+        content[name] = {
+            "copy": database.copy,
+            "xxh3_128": {s: base64.b64encode(v).decode("ascii") for s, v in known.items()},
+        }
+    return {"unchanged": content}
+
+
+def from_json(
+    raw: Any, digests: Mapping[str, Digests], *, path: str
+) -> tuple[dict[str, Database], dict[str, Digests]]:
+    """Returns the databases of a manifest, and the digests of all arrays with the long ones added.
+
+    Args:
+      raw: the manifest's field ``unchanged``.
+      digests: the manifest's digests without the long ones.
+      path: the manifest's path, for messages.
+
+    Raises:
+      CorruptCheckpointError: the field is malformed.
+    """
+    databases: dict[str, Database] = {}
+    complete = dict(digests)
+    try:
+        seen: set[str] = set()
+        for name, entry in raw.items():
+            known = {s: base64.b64decode(v, validate=True) for s, v in entry["xxh3_128"].items()}
+            if (
+                not _NAME.fullmatch(name)
+                or type(entry["copy"]) is not int
+                or entry["copy"] not in (0, 1)
+                or not seen.isdisjoint(known)
+                or any(2 * len(digests[s].values) != len(long) for s, long in known.items())
+            ):
+                raise ValueError(name)
+            seen.update(known)
+            databases[name] = Database(entry["copy"], tuple(known))
+            for stored, long in known.items():
+                complete[stored] = dataclasses.replace(digests[stored], long=long)
+    except (AttributeError, TypeError, KeyError, ValueError, binascii.Error) as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected 'unchanged' to list databases with digests of their arrays, found "
+            f"another form ({type(error).__name__}: {error!s:.80}). The file is damaged: use "
+            "another step",
+            path=path,
+        ) from error
+    return databases, complete

@@ -1,0 +1,30 @@
+"""Arrays of a save that are not stored in Orbax's database of the process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from torchax_ckpt.snapshot.host_array import HostArray
+
+
+class Place(Protocol):
+    """Where an array is stored, if not in Orbax's database of this process."""
+
+    async def store(
+        self, spec: dict[str, Any], write: Callable[[dict[str, Any], Any], Awaitable[None]]
+    ) -> None:
+        """Stores the array.
+
+        Args:
+          spec: TensorStore's spec with which Orbax would write the array.
+          write: writes the array, given a spec and a TensorStore transaction.
+        """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedArray(HostArray):
+    """An array that Orbax records in the step's metadata, but that ``place`` stores."""
+
+    place: Place

@@ -1,0 +1,69 @@
+"""Gives the files of a folder second names in another folder, by hard links."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+
+from etils import epath
+
+from torchax_ckpt.storage.medium import fsync
+
+logger = logging.getLogger(__name__)
+
+# What file systems answer that have no hard links, allow none here, or too few for one file.
+_REFUSALS = {
+    errno.EPERM,
+    errno.EACCES,
+    errno.EXDEV,
+    errno.EMLINK,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EINVAL,
+}
+_has_warned = False
+
+
+def link_folder(source: epath.Path, target: epath.Path) -> None:
+    """Creates a folder whose files are hard links to the files of another folder, at any depth.
+
+    Where the file system refuses a link, the file is copied, which is logged once. When the
+    function returns, the names of the new files are durable; ``target`` itself is not, because its
+    name is stored in the folder above.
+
+    Raises:
+      OSError: a file is missing, or there is no space.
+    """
+    for folder, _, files in os.walk(source, onerror=_raise):
+        new = os.path.join(target, os.path.relpath(folder, source))
+        os.makedirs(new, exist_ok=True)
+        for name in files:
+            _link(os.path.join(folder, name), os.path.join(new, name))
+        fsync.sync(new)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        global _has_warned
+        if not _has_warned:
+            _has_warned = True
+            logger.warning(
+                "%s: cannot be linked from %s (%s). Unchanged arrays are copied from step to step "
+                "in place of links, which takes time and space",
+                target,
+                source,
+                error.strerror,
+            )
+        shutil.copyfile(source, target, follow_symlinks=False)
+        fsync.sync(target)

@@ -1,0 +1,72 @@
+"""The folder of a run that keeps a copy of unchanged arrays when no step has this copy any more.
+
+    DIRECTORY/unchanged/state/ocdbt.process_unchanged0/   a database of unchanged arrays
+    DIRECTORY/unchanged/manifest/                         the manifest of the step that had it
+
+Two steps that follow each other use different copies (``layout/unchanged.py``). If only one step is
+kept, the copy that the next step needs would vanish with the last step that has it. The folder is
+not a step: its name is not a number, and it has no commit mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from etils import epath
+
+from torchax_ckpt.layout import unchanged
+from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, CommittedStep
+from torchax_ckpt.storage.medium import fsync, links, seals
+
+NAME = "unchanged"
+
+
+def path_of(directory: epath.Path) -> epath.Path:
+    """Returns the path of the folder in the directory of a run."""
+    return directory / NAME
+
+
+def keep(directory: epath.Path, committed: CommittedStep, names: Iterable[str]) -> None:
+    """Replaces the folder by one that has databases of a step, as links.
+
+    Args:
+      directory: the directory of the run.
+      committed: the step.
+      names: the names of the databases.
+
+    Raises:
+      OSError: the files cannot be linked.
+    """
+    draft = directory / f"writing-{committed.step}-{NAME}"  # a name that a cleanup knows
+    if draft.exists():
+        draft.rmtree()
+    for name in names:
+        folder = unchanged.folder_of(name)
+        links.link_folder(committed.path / STATE / folder, draft / STATE / folder)
+    links.link_folder(committed.path / MANIFEST, draft / MANIFEST)
+    for folder in (draft / STATE, draft):
+        fsync.sync(folder)
+    remove(directory)
+    draft.rename(path_of(directory))
+    fsync.sync(directory)
+
+
+def remove(directory: epath.Path) -> None:
+    """Removes the folder, if there is one."""
+    if (path := path_of(directory)).exists():
+        doomed = directory / f"deleting-0-{NAME}"
+        if doomed.exists():
+            doomed.rmtree()
+        path.rename(doomed)
+        doomed.rmtree()
+
+
+def read_manifest(directory: epath.Path) -> Manifest:
+    """Returns the manifest of the step whose databases the folder keeps.
+
+    Raises:
+      OSError, ValueError, CorruptCheckpointError: there is none, or it is damaged.
+    """
+    path = path_of(directory) / MANIFEST
+    return Manifest.from_json(seals.read_sealed(path), path=str(path))
