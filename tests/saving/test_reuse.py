@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,11 @@ from support.own_orbax import abstract
 from support.training import P, fsdp_mesh, fsdp_rule, place
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError, UnsupportedLeafError
+from torchax_ckpt.saving import identities
+from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.storage.medium import links
+from torchax_ckpt.storage.writing import host_batches
 
 REUSE = CheckpointOptions(reuse=True)
 ROWS = 1 << 15  # a leaf of 1 MiB
@@ -385,3 +390,115 @@ def test_a_damaged_manifest_field_is_refused(directory: Path) -> None:
 
 def _break(manifest: Any) -> None:
     manifest["unchanged"] = {"../x": {"copy": 0, "xxh3_128": {}}}
+
+
+# --- arrays that are the same objects ------------------------------------------------------------
+
+
+@pytest.fixture
+def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the identity of an array prove its values, as on accelerators."""
+    monkeypatch.setattr(identities, "is_proof", lambda array: True)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the arrays that saves fetch from the devices."""
+    shapes: list[tuple[int, ...]] = []
+    start = host_batches._start
+
+    def counted(array: Any) -> Any:
+        shapes.append(tuple(array.shape))
+        return start(array)
+
+    monkeypatch.setattr(host_batches, "_start", counted)
+    return shapes
+
+
+@pytest.mark.usefixtures("identity_proves")
+@pytest.mark.parametrize("mode", ["copy", "reference", "offload", "auto"])
+def test_arrays_that_are_the_same_objects_are_neither_copied_nor_fetched(
+    mode: Any, directory: Path, fetched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = still_state(x=0)
+    options = CheckpointOptions(reuse=True, snapshot=mode)
+    with TorchaxCheckpointer(directory, options=options, **ALL) as ckpt:
+        for step in range(1, 9):
+            state = {**state, "x": committed(np.full((4,), step))}
+            if step == 7:
+                fetched.clear()
+                monkeypatch.setattr(snapshotter, "execute", only_small(snapshotter.execute))
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+    assert (ROWS, 8) not in fetched
+    assert fetched.count((4,)) == 2
+    assert files(directory, 8) & files(directory, 6)
+    assert not files(directory, 8) & files(directory, 7)
+    assert_holds(directory, 8, state)
+
+
+def only_small(execute: Any) -> Any:
+    def checked(plan: Any, leaves: Any, **settings: Any) -> Any:
+        assert all(leaf.size < ROWS for leaf in leaves.values())
+        return execute(plan, leaves, **settings)
+
+    return checked
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_an_equal_array_that_is_another_object_is_compared(
+    directory: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 8):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+            if step == 6:
+                fetched.clear()
+                state["base"]["a"] = state["base"]["a"] + 0
+    assert fetched.count((ROWS, 8)) == 2  # both arrays of the database; compared, not written
+    assert files(directory, 7) & files(directory, 5)
+    assert_holds(directory, 7, state)
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_step_that_is_deleted_before_the_save_costs_no_save(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state=state, force=True)
+        ckpt.wait_until_finished()
+        ckpt.delete(5)
+        shutil.rmtree(directory / "4")
+        ckpt.save(7, state=state, force=True)
+        ckpt.save(8, state=state, force=True)
+        ckpt.wait_until_finished()
+    assert_holds(directory, 7, state)
+    assert_holds(directory, 8, state)
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_no_buffer_is_kept_alive_between_saves(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+        known = weakref.ref(state["base"]["a"])
+        del state
+        gc.collect()
+        assert known() is None
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_donated_array_is_not_taken_over(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+        state["base"]["a"].delete()
+        with pytest.raises(UnsupportedLeafError, match="state/base/a: its buffer was donated"):
+            ckpt.save(7, state=state, force=True)
+        assert ckpt.latest_step() == 6

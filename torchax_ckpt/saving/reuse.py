@@ -7,8 +7,8 @@ a database over from an earlier step instead of writing it.
 
 That a leaf is still decides only where it is stored. Before a save takes a database over, it
 compares the 128-bit digests of the arrays that it saves with those of the stored arrays. The save
-computes these digests itself, from the bytes that it would write, because an array on the CPU may
-share memory with an array of numpy, and then changes without becoming another object.
+computes these digests itself, from the bytes that it would write, except for arrays on accelerators
+that are the same objects as before (``identities.py``).
 
 There are two copies of each database. Steps take them in turn, so two steps that follow each other
 share no files. This run takes over only what it wrote, or what it read and compared.
@@ -30,7 +30,10 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.layout.unchanged import Database
-from torchax_ckpt.storage.arrays import block_digests
+from torchax_ckpt.saving import identities, known_databases
+from torchax_ckpt.saving.identities import Identity, Kept
+from torchax_ckpt.saving.known_databases import Content, KnownDatabase
+from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.abandonment import Key
@@ -40,9 +43,6 @@ from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
 
-# Smaller arrays share a database, because each database takes some milliseconds. If one array of a
-# database changes, all of its arrays are written again.
-_DATABASE_BYTES = 64 << 20
 # With fewer bytes of still leaves, more databases would cost more time than they save.
 _MIN_STILL_BYTES = 1 << 20
 # Smaller leaves may change now and then without being worth a rewrite of their database.
@@ -50,40 +50,6 @@ _MIN_LEAF_BYTES = 1 << 10
 # How many steps a run searches for the other copy when it starts. Two steps that follow each other
 # have different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """What a stored array holds.
-
-    Attributes:
-      members: the leaves in the array, in order.
-      shape, dtype: of the stored array.
-      digests: the digests of its blocks; with long digests if the array is in a database of
-        unchanged arrays.
-    """
-
-    members: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    digests: Digests
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """A database of unchanged arrays in a step of this run.
-
-    Attributes:
-      step: the key of the step; None for the folder ``retained`` knows.
-      name: the name of the database in the step.
-      contents: stored name -> content, for the arrays in the database.
-      is_verified: whether this run wrote the database, or read and compared it.
-    """
-
-    step: Key | None
-    name: str
-    contents: Mapping[str, Content]
-    is_verified: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +91,9 @@ class Reuse:
         self._still: frozenset[str] = frozenset()
         self._last: Mapping[str, Content] = {}
         # For each of the two copies: stored name -> database that holds the array.
-        self._copies: tuple[dict[str, _Stored], dict[str, _Stored]] = ({}, {})
+        self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
         self._turn = 0
+        self._identities: dict[str, Identity] = {}
         # The step that was restored, until the next save has looked for the other copy.
         self._restored: CommittedStep | None = None
 
@@ -142,16 +109,48 @@ class Reuse:
     def adopt(self, committed: CommittedStep) -> None:
         """Makes later saves take over what a step stores, which this run has read and compared."""
         manifest = parse_manifest(committed)
-        self._last = dict(_contents(manifest))
+        self._last = dict(known_databases.contents_of(manifest))
         self._copies = ({}, {})
+        self._identities = {}
         for database in manifest.unchanged.values():
             self._turn = 1 - database.copy
         self._know(committed.key, manifest, is_verified=True)
         self._restored = committed if manifest.unchanged else None
-        held = (content.members for copy in self._copies for content in _all_contents(copy))
+        held = (
+            content.members
+            for copy in self._copies
+            for content in known_databases.all_contents(copy)
+        )
         self._be_still(frozenset(leaf for members in held for leaf in members))
 
-    def divide(self, plan: Plan, arrays: Mapping[str, AnyArray]) -> Division:
+    def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
+        """Returns the arrays that the next save takes over without looking at their values.
+
+        The training thread calls this method while no save is in flight.
+
+        Args:
+          names, arrays: the leaves of the state.
+        """
+        still = self._still
+        leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
+        found: dict[str, Content] = {}
+        for stored in known_databases.distinct(self._copies[self._turn].values()):
+            if stored.is_verified and all(
+                (identity := self._identities.get(name)) is not None
+                and identity.long == content.digests.long
+                and identity.is_of(leaves)
+                for name, content in stored.contents.items()
+            ):
+                found |= stored.contents
+        same = {leaf: leaves.pop(leaf) for content in found.values() for leaf in content.members}
+        return Kept(
+            {name: self._identities[name].announced for name in found},
+            {n: content.members for n, content in found.items() if content.members != (n,)},
+            same,
+            identities.references(leaves),
+        )
+
+    def divide(self, plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept) -> Division:
         """Returns which arrays a save stores in databases of unchanged arrays.
 
         Fetches the arrays of the databases that the save could take over, and computes their
@@ -160,6 +159,7 @@ class Reuse:
         Args:
           plan: the storage plan.
           arrays: stored name -> array; arrays of numpy are never taken over.
+          kept: what the method ``kept`` returned for the save.
         """
         if self._restored is not None:
             self._search(self._restored)
@@ -167,7 +167,8 @@ class Reuse:
         still = {
             name: array
             for name, array in arrays.items()
-            if not isinstance(array, np.ndarray) and self._still.issuperset(_members(plan, name))
+            if not isinstance(array, np.ndarray)
+            and self._still.issuperset(known_databases.members_of(plan, name))
         }
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory)
@@ -176,17 +177,21 @@ class Reuse:
         places: dict[str, Place] = {}
         linked: dict[str, Digests] = {}
 
-        for stored in _distinct(copy[name] for name in still if name in copy):
+        for stored in known_databases.distinct(copy[name] for name in still if name in copy):
             if (path := paths.get(stored.step)) is None:
                 continue
             source = path / STATE / unchanged.folder_of(stored.name)
-            is_equal = all(_is_equal(c, plan, n, still.get(n)) for n, c in stored.contents.items())
-            if is_equal and (stored.is_verified or _is_sound(stored, source)):
+            is_equal = all(
+                name in kept.arrays
+                or known_databases.is_equal(content, plan, name, still.get(name))
+                for name, content in stored.contents.items()
+            )
+            if is_equal and (stored.is_verified or known_databases.is_sound(stored, source)):
                 name = unchanged.name_of(len(parts))
                 parts[name] = Database(self._turn, tuple(stored.contents))
                 places |= dict.fromkeys(stored.contents, databases.Linked(name, source))
                 linked |= {n: content.digests for n, content in stored.contents.items()}
-        for part in _packed({n: a for n, a in still.items() if n not in linked}):
+        for part in known_databases.packed({n: a for n, a in still.items() if n not in linked}):
             name = unchanged.name_of(len(parts))
             parts[name] = Database(self._turn, part)
             places |= dict.fromkeys(part, databases.Fresh(name, len(part)))
@@ -199,6 +204,7 @@ class Reuse:
         plan: Plan,
         arrays: Mapping[str, AnyArray],
         digests: Mapping[str, Digests],
+        kept: Kept,
     ) -> None:
         """Records that a save is durable.
 
@@ -208,25 +214,41 @@ class Reuse:
           plan: the storage plan of the save.
           arrays: stored name -> array.
           digests: stored name -> digests, of all arrays.
+          kept: what the method ``kept`` returned for the save.
         """
+        on_device = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
         contents = {
-            name: Content(_members(plan, name), tuple(array.shape), array.dtype.name, digests[name])
-            for name, array in arrays.items()
-            if not isinstance(array, np.ndarray)
+            name: Content(
+                known_databases.members_of(plan, name),
+                tuple(array.shape),
+                array.dtype.name,
+                digests[name],
+            )
+            for name, array in on_device.items()
         }
         copy = self._copies[self._turn]
         copy.clear()
         for name, database in division.databases.items():
             held = {stored: contents[stored] for stored in database.arrays}
-            copy |= dict.fromkeys(held, _Stored(committed.key, name, held, is_verified=True))
+            copy |= dict.fromkeys(held, KnownDatabase(committed.key, name, held, is_verified=True))
         if division.databases:
             self._turn = 1 - self._turn
+        same = {n: self._identities[n] for n in kept.arrays if n in division.linked}
+        self._identities = same | {
+            name: Identity(
+                tuple((leaf, kept.references[leaf]) for leaf in contents[name].members),
+                contents[name].digests.long,
+                host_batches.to_announce(on_device[name]),
+            )
+            for name in division.places
+            if all(leaf in kept.references for leaf in contents[name].members)
+        }
         found = [leaf for name, now in contents.items() for leaf in self._still_in(name, now)]
         self._last = contents
         sizes = {
             leaf: array.size * array.dtype.itemsize // len(members)
             for name, array in arrays.items()
-            for members in (_members(plan, name),)
+            for members in (known_databases.members_of(plan, name),)
             for leaf in members
         }
         still = frozenset(leaf for leaf in found if sizes[leaf] >= _MIN_LEAF_BYTES)
@@ -244,7 +266,7 @@ class Reuse:
         """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
         steps = {committed.key: committed for committed in doomed}
         copy = self._copies[self._turn]
-        needed = [s for s in _distinct(copy.values()) if s.step in steps]
+        needed = [s for s in known_databases.distinct(copy.values()) if s.step in steps]
         if needed and needed[0].step is not None:
             # One save wrote or took over all databases of a copy, so they are in one step.
             retained.keep(self._directory, steps[needed[0].step], [s.name for s in needed])
@@ -282,10 +304,10 @@ class Reuse:
         yield from (leaf for leaf, equal in zip(now.members, is_equal, strict=True) if equal)
 
     def _know(self, key: Key | None, manifest: Manifest, *, is_verified: bool) -> None:
-        contents = dict(_contents(manifest))
+        contents = dict(known_databases.contents_of(manifest))
         for name, database in manifest.unchanged.items():
             held = {stored: contents[stored] for stored in database.arrays}
-            stored = _Stored(key, name, held, is_verified)
+            stored = KnownDatabase(key, name, held, is_verified)
             for array in held:
                 self._copies[database.copy].setdefault(array, stored)
 
@@ -305,64 +327,3 @@ class Reuse:
     def _know_other(self, key: Key | None, manifest: Manifest) -> None:
         others = {n: d for n, d in manifest.unchanged.items() if d.copy == self._turn}
         self._know(key, dataclasses.replace(manifest, unchanged=others), is_verified=False)
-
-
-def _is_sound(stored: _Stored, folder: epath.Path) -> bool:
-    """Reads a database that this run does not know; returns whether it may be taken over."""
-    for name, content in stored.contents.items():
-        if not databases.holds(folder, name, content.shape, content.dtype, content.digests):
-            logger.warning("%s is damaged: the unchanged arrays are written again", folder)
-            return False
-    return True
-
-
-def _contents(manifest: Manifest) -> Iterator[tuple[str, Content]]:
-    for name, (shape, dtype) in manifest.stored(manifest.leaves()).items():
-        if (digests := manifest.digests.get(name)) is not None:
-            yield name, Content(_members(manifest.plan, name), shape, dtype, digests)
-
-
-def _all_contents(copy: Mapping[str, _Stored]) -> Iterator[Content]:
-    for stored in copy.values():
-        yield from stored.contents.values()
-
-
-def _members(plan: Plan, name: str) -> tuple[str, ...]:
-    return plan.stacks.get(name) or (name,)
-
-
-def _distinct(stored: Iterable[_Stored]) -> list[_Stored]:
-    return list({(s.step, s.name): s for s in stored}.values())
-
-
-def _is_equal(content: Content, plan: Plan, name: str, array: AnyArray | None) -> bool:
-    """Fetches an array; returns whether it is what a database holds under the same name."""
-    if (
-        array is None
-        or isinstance(array, np.ndarray)
-        or content.members != _members(plan, name)
-        or (content.shape, content.dtype) != (tuple(array.shape), array.dtype.name)
-    ):
-        return False
-    block = content.digests.block
-    host = host_batches.fetched(array)
-    parts = host.parts
-    # A step of another mesh may have blocks of another shape.
-    if any(n % b for part in parts.values() for n, b in zip(part.shape, block, strict=True)):
-        parts = {(0,) * host.ndim: np.asarray(host)}
-    return block_digests.take_long(content.shape, block, parts) == content.digests.long
-
-
-def _packed(arrays: Mapping[str, AnyArray]) -> Iterator[tuple[str, ...]]:
-    """Divides arrays into groups for one database each; yields the names in each group."""
-    part: list[str] = []
-    nbytes = 0
-    for name, array in arrays.items():
-        size = array.size * array.dtype.itemsize
-        if part and nbytes + size > _DATABASE_BYTES:
-            yield tuple(part)
-            part, nbytes = [], 0
-        part.append(name)
-        nbytes += size
-    if part:
-        yield tuple(part)

@@ -14,6 +14,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.saving import step_metrics
+from torchax_ckpt.saving.identities import Kept
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
@@ -152,8 +153,12 @@ class SaveCalls:
         if not self._is_alone:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
-        snapshot = self.snapshotter.take(names, arrays)
-        return Capture(step, snapshot, document, per_process, fetch_metrics, began)
+        kept = Kept()
+        if self._durable.reuse is not None and self._tiers.local is None:
+            kept = self._durable.reuse.kept(names, arrays)
+        others = kept.others(names, arrays)
+        snapshot = self.snapshotter.take(*others, kept.stacks)
+        return Capture(step, snapshot, document, per_process, fetch_metrics, began, kept)
 
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable tier's save, and repeats it once if it failed.

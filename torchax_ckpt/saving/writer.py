@@ -23,6 +23,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.saving.identities import Kept
 from torchax_ckpt.saving.reuse import Division, Reuse
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
@@ -55,6 +56,7 @@ class Capture:
       fetch_metrics: returns the metrics as JSON, and an error of the metrics that does not prevent
         the save, or None; may wait for devices.
       began: ``time.perf_counter()`` when the training thread began this save.
+      kept: the arrays that the save takes over from an earlier step; not in ``snapshot``.
     """
 
     step: int
@@ -63,6 +65,7 @@ class Capture:
     per_process: PerProcessState | None
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float
+    kept: Kept = dataclasses.field(default_factory=Kept)
 
     def explained(self, error: BaseException) -> BaseException:
         """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
@@ -148,7 +151,11 @@ class Writer:
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
         progress.enter("comparing the arrays with earlier steps")
-        division = self._reuse.divide(plan, stored) if self._reuse else Division()
+        division = Division()
+        if self._reuse:
+            division = self._reuse.divide(plan, stored, capture.kept)
+            gone = capture.kept.arrays.keys() - division.linked.keys()
+            stored = {**stored, **capture.kept.stored(gone)}
         digests: Mapping[str, Digests] = {}
 
         def on_host(number: int, count: int, nbytes: int) -> None:
@@ -191,7 +198,7 @@ class Writer:
             progress.enter("reading it back")
             self._read_back(durable)
         if self._reuse:
-            self._reuse.landed(durable, division, plan, stored, digests)
+            self._reuse.landed(durable, division, plan, stored, digests, capture.kept)
         return durable, summary
 
     def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
@@ -213,6 +220,8 @@ class Writer:
         process writes an array that consists of its own shards only.
         """
         plan, arrays = capture.snapshot.stored(self._any_process)
+        plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
+        arrays = {**arrays, **capture.kept.arrays}
         if capture.per_process is None:
             return capture.document, plan, arrays
         is_per_host = self._processes.is_per_host

@@ -43,31 +43,38 @@ class Planner:
         self._may_stack = True
         self.still: frozenset[str] = frozenset()
         nothing = Plan({}, frozenset())
-        self._known = Planned((), [], True, self.still, nothing, nothing)
+        self._known = Planned((), [], True, self.still, frozenset(), nothing, nothing)
 
-    def __call__(self, names: Sequence[str], arrays: Sequence[AnyArray]) -> Planned:
+    def __call__(
+        self,
+        names: Sequence[str],
+        arrays: Sequence[AnyArray],
+        taken: frozenset[str] = frozenset(),
+    ) -> Planned:
         """Returns the leaves with their storage plan.
 
         Args:
           names: the names of the leaves.
           arrays: the arrays of the leaves; abstract arrays with shardings may stand for arrays on
             devices.
+          taken: names that no stack may have.
         """
         signatures = [
             (a.shape, a.dtype, None if isinstance(a, np.ndarray) else a.sharding) for a in arrays
         ]
         known, may_stack, still = self._known, self._may_stack, self.still
-        if (signatures, names, may_stack, still) != (
+        if (signatures, names, may_stack, still, taken) != (
             known.signatures,
             known.names,
             known.may_stack,
             known.still,
+            known.taken,
         ):
             specs = [_spec(a, is_still=n in still) for n, a in zip(names, arrays, strict=True)]
-            plan = plan_leaves(names, specs, self._layout)
+            plan = plan_leaves(names, specs, self._layout, taken)
             flat = _unstacked(plan, dict(zip(names, arrays, strict=True)))
             plan = plan if may_stack else flat
-            self._known = known = Planned(names, signatures, may_stack, still, plan, flat)
+            self._known = known = Planned(names, signatures, may_stack, still, taken, plan, flat)
         return known
 
     def stack_no_more(self) -> None:
@@ -86,6 +93,7 @@ class Planned:
       names, signatures: of the leaves: names, and shapes, dtypes and shardings.
       may_stack: whether the planner was allowed to stack.
       still: which leaves do not change.
+      taken: the names that no stack may have.
       plan: the plan of the leaves.
       flat: the plan without its stacks of device arrays.
     """
@@ -94,6 +102,7 @@ class Planned:
     signatures: list[Any]
     may_stack: bool
     still: frozenset[str]
+    taken: frozenset[str]
     plan: Plan
     flat: Plan
     _sizes: dict[bool, Mapping[jax.Device, int] | None] = dataclasses.field(default_factory=dict)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -74,6 +74,7 @@ class Snapshot:
     _arrays: Sequence[Array]
     _planner: Planner
     _memory: DeviceMemory
+    _taken: frozenset[str]
     _planned: Planned | None = None
     _copies: Mapping[str, Array] | None = None
     _offloaded: Offloaded | None = None
@@ -92,7 +93,7 @@ class Snapshot:
           SaveError: some processes have stacks already, and others have no memory for stacks. From
             the next snapshot on, no process makes stacks.
         """
-        planned = self._planned or self._planner(self.names, self._arrays)
+        planned = self._planned or self._planner(self.names, self._arrays, self._taken)
         plan, flat = planned.plan, planned.flat
         ready = self._stacked(planned) if self._copies is None else self._copies
         if not agree(ready is None or plan == flat):
@@ -177,22 +178,30 @@ class Snapshotter:
         self._logged: set[tuple[Way, str]] = set()
         self._exhausted: BaseException | None = None
 
-    def take(self, names: Sequence[str], arrays: Sequence[Array]) -> Snapshot:
+    def take(
+        self, names: Sequence[str], arrays: Sequence[Array], taken: Iterable[str] = ()
+    ) -> Snapshot:
         """Returns a snapshot of the leaves.
 
         The training thread calls this method, which never blocks. For a snapshot by ``transfer``,
         ``Saver.begin`` later blocks the training thread until the save has fetched the arrays.
 
+        Args:
+          names: the names of the leaves.
+          arrays: the leaves.
+          taken: names that no stack of the snapshot may have.
+
         Raises:
           OutOfMemoryError: the mode is "copy" or "offload", and there is no memory for that.
           SaveError: the mode is "offload", and the devices have no pinned memory.
         """
+        unavailable = frozenset(taken)
         is_referenced, why = self._is_referenced(names, arrays)
         if is_referenced:
             way: Way = "transfer" if self._mode == "transfer" else "reference"
             self._log_once(way, why)
-            return Snapshot(way, names, arrays, self._planner, self._memory)
-        planned = self._planner(names, arrays)
+            return Snapshot(way, names, arrays, self._planner, self._memory, unavailable)
+        planned = self._planner(names, arrays, unavailable)
         if self._mode != "offload":
             if (snapshot := self._copied(planned, arrays)) is not None:
                 self._log_once("copy", why)
@@ -208,7 +217,7 @@ class Snapshotter:
         if self._mode != "auto":
             raise self._out_of_memory(planned, arrays, exhausted) from exhausted
         self._log_once("transfer", why)
-        return Snapshot("transfer", names, arrays, self._planner, self._memory)
+        return Snapshot("transfer", names, arrays, self._planner, self._memory, unavailable)
 
     def chosen(
         self, names: Sequence[str], arrays: Sequence[AnyArray]
@@ -268,7 +277,9 @@ class Snapshotter:
             self._require_exhausted(error)
             return None
         self._memory.took(copies.values())
-        return Snapshot("copy", planned.names, (), self._planner, self._memory, planned, copies)
+        return Snapshot(
+            "copy", planned.names, (), self._planner, self._memory, planned.taken, planned, copies
+        )
 
     def _offloaded(self, planned: Planned, arrays: Sequence[Array]) -> Snapshot | None:
         """Returns a snapshot by offload; None if the devices or the host lack memory for it."""
@@ -294,6 +305,7 @@ class Snapshotter:
             (),
             self._planner,
             self._memory,
+            planned.taken,
             planned,
             copies,
             offloaded,

@@ -1,0 +1,101 @@
+"""Leaves that a save takes over without looking at their values, because they are the same arrays.
+
+The buffer of a JAX array on an accelerator never changes, so an array that is the same object as at
+an earlier save has the same values. Its values are then neither copied nor fetched nor compared. An
+array on the CPU may share memory with an array of numpy, so there the identity of the array proves
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.snapshot.stacking import Array, execute
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """The leaves whose values are stored in an array.
+
+    Attributes:
+      members: references to the leaves in the stored array, in order.
+      long: the long digests of the stored array.
+      announced: its shape, dtype and sharding.
+    """
+
+    members: tuple[tuple[str, weakref.ref[jax.Array]], ...]
+    long: bytes | None
+    announced: HostArray
+
+    def is_of(self, leaves: Mapping[str, Array]) -> bool:
+        """Returns whether the leaves are still the same objects."""
+        return all(
+            (leaf := leaves.get(name)) is not None and reference() is leaf
+            for name, reference in self.members
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The arrays of a save that are taken over because their leaves are the same objects.
+
+    Attributes:
+      arrays: stored name -> the array's shape, dtype and sharding.
+      stacks: the stacks among them: stored name -> members.
+      leaves: name -> leaf, for all leaves in the arrays. They are held until the save ends, because
+        the step that has their values may be deleted before the save begins to write.
+      references: references to the other leaves that did not change at earlier saves, and whose
+        identity proves their values.
+    """
+
+    arrays: Mapping[str, HostArray] = dataclasses.field(default_factory=dict)
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    leaves: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    references: Mapping[str, weakref.ref[jax.Array]] = dataclasses.field(default_factory=dict)
+
+    def others(
+        self, names: Sequence[str], arrays: Sequence[Array]
+    ) -> tuple[Sequence[str], Sequence[Array]]:
+        """Returns the leaves of a state, names and arrays, that are not taken over."""
+        if not self.leaves:
+            return names, arrays
+        others = {n: a for n, a in zip(names, arrays, strict=True) if n not in self.leaves}
+        return list(others), list(others.values())
+
+    def stored(self, names: Iterable[str]) -> dict[str, Array]:
+        """Returns some of the arrays with their values; stacks are made on the devices."""
+        wanted = set(names)
+        stacks = {name: members for name, members in self.stacks.items() if name in wanted}
+        members = {leaf for group in stacks.values() for leaf in group} | wanted
+        leaves = {name: leaf for name, leaf in self.leaves.items() if name in members}
+        return execute(Plan(stacks, frozenset()), leaves, copy=False)
+
+
+def references(leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]:
+    """Returns references to the leaves whose identity proves their values."""
+    return {
+        name: weakref.ref(array)
+        for name, array in leaves.items()
+        if isinstance(array, jax.Array) and is_proof(array)
+    }
+
+
+def is_proof(array: jax.Array) -> bool:
+    """Returns whether the identity of an array proves that its values did not change."""
+    return "cpu" not in platforms(array.sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def platforms(sharding: Sharding) -> frozenset[str]:
+    """Returns the platforms of the devices of a sharding."""
+    devices: Iterable[Any] = sharding.device_set
+    return frozenset(device.platform for device in devices)
