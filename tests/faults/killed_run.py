@@ -27,13 +27,15 @@ import numpy as np
 import torch
 import torchax
 
-from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import write_step
 
 Lineage = tuple[tuple[int, int], ...]
 Key = tuple[int, Lineage]
 KEPT = 3
+BASE_ELEMENTS, BASE_STEPS = 300_000, 9
 WEAKENINGS = ("copy", "delete-first", "mixed")
 
 
@@ -53,7 +55,11 @@ class Training:
         enable_torchax()
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to("jax")
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.trained = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)
+        # Frozen for some steps at a time, so that saves take it over from earlier steps.
+        base = torchax.default_env().to_xla(torch.zeros(BASE_ELEMENTS))
+        self.model.base = torch.nn.Parameter(base, requires_grad=False)
         self.lineage: Lineage = ()
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,22 +75,25 @@ class Training:
         """One step on a quadratic loss, whose gradient is the distance to the data."""
         branch = self.lineage[-1][1] if self.lineage else 0
         data = np.random.default_rng((step, branch))
-        for parameter in self.model.parameters():
+        for parameter in self.trained:
             x = torch.from_numpy(data.standard_normal(tuple(parameter.shape)).astype(np.float32))
             parameter.grad = parameter.detach() - torchax.default_env().to_xla(x)
         self.optimizer.step()
+        if step % BASE_STEPS == 0:
+            x = torch.from_numpy(data.standard_normal(BASE_ELEMENTS).astype(np.float32))
+            self.model.base.data = torchax.default_env().to_xla(x)
 
     def buffers(self) -> list[Any]:
-        parameters = list(self.model.parameters())
-        moments = [self.optimizer.state[p].get("momentum_buffer") for p in parameters]
-        return [torchax_backend.buffer(t) for t in [*parameters, *moments] if t is not None]
+        moments = [self.optimizer.state[p].get("momentum_buffer") for p in self.trained]
+        tensors = [self.model.base, *self.trained, *(m for m in moments if m is not None)]
+        return [torchax_backend.buffer(tensor) for tensor in tensors]
 
     def set_buffers(self, buffers: list[Any]) -> None:
-        parameters = list(self.model.parameters())
+        parameters = [self.model.base, *self.trained]
         for parameter, buffer in zip(parameters, buffers, strict=False):
             torchax_backend.set_buffer(parameter, buffer)
         self.optimizer.state.clear()  # before the first step there is none
-        for parameter, buffer in zip(parameters, buffers[len(parameters) :], strict=False):
+        for parameter, buffer in zip(self.trained, buffers[len(parameters) :], strict=False):
             self.optimizer.state[parameter]["momentum_buffer"] = torchax_backend.wrap(buffer)
 
     def digest(self) -> str:
@@ -115,7 +124,7 @@ def read_log(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 PHASES = [
     "starting", "restoring", "training", "going back", "deleting", "claiming", "recovering",
-    "writing", "committing", "setting aside", "settling", "pruning", "waiting", "idle",
+    "writing", "linking", "committing", "setting aside", "settling", "pruning", "waiting", "idle",
 ]  # fmt: skip
 
 
@@ -178,6 +187,7 @@ def run(
         (RunDirectory, "claim", "claiming"),
         (RunDirectory, "recover", "recovering"),
         (write_step, "write_step", "writing"),
+        (links, "link_folder", "linking"),
         (RunDirectory, "commit", "committing"),
         (RunDirectory, "set_aside", "setting aside"),
         (RunDirectory, "settle", "settling"),
@@ -188,7 +198,10 @@ def run(
         weaken(weakening, directory)
     choose = random.Random(seed)
     training = Training()
-    ckpt = TorchaxCheckpointer(directory, preservation_policy=policies.LatestN(KEPT))
+    # Programs that take arrays over and programs that write all of them follow each other.
+    options = CheckpointOptions(reuse=attempt % 4 != 0)
+    rule = policies.LatestN(KEPT)
+    ckpt = TorchaxCheckpointer(directory, preservation_policy=rule, options=options)
     with phase("restoring"):
         step = training.attach_to(ckpt)
     log("resumed", step=step, lineage=training.lineage, digest=training.digest())

@@ -47,6 +47,7 @@ WAYS = {"early": 0.2, "saving": 0.4, "aimed": 0.4}
 EARLY_SECS, SAVING_SECS, AIMED_SECS = 1.5, 1.0, 0.004
 AIMS = [
     "recovering",
+    "linking",
     "committing",
     "setting aside",
     "settling",

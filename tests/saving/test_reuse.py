@@ -273,6 +273,37 @@ def test_a_frozen_parameter_that_is_replaced_is_written(how: str, directory: Pat
     assert_resumes(directory, 6, training_state(model))
 
 
+def test_functional_state_is_taken_over_after_a_restart(directory: Path) -> None:
+    """``load`` reads no whole step, so the unchanged arrays are read before they are linked."""
+    states = [still_state(x=step) for step in range(8)]
+    save_all(directory, states[:5], **ALL)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        assert ckpt.attach() == 5
+        assert_trees_identical(ckpt.load(5, abstract(states[4])), states[4])
+        for step in (6, 7, 8):
+            ckpt.save(step, state=states[step - 1], force=True)
+    for step in (6, 7, 8):
+        assert files(directory, step) & files(directory, step - 2)
+        assert not files(directory, step) & files(directory, step - 1)
+    assert_holds(directory, 8, states[7])
+
+
+def test_a_run_that_went_back_shares_nothing_with_the_step_before(directory: Path) -> None:
+    state = run(directory, range(1, 6), **ALL)
+    model = tuned()
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model, shardings=fsdp_rule(fsdp_mesh()))
+        for first in (3, 4):
+            ckpt.restore(first)
+            train(ckpt, model, range(first + 1, first + 4))
+            ckpt.wait_until_finished()
+            for step in range(first + 1, first + 4):
+                assert not files(directory, step) & files(directory, step - 1)
+                assert files(directory, step) & files(directory, step - 2)
+        state = training_state(model)
+    assert_resumes(directory, 7, state)
+
+
 @pytest.mark.parametrize("num_devices", [8, 2])
 def test_the_first_save_after_a_restart_links(num_devices: int, directory: Path) -> None:
     """Also onto another mesh."""

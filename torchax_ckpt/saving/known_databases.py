@@ -74,12 +74,6 @@ def contents_of(manifest: Manifest) -> Iterator[tuple[str, Content]]:
             yield name, Content(members_of(manifest.plan, name), shape, dtype, digests)
 
 
-def all_contents(copy: Mapping[str, KnownDatabase]) -> Iterator[Content]:
-    """Yields what the arrays in some databases hold."""
-    for stored in copy.values():
-        yield from stored.contents.values()
-
-
 def members_of(plan: Plan, name: str) -> tuple[str, ...]:
     """Returns the leaves in a stored array, in order."""
     return plan.stacks.get(name) or (name,)

@@ -75,6 +75,7 @@ class Reuse:
 
     Args:
       directory: the directory of the run.
+      searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
       on_still: called with the names of the still leaves whenever they may have changed.
     """
@@ -82,10 +83,12 @@ class Reuse:
     def __init__(
         self,
         directory: epath.Path,
+        searches: bool,
         steps: Callable[[], Sequence[CommittedStep]],
         on_still: Callable[[frozenset[str]], None],
     ) -> None:
         self._directory = directory
+        self._searches = searches
         self._steps = steps
         self._on_still = on_still
         self._still: frozenset[str] = frozenset()
@@ -93,9 +96,10 @@ class Reuse:
         # For each of the two copies: stored name -> database that holds the array.
         self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
         self._turn = 0
+        self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
         self._identities: dict[str, Identity] = {}
-        # The step that was restored, until the next save has looked for the other copy.
-        self._restored: CommittedStep | None = None
+        self._may_search = searches
+        self._verified: Key | None = None  # the step that was restored and compared
 
     def expect(self, leaves: Callable[[], frozenset[str]]) -> None:
         """Gives the leaves that will probably not change, unless the run knows already.
@@ -106,22 +110,22 @@ class Reuse:
         if not self._last:
             self._be_still(leaves())
 
-    def adopt(self, committed: CommittedStep) -> None:
-        """Makes later saves take over what a step stores, which this run has read and compared."""
+    def adopt(self, committed: CommittedStep, *, is_verified: bool) -> None:
+        """Makes the next save look for what it can take over: the run continues from a step.
+
+        Args:
+          committed: the step.
+          is_verified: whether the run has read all of the step and compared it with its digests.
+        """
+        if not self._searches:
+            return
         manifest = parse_manifest(committed)
         self._last = dict(known_databases.contents_of(manifest))
         self._copies = ({}, {})
         self._identities = {}
-        for database in manifest.unchanged.values():
-            self._turn = 1 - database.copy
-        self._know(committed.key, manifest, is_verified=True)
-        self._restored = committed if manifest.unchanged else None
-        held = (
-            content.members
-            for copy in self._copies
-            for content in known_databases.all_contents(copy)
-        )
-        self._be_still(frozenset(leaf for members in held for leaf in members))
+        self._verified = committed.key if is_verified else None
+        self._may_search = True
+        self._be_still(_leaves_in(manifest))
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -131,6 +135,7 @@ class Reuse:
         Args:
           names, arrays: the leaves of the state.
         """
+        self._take_turn()
         still = self._still
         leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
         found: dict[str, Content] = {}
@@ -161,9 +166,10 @@ class Reuse:
           arrays: stored name -> array; arrays of numpy are never taken over.
           kept: what the method ``kept`` returned for the save.
         """
-        if self._restored is not None:
-            self._search(self._restored)
-            self._restored = None
+        if self._may_search:
+            self._may_search = False
+            self._search()
+        self._take_turn()
         still = {
             name: array
             for name, array in arrays.items()
@@ -232,7 +238,9 @@ class Reuse:
             held = {stored: contents[stored] for stored in database.arrays}
             copy |= dict.fromkeys(held, KnownDatabase(committed.key, name, held, is_verified=True))
         if division.databases:
-            self._turn = 1 - self._turn
+            self._copy_in[committed.key] = self._turn
+        present = {s.key for s in self._steps()} | {committed.key}
+        self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
         same = {n: self._identities[n] for n in kept.arrays if n in division.linked}
         self._identities = same | {
             name: Identity(
@@ -265,6 +273,7 @@ class Reuse:
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
         """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
         steps = {committed.key: committed for committed in doomed}
+        self._take_turn()  # of the next save
         copy = self._copies[self._turn]
         needed = [s for s in known_databases.distinct(copy.values()) if s.step in steps]
         if needed and needed[0].step is not None:
@@ -303,27 +312,41 @@ class Reuse:
         is_equal = (before == after).all(axis=1)
         yield from (leaf for leaf, equal in zip(now.members, is_equal, strict=True) if equal)
 
-    def _know(self, key: Key | None, manifest: Manifest, *, is_verified: bool) -> None:
-        contents = dict(known_databases.contents_of(manifest))
-        for name, database in manifest.unchanged.items():
-            held = {stored: contents[stored] for stored in database.arrays}
-            stored = KnownDatabase(key, name, held, is_verified)
-            for array in held:
-                self._copies[database.copy].setdefault(array, stored)
+    def _take_turn(self) -> None:
+        """Sets the copy for the next save: the one that the newest step does not have."""
+        if (steps := self._steps()) and (copy := self._copy_in.get(steps[-1].key)) is not None:
+            self._turn = 1 - copy
 
-    def _search(self, restored: CommittedStep) -> None:
-        """Looks for the copy that a restored step does not have, in the steps before it."""
-        earlier = [s for s in self._steps() if s.step < restored.step]
-        for committed in reversed(earlier[-_NUM_SEARCHED:]):
+    def _search(self) -> None:
+        """Looks for databases in the newest steps of the run, and in the folder beside them."""
+        found: frozenset[str] = frozenset()
+        for committed in reversed(self._steps()[-_NUM_SEARCHED:]):
             try:
                 manifest = parse_manifest(committed)
             except CheckpointError as error:
                 logger.info("nothing is taken over from step %d: %s", committed.step, error)
                 continue
-            self._know_other(committed.key, manifest)
+            self._know(committed.key, manifest)
+            found = found or _leaves_in(manifest)
         with contextlib.suppress(OSError, ValueError, CheckpointError):
-            self._know_other(None, retained.read_manifest(self._directory))
+            self._know(None, retained.read_manifest(self._directory))
+        if not self._still:
+            self._be_still(found)
 
-    def _know_other(self, key: Key | None, manifest: Manifest) -> None:
-        others = {n: d for n, d in manifest.unchanged.items() if d.copy == self._turn}
-        self._know(key, dataclasses.replace(manifest, unchanged=others), is_verified=False)
+    def _know(self, key: Key | None, manifest: Manifest) -> None:
+        is_verified = key is not None and key == self._verified
+        contents = dict(known_databases.contents_of(manifest))
+        for name, database in manifest.unchanged.items():
+            held = {stored: contents[stored] for stored in database.arrays}
+            known = KnownDatabase(key, name, held, is_verified)
+            for array in held:
+                self._copies[database.copy].setdefault(array, known)
+            if key is not None:
+                self._copy_in[key] = database.copy
+
+
+def _leaves_in(manifest: Manifest) -> frozenset[str]:
+    """Returns the leaves in the databases of unchanged arrays of a step."""
+    stored = (name for database in manifest.unchanged.values() for name in database.arrays)
+    plan = manifest.plan
+    return frozenset(leaf for name in stored for leaf in known_databases.members_of(plan, name))

@@ -48,5 +48,5 @@ class RunTier:
         """
         if is_verified:
             self.directory.verified.note(committed, is_sound=True)
-            if self.reuse is not None:
-                self.reuse.adopt(committed)
+        if self.reuse is not None:
+            self.reuse.adopt(committed, is_verified=is_verified)

@@ -122,7 +122,12 @@ class Tiers:
         reuse = None
         can_link = calls.count == 1 and not location.is_bucket(directory.path)
         if self._options.reuse and name == "durable" and can_link:
-            reuse = Reuse(directory.path, lambda: history.branches.committed, self._on_still)
+            reuse = Reuse(
+                directory.path,
+                self._options.verify != "never",
+                lambda: history.branches.committed,
+                self._on_still,
+            )
         saver = Saver(
             directory,
             history,
