@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
@@ -533,3 +535,98 @@ def test_a_donated_array_is_not_taken_over(directory: Path) -> None:
         with pytest.raises(UnsupportedLeafError, match="state/base/a: its buffer was donated"):
             ckpt.save(7, state=state, force=True)
         assert ckpt.latest_step() == 6
+
+
+# --- against an oracle ---------------------------------------------------------------------------
+
+LEAVES = ("h.0", "h.1", "h.2", "w")
+ACTIONS = st.one_of(
+    st.tuples(st.just("train"), st.sets(st.sampled_from(LEAVES), max_size=2)),
+    st.tuples(st.just("save"), st.none()),
+    st.tuples(st.just("restart"), st.sampled_from([8, 4, 1])),
+    st.tuples(st.just("back"), st.integers(0, 2)),
+    st.tuples(st.just("delete"), st.integers(0, 2)),
+)
+
+
+class Oracle:
+    """A run of functional state, and what each of its steps must hold."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self.keep = directory, keep
+        self.values = {n: np.random.default_rng(i).random(1 << 17) for i, n in enumerate(LEAVES)}
+        self.saved: dict[int, dict[str, np.ndarray]] = {}
+        self.step, self.num_devices = 0, 8
+        self.open()
+
+    def open(self) -> None:
+        rule = policies.LatestN(self.keep)
+        self.ckpt = TorchaxCheckpointer(self.directory, options=REUSE, preservation_policy=rule)
+        self.step = self.ckpt.attach()
+        self.load()
+
+    def load(self) -> None:
+        if self.step:
+            state = self.ckpt.load(self.step, abstract(self.state()))
+            self.values = {name: np.asarray(array) for name, array in state.items()}
+            assert {n: v.tobytes() for n, v in self.values.items()} == {
+                n: v.tobytes() for n, v in self.saved[self.step].items()
+            }
+
+    def state(self) -> dict[str, jax.Array]:
+        where = NamedSharding(fsdp_mesh(self.num_devices), P("fsdp"))
+        return {n: jax.device_put(v.astype(np.float32), where) for n, v in self.values.items()}
+
+    def train(self, leaves: set[str]) -> None:
+        self.values = {n: v + (n in leaves) for n, v in self.values.items()}
+
+    def save(self, _: None) -> None:
+        self.step += 1
+        state = self.state()
+        self.ckpt.save(self.step, state=state, force=True)
+        self.saved[self.step] = {n: np.array(a) for n, a in state.items()}
+
+    def restart(self, num_devices: int) -> None:
+        self.ckpt.close()
+        self.num_devices = num_devices
+        self.open()
+
+    def back(self, index: int) -> None:
+        self.ckpt.wait_until_finished()
+        if steps := self.ckpt.all_steps():
+            self.step = steps[index % len(steps)]
+            self.ckpt.restore(self.step)
+            self.load()
+
+    def delete(self, index: int) -> None:
+        self.ckpt.wait_until_finished()
+        if len(steps := self.ckpt.all_steps()) > 1:
+            self.ckpt.delete(steps[index % (len(steps) - 1)])
+
+    def check(self) -> None:
+        self.ckpt.close()
+        steps = TorchaxCheckpointer(self.directory, options=CheckpointOptions(read_only=True))
+        numbers = steps.all_steps()
+        for step in numbers:
+            steps.verify(step)
+            assert not files(self.directory, step) & files(self.directory, step - 1)
+        for step in numbers[:-1]:
+            shutil.rmtree(self.directory / str(step))
+        for arrays in by_orbax(self.directory, numbers[-1]) if numbers else ():
+            for name, value in self.saved[numbers[-1]].items():
+                assert arrays[f"state/{name}"].tobytes() == value.tobytes()
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+    actions=st.lists(ACTIONS, min_size=8, max_size=20), keep=st.sampled_from([1, 2, 3])
+)
+@hypothesis.example(actions=[*[("save", None)] * 7, ("restart", 4), *[("save", None)] * 3], keep=2)
+def test_any_sequence_of_changes_saves_and_restarts_stores_what_was_saved(
+    actions: list[tuple[str, Any]], keep: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    oracle = Oracle(tmp_path_factory.mktemp("runs") / "run", keep)
+    for action, argument in actions:
+        getattr(oracle, action)(argument)
+    oracle.check()
