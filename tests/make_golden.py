@@ -216,6 +216,21 @@ def write_blosc(directory: Path, codec: Codec) -> None:
         ckpt.save(STEP, state=state, metrics=METRICS, force=True)
 
 
+def write_linked(directory: Path) -> None:
+    """A step that has taken a frozen parameter over from a step that is not there any more."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(8, 4).to("jax")
+    base = torch.arange(1 << 19, dtype=torch.float32).reshape(1024, 512) % 13
+    module.base = torch.nn.Parameter(base.to("jax"), requires_grad=False)
+    options = CheckpointOptions(reuse=True, compression="zstd")
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        ckpt.attach(module)
+        for step in range(1, STEP + 1):
+            with torch.no_grad():
+                module.weight.add_(1)
+            ckpt.save(step, metrics=METRICS, force=True)
+
+
 def write_together(directory: Path) -> None:
     """A step of two processes: sharded over them, with random state and a loader of each."""
     expect_together("processes", golden.write(directory, STEP))
@@ -243,6 +258,7 @@ LATER: dict[str, Callable[[Path], None]] = {
     "processes": write_together,
     "blosc-lz4": functools.partial(write_blosc, codec="blosc-lz4"),
     "blosc-zstd": functools.partial(write_blosc, codec="blosc-zstd"),
+    "linked": write_linked,
 }
 # In each of them a file that names the run, and in the folders of the hosts the step.
 APART = "hosts"

@@ -30,7 +30,13 @@ from make_golden import (
 from processes_program import digest
 from support import ROOT, golden
 
-from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, torchax_backend
+from torchax_ckpt import (
+    CheckpointOptions,
+    LocalTier,
+    TorchaxCheckpointer,
+    load_torch_state_dict,
+    torchax_backend,
+)
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import VERSION
 
@@ -73,6 +79,22 @@ def test_training_goes_on_from_a_golden_checkpoint(version: str, tmp_path: Path)
         assert leaf[1:] in [entry[1][1:] for entry in dict(expected["dict"])["'model'"]["dict"]]
         ckpt.save(STEP + 1, force=True)
     assert TorchaxCheckpointer(tmp_path / "run").all_steps() == [STEP, STEP + 1]
+
+
+def test_unchanged_arrays_of_a_golden_checkpoint_are_taken_over(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "v1" / "linked", tmp_path / "run")
+    module: Any = torch.nn.Linear(8, 4).to("jax")
+    base = torch.zeros(1024, 512).to("jax")
+    module.base = torch.nn.Parameter(base, requires_grad=False)
+    with TorchaxCheckpointer(tmp_path / "run", options=CheckpointOptions(reuse=True)) as ckpt:
+        assert ckpt.attach(module) == STEP
+        for step in (STEP + 1, STEP + 2):
+            ckpt.save(step, force=True)
+    old, new = (
+        next((tmp_path / "run" / str(step)).glob("state/ocdbt.process_unchanged0/d/*"))
+        for step in (STEP, STEP + 2)
+    )
+    assert old.samefile(new)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -166,8 +188,11 @@ def test_the_page_on_the_format_names_every_key_that_golden_checkpoints_have() -
         for named in ("versions", "document", "stacks", "digests"):
             found.add(named)
             found |= set(keys_of(list(manifest.pop(named).values())))
+        for database in manifest.pop("unchanged", {}).values():
+            database.pop("xxh3_128")
+            found |= {"unchanged", "xxh3_128", *database}
         summary.pop("metrics")
         found |= {*keys_of(manifest), *keys_of(summary)}
-    assert {"ties", "extra_state", "class", "group", "weak", "impl", "abandons"} <= found
+    assert {"ties", "extra_state", "class", "group", "weak", "impl", "abandons", "copy"} <= found
     page = FORMAT_PAGE.read_text()
     assert [key for key in sorted(found) if not re.search(rf"[\"`]{key}[\"`]", page)] == []
