@@ -57,7 +57,9 @@ class CheckpointOptions:
         step stays complete, also when other steps are deleted. Two steps that follow each other
         share no files. Works for device arrays in a durable directory on a file system, in a run of
         one process; other saves write everything. Whether an array changed is decided by 128-bit
-        digests of its bytes.
+        digests of its bytes. "one-copy" lets all steps share the same files: a run then writes the
+        unchanged arrays once instead of twice and stores them once, but damage to one file can
+        affect every step.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -95,7 +97,7 @@ class CheckpointOptions:
     verify: Verify = "restore"
     read_back: bool = False
     on_save_error: OnSaveError = "continue"
-    reuse: bool = False
+    reuse: bool | Literal["one-copy"] = False
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
@@ -117,7 +119,6 @@ class CheckpointOptions:
         for name in (
             "restore_in_budget",
             "read_back",
-            "reuse",
             "read_only",
             "single_replica_restore",
         ):
@@ -125,6 +126,11 @@ class CheckpointOptions:
                 raise TypeError(
                     f"CheckpointOptions: {name}: expected a bool, found {getattr(self, name)!r}"
                 )
+        if not isinstance(self.reuse, bool) and self.reuse != "one-copy":
+            raise ValueError(
+                "CheckpointOptions: reuse: expected True, False or 'one-copy', found "
+                f"{self.reuse!r:.100}"
+            )
         if self.single_replica_restore and self.restore_in_budget:
             raise ValueError(
                 "CheckpointOptions: single_replica_restore restores all leaves together, but "

@@ -75,6 +75,8 @@ class Reuse:
 
     Args:
       directory: the directory of the run.
+      alternates: whether steps take two copies of the unchanged arrays in turn; if not, all steps
+        share one copy.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
       on_still: called with the names of the still leaves whenever they may have changed.
@@ -83,11 +85,13 @@ class Reuse:
     def __init__(
         self,
         directory: epath.Path,
+        alternates: bool,
         searches: bool,
         steps: Callable[[], Sequence[CommittedStep]],
         on_still: Callable[[frozenset[str]], None],
     ) -> None:
         self._directory = directory
+        self._alternates = alternates
         self._searches = searches
         self._steps = steps
         self._on_still = on_still
@@ -313,9 +317,9 @@ class Reuse:
         yield from (leaf for leaf, equal in zip(now.members, is_equal, strict=True) if equal)
 
     def _take_turn(self) -> None:
-        """Sets the copy for the next save: the one that the newest step does not have."""
+        """Sets the copy for the next save, given the one that the newest step has."""
         if (steps := self._steps()) and (copy := self._copy_in.get(steps[-1].key)) is not None:
-            self._turn = 1 - copy
+            self._turn = 1 - copy if self._alternates else copy
 
     def _search(self) -> None:
         """Looks for databases in the newest steps of the run, and in the folder beside them."""

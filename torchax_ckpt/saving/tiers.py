@@ -124,6 +124,7 @@ class Tiers:
         if self._options.reuse and name == "durable" and can_link:
             reuse = Reuse(
                 directory.path,
+                self._options.reuse != "one-copy",
                 self._options.verify != "never",
                 lambda: history.branches.committed,
                 self._on_still,
