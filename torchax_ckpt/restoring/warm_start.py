@@ -37,7 +37,7 @@ from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state.component import Findings, Read, Values
 from torchax_ckpt.state.leaf import Spec
-from torchax_ckpt.state.module import ModuleComponent
+from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
 from torchax_ckpt.storage.arrays import orbax_context

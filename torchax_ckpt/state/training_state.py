@@ -16,7 +16,7 @@ from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Component, Findings, Restoration
-from torchax_ckpt.state.module import Init, ModuleComponent, Rule
+from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import StatefulComponent

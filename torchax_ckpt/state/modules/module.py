@@ -36,7 +36,7 @@ from torchax_ckpt.state.component import (
     restore_by_call,
 )
 from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
-from torchax_ckpt.state.module_tensors import (
+from torchax_ckpt.state.modules.module_tensors import (
     Slot,
     extra_state_modules,
     registered,
