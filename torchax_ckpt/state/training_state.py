@@ -16,6 +16,7 @@ from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Component, Findings, Restoration
+from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.random_state import RandomStateComponent
@@ -58,6 +59,7 @@ class TrainingState:
         def module(value: Any, path: tuple[str, ...]) -> Component:
             require_module(value, path)
             self._modules.append(ModuleComponent(value, path, rule, init))
+            warn_of_lost_ties(value, path)
             return self._modules[-1]
 
         def stepper(value: Any, path: tuple[str, ...]) -> Component:
