@@ -23,7 +23,6 @@ from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
-    Findings,
     Form,
     Restoration,
     Values,
@@ -32,6 +31,7 @@ from torchax_ckpt.state.component import (
     require_alive,
     revive,
 )
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze_all
 from torchax_ckpt.state.pytree import Encoder, decode
 from torchax_ckpt.state.stored_entries import BY_POSITION, StoredGroup, StoredOptimizer

@@ -12,7 +12,8 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.state.component import Captured, Findings, Restoration, encoded, restore_by_call
+from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
+from torchax_ckpt.state.findings import Findings
 
 
 @runtime_checkable

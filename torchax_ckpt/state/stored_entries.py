@@ -124,6 +124,11 @@ class StoredModule:
             return None
         return _tied(expected), ", ".join(_tied(group) for group in groups)
 
+    def ties_more(self, every_name: Collection[str], sources: Collection[str]) -> bool:
+        """Returns whether the sources have names that the live tensor ``every_name`` lacks."""
+        stored = {*sources, *(alias for alias, fqn in self.ties.items() if fqn in sources)}
+        return not stored <= set(every_name)
+
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
     """Returns torch's name of a tensor: the last key of ``new``, its name after the renaming.

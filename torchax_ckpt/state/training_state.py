@@ -15,7 +15,8 @@ from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
-from torchax_ckpt.state.component import Captured, Combined, Component, Findings, Restoration
+from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent

@@ -44,6 +44,18 @@ def declared_ties(root: torch.nn.Module) -> dict[str, str]:
     return found
 
 
+def lost_ties(module: torch.nn.Module) -> dict[str, str]:
+    """Returns the declared ties, alias -> name, whose live tensors are separate tensors.
+
+    Args:
+      module: the model, or a JittableModule around it.
+    """
+    root, _ = torchax_backend.unwrap_jittable(module)
+    live = _tensors(root)
+    declared = declared_ties(root).items()
+    return {alias: name for alias, name in declared if live[alias] is not live[name]}
+
+
 def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
     """Warns once, on process 0, if tensors that the model declares as tied are separate tensors.
 
@@ -51,16 +63,11 @@ def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> Non
       module: the model, or a JittableModule around it.
       key_path: the model's place: ``("model",)``, or ``("model", name)``.
     """
-    root, _ = torchax_backend.unwrap_jittable(module)
-    live = _tensors(root)
-    lost = [
-        f"{alias} (tied to {name})"
-        for alias, name in declared_ties(root).items()
-        if live[alias] is not live[name]
-    ]
+    lost = [f"{alias} (tied to {name})" for alias, name in lost_ties(module).items()]
     if not lost or jax.process_index() != 0:
         return
     more = f" and {len(lost) - _MAX_LISTED} more" if len(lost) > _MAX_LISTED else ""
+    root, _ = torchax_backend.unwrap_jittable(module)
     user_warnings.warn(
         f"{names.join(key_path)}: {type(root).__name__} declares tied weights that are separate "
         f"tensors: {', '.join(lost[:_MAX_LISTED])}{more}. They train apart and are stored apart. "
