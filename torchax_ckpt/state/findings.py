@@ -115,6 +115,18 @@ class Findings:
         return None
 
 
+def type_name(value: object) -> str:
+    """Returns the type of an object that is not what was expected, for messages.
+
+    The object itself may be a model, whose ``repr`` takes pages.
+    """
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a {module}{kind.__qualname__}"
+
+
 def _prefix(longer: Sequence[str], shorter: Sequence[str]) -> str | None:
     """Returns the prefix, up to a dot, that makes the shorter names the longer, or None."""
     for name in longer:

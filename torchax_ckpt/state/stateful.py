@@ -13,7 +13,7 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.findings import Findings, type_name
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class StatefulComponent:
                 )
             raise AttachError(
                 f"{where}: expected an object with state_dict() and load_state_dict(), found "
-                f"{value!r:.100}.{hint}",
+                f"{type_name(value)}.{hint}",
                 key_path=where,
             )
 

@@ -16,7 +16,7 @@ from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent
@@ -206,7 +206,7 @@ def as_rule(shardings: Any) -> Rule | None:
     if not callable(shardings):
         raise AttachError(
             "shardings: expected a callable from name and abstract leaf to a Sharding or "
-            f"PartitionSpec, or a torchax.mesh_util.Mesh, found {shardings!r:.80}"
+            f"PartitionSpec, or a torchax.mesh_util.Mesh, found {type_name(shardings)}"
         )
     return functools.partial(resolve_rule, shardings, None)
 
@@ -220,9 +220,9 @@ def require_module(value: Any, path: tuple[str, ...]) -> None:
 def require_init(init: Any) -> None:
     """Raises AttachError unless ``init`` is callable or None."""
     if init is not None and not callable(init):
-        raise AttachError(f"init: expected a callable, found {init!r:.80}")
+        raise AttachError(f"init: expected a callable, found {type_name(init)}")
 
 
 def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:
     where = names.join(path)
-    return AttachError(f"{where}: expected {expected}, found {found!r:.100}", key_path=where)
+    return AttachError(f"{where}: expected {expected}, found {type_name(found)}", key_path=where)

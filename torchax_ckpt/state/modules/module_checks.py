@@ -10,6 +10,8 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.state.modules.module_tensors import slots
 from torchax_ckpt.state.stored_entries import extra_state_key
 
+_MAX_LISTED = 5
+
 
 def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
     """Raises unless the module can be saved and trained.
@@ -19,7 +21,7 @@ def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
       key_path: prefix of the leaves' names.
 
     Raises:
-      AttachError: the module is on the CPU.
+      AttachError: the parameters, or some of them, are on the CPU.
       UnsupportedLeafError: a tensor cannot be stored, or is in ``state_dict()`` alone.
     """
     where = names.join(key_path)
@@ -35,6 +37,15 @@ def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
             f"{where}: all parameters of {type(root).__name__} are on the CPU. Move the model "
             "first: torchax.enable_globally(); model.to('jax'). Build the optimizer after that.",
             key_path=where,
+        )
+    if on_cpu := [names.join((*key_path, s.fqn)) for s in parameters if s.is_on_cpu]:
+        more = f" and {len(on_cpu) - _MAX_LISTED} more" if len(on_cpu) > _MAX_LISTED else ""
+        raise AttachError(
+            f"{where}: {len(on_cpu)} of {len(parameters)} parameters of {type(root).__name__} are "
+            f"on the CPU, the others are not: {', '.join(on_cpu[:_MAX_LISTED])}{more}. Move the "
+            "whole model after its last part was added: model.to('jax'). Build the optimizer after "
+            "that. Make a tensor that is to stay on the CPU a buffer.",
+            key_path=on_cpu[0],
         )
     known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
     known |= {extra_state_key(path) for path, _ in root.named_modules(remove_duplicate=False)}
