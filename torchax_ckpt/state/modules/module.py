@@ -45,6 +45,7 @@ from torchax_ckpt.state.modules.module_tensors import (
     same_objects,
     slots,
 )
+from torchax_ckpt.state.modules.wrapped_names import match_wrapped
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
@@ -196,6 +197,7 @@ class ModuleComponent:
         """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files."""
         self._refresh()
         restoration = Restoration()
+        match_wrapped(self.module, stored, selection, self.key_path)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
