@@ -574,3 +574,53 @@ def test_live_moments_move_to_where_their_parameters_go(directory: Path) -> None
     save(directory, model, saved)
     resume(directory, fresh, optimizer, shardings=fsdp_rule(fsdp_mesh()))
     assert_moments_are_where_their_parameters_are(optimizer)
+
+
+# --- wrappers ----------------------------------------------------------------------------------
+
+
+class Wrapping(Optimizer):
+    """Gives away the state of another optimizer, as accelerate's ``AcceleratedOptimizer`` does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+class Adding(Optimizer):
+    """Adds state of its own to that of another optimizer, as Lookahead does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_in_a_wrapper_is_the_optimizer(directory: Path) -> None:
+    model, fresh, wrapped = mlp(width=8), mlp(width=8), mlp(width=8)
+    optimizer, plain = one_group(model), one_group(fresh)
+    step(optimizer)
+    save(directory / "a", model, Wrapping(Wrapping(optimizer)))
+    resume(directory / "a", fresh, plain)
+    save(directory / "b", fresh, plain)
+    inner = one_group(wrapped)
+    resume(directory / "b", wrapped, Wrapping(inner))
+    want = training_state(model, optimizer)
+    assert_trees_identical(training_state(fresh, plain), want)
+    assert_trees_identical(training_state(wrapped, inner), want)
+
+
+def test_an_optimizer_around_another_that_has_state_of_its_own_stays_itself(
+    directory: Path,
+) -> None:
+    model = mlp(width=8)
+    save(directory, model, Adding(one_group(model)))
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(model, one_group(model))
+    assert caught.value.mismatched == {"optimizer": "expected AdamW, found Adding"}

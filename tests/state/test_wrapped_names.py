@@ -101,7 +101,7 @@ def test_weight_files_with_a_wrappers_names_start_a_model(tmp_path: Path) -> Non
     safetensors.numpy.save_file({"module.weight": want}, tmp_path / "a.safetensors")
     model = nn.Linear(2, 2, bias=False).to("jax")
     warm_start(model, tmp_path / "a.safetensors")
-    assert np.array_equal(np.asarray(model.weight.jax()), want)  # type: ignore[operator]
+    assert np.array_equal(np.asarray(model.weight.jax()), want)  # type: ignore[attr-defined]
 
 
 def test_models_attached_by_name_keep_to_themselves(directory: Path) -> None:

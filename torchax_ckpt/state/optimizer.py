@@ -29,11 +29,11 @@ from torchax_ckpt.state.component import (
     Write,
     encoded,
     require_alive,
-    revive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, describe, freeze_all
-from torchax_ckpt.state.pytree import Encoder, decode
+from torchax_ckpt.state.leaf import Spec, freeze_all
+from torchax_ckpt.state.optimizer_entries import compatible, rebuild, same
+from torchax_ckpt.state.pytree import Encoder
 from torchax_ckpt.state.stored_entries import BY_POSITION, StoredGroup, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
@@ -265,7 +265,7 @@ class OptimizerComponent:
                 key
                 for other in others
                 for key in first.hyperparameters.keys() | other.hyperparameters.keys()
-                if not _same(first.hyperparameters.get(key), other.hyperparameters.get(key))
+                if not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
             }
             for key in sorted(differing):
                 findings.mismatch(
@@ -291,7 +291,7 @@ class OptimizerComponent:
             restoration.read(child, self._leaf_placement(child, live, None, home))
 
         def write(values: Values) -> None:
-            group[key] = _rebuild(node, live, values)
+            group[key] = rebuild(node, live, values)
 
         needs = tuple(child["array"] for child in array_nodes(node))
         restoration.writes.append(Write(write, needs=needs))
@@ -316,7 +316,7 @@ class OptimizerComponent:
         unfit = [
             key
             for key, child in stored.items()
-            if not _compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
+            if not compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
         ]
         if unfit:
             if len(unfit) < len(stored):  # no entry is restored unless all fit
@@ -332,7 +332,7 @@ class OptimizerComponent:
             if not stored:
                 self.optimizer.state.pop(parameter, None)
                 return
-            rebuilt = {k: _rebuild(child, live.get(k), values) for k, child in stored.items()}
+            rebuilt = {k: rebuild(child, live.get(k), values) for k, child in stored.items()}
             entry = self.optimizer.state[parameter]
             entry.clear()
             entry.update(rebuilt)
@@ -355,45 +355,3 @@ class OptimizerComponent:
         if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
             return placement_of(torchax_backend.buffer(live))
         return replicated_like(home)
-
-
-def _same(a: Node, b: Node) -> bool:
-    """Returns whether two nodes of one hyperparameter, from two stored groups, are equal.
-
-    If the hyperparameter is a tensor, returns False even if the tensors are equal, because a node
-    does not contain the values of a tensor.
-    """
-    return a == b
-
-
-def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """Returns whether a stored value can replace the live value; if not, records a mismatch.
-
-    If the stored value is an array and the live value a tensor, their dtypes and shapes must be
-    equal. In all other cases the stored value can replace the live value.
-    """
-    if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
-        return True
-    expected, found = describe(live, where), Spec.of_node(node)
-    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
-        return True
-    findings.mismatch(where, expected.content(), found.content())
-    return False
-
-
-def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
-
-    def leaf(child: Mapping[str, Any]) -> Any:
-        value = values[child["array"]]
-        if child is node and isinstance(live, torch.Tensor):
-            spec, here = Spec.of_node(child), describe(live, child["array"])
-            if spec == here and spec.kind == "torchax":
-                torchax_backend.set_buffer(live, value)
-                return live
-            if spec == here and spec.kind == "torch":
-                torchax_backend.copy_into(live, value)
-                return live
-        return revive(child, value)
-
-    return decode(node, leaf)

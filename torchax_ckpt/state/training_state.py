@@ -20,6 +20,7 @@ from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent
+from torchax_ckpt.state.optimizer_entries import unwrapped
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import StatefulComponent
 
@@ -64,6 +65,7 @@ class TrainingState:
             return self._modules[-1]
 
         def stepper(value: Any, path: tuple[str, ...]) -> Component:
+            value = unwrapped(value)
             if not isinstance(value, torch.optim.Optimizer):
                 raise _wrong_type(path, "a torch.optim.Optimizer", value)
             return OptimizerComponent(value, path, self._parameter_names, self._placements)
