@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.formats.optimizer_state import optimizers_of
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
 
 
 def save(directory: Path, model: Any, optimizer: Any, **more: Any) -> None:
@@ -507,6 +510,35 @@ def test_a_later_save_names_moments_as_the_parameters_are_named_then(directory: 
         assert ckpt.attach(fresh, fresh_optimizer) == 2
     assert_trees_identical(training_state(fresh), training_state(model))
     assert_trees_identical(state_by_name(fresh, fresh_optimizer), state_by_name(model, optimizer))
+
+
+def test_state_under_other_keys_than_parameters_comes_back_as_torch_keeps_it(
+    directory: Path,
+) -> None:
+    model, fresh = mlp(width=8), mlp(width=8)
+    saved, optimizer = one_group(model), one_group(fresh)
+    step(saved)
+    device = on_cpu(0.5).to("jax")
+    others: dict[Any, Any] = {"k": 3, ("a", 1): [0.1, on_cpu(2.0)], "rate": device, "0.weight": {}}
+    saved.state.update(others)
+    optimizer.state["k"] = 4
+    optimizer.state["gone"] = {"x": 1}
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(model, saved)
+        ckpt.save(1, force=True)
+        saved.state["k"] = 5  # a value is part of the node
+        ckpt.save(2, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(fresh, optimizer) == 2
+        assert optimizer.state.pop("k") == 5
+        ckpt.restore(1)
+    got = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    assert_trees_identical(got, others)
+    stored = StoredStep(RunDirectory(directory, read_only=True).find(1))
+    exported = optimizers_of(stored).state_dicts(lambda name: name, by_name=False)["state"]
+    assert [exported[key] for key in ("k", "rate")] == [3, "optimizer/other_state/rate"]
+    assert set(exported) == {0, 1, 2, 3, *others}
+    assert_trees_identical(state_by_name(fresh, optimizer), state_by_name(model, saved))
 
 
 # --- sharded parameters ------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Captures and restores optimizers: the state of each parameter, and the hyperparameters.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
-[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
+[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. If the optimizer keeps
+state under keys that are not parameters, the dict has it as ``other_state``. A restore matches
 parameters by name. Their order, and their division into groups, may differ between the checkpoint
 and the program.
 """
@@ -32,9 +33,9 @@ from torchax_ckpt.state.component import (
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, freeze_all
-from torchax_ckpt.state.optimizer_entries import compatible, rebuild, same
+from torchax_ckpt.state.optimizer_entries import compatible, other_state, rebuild, same
 from torchax_ckpt.state.pytree import Encoder
-from torchax_ckpt.state.stored_entries import BY_POSITION, StoredGroup, StoredOptimizer
+from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredGroup, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
 """Returns id of every live parameter -> its present key paths below ``model``.
@@ -128,7 +129,10 @@ class OptimizerComponent:
             self._member_names = [[names.join(known[key][0]) for key in keys] for keys in members]
         state = self._capture_state(members)
         groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
-        captured = self._combined([groups_, state])
+        parts = [groups_, state]
+        if others := other_state(self.optimizer):
+            parts.append(encoded(others, (*self.key_path, OTHER_STATE)))
+        captured = self._combined(parts)
         require_alive(captured)
         return captured
 
@@ -158,7 +162,7 @@ class OptimizerComponent:
         known = self._parameter_names()
         stepped: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
         for parameter, value in self.optimizer.state.items():
-            if not value:
+            if not isinstance(parameter, torch.Tensor) or not value:
                 continue
             paths = known.get(id(parameter))
             if paths is None:
@@ -182,13 +186,17 @@ class OptimizerComponent:
         return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
 
     def _node(self, nodes: list[Node]) -> Node:
-        groups, state = nodes
+        groups, state, *others = nodes
         described = [
             {"dict": [["params", members], *group["dict"]]}
             for members, group in zip(self._member_names, groups, strict=True)
         ]
         return {
-            "dict": [["state", state], ["param_groups", described]],
+            "dict": [
+                ["state", state],
+                ["param_groups", described],
+                *([OTHER_STATE, node] for node in others),
+            ],
             "class": type(self.optimizer).__qualname__,
         }
 
@@ -243,7 +251,27 @@ class OptimizerComponent:
                 continue
             home = homes[id(parameter)]
             self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
+        if taken := [p for name, p in live.items() if name in group_of]:
+            self._prepare_other_state(stored.other_state, homes[id(taken[0])], restoration)
         return restoration
+
+    def _prepare_other_state(
+        self, stored: Mapping[Any, Node], home: Placement, restoration: Restoration
+    ) -> None:
+        """Adds a write that replaces the state under keys that are not parameters."""
+        leaves = [leaf for child in stored.values() for leaf in array_nodes(child)]
+        for leaf in leaves:
+            restoration.read(leaf, self._leaf_placement(leaf, None, None, home))
+
+        def write(values: Values) -> None:
+            live = other_state(self.optimizer)
+            rebuilt = {k: rebuild(child, live.get(k), values) for k, child in stored.items()}
+            for key in live:
+                del self.optimizer.state[key]
+            self.optimizer.state.update(rebuilt)
+
+        needs = tuple(leaf["array"] for leaf in leaves)
+        restoration.writes.append(Write(write, needs=needs))
 
     def _prepare_groups(
         self,

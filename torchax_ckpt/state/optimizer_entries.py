@@ -29,6 +29,14 @@ def unwrapped(value: Any) -> Any:
     return unwrapped(inner) if shared else value
 
 
+def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Returns the state that an optimizer keeps under keys that are not parameters.
+
+    torch's ``Optimizer.state_dict`` keeps such state as it is.
+    """
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+
 def same(a: Node, b: Node) -> bool:
     """Returns whether two nodes of one hyperparameter, from two stored groups, are equal.
 

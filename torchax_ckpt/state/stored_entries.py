@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from torchax_ckpt.errors import SelectionError
 from torchax_ckpt.layout import names
@@ -170,6 +171,8 @@ def _tied(group: Iterable[str]) -> str:
 # Keys of a group whose values list its parameters in order. A restore ignores the order: it matches
 # parameters by name.
 BY_POSITION = frozenset({"params", "param_names"})
+# The key of the state that an optimizer keeps under keys that are not parameters.
+OTHER_STATE = "other_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,12 +193,14 @@ class StoredOptimizer:
       state: parameter -> the node of its state, for parameters that had state.
       left_out: parameters that have stored state and are not selected, by their names in the
         program.
+      other_state: key that is not a parameter -> the node of the state under this key.
     """
 
     groups: tuple[StoredGroup, ...]
     group_of: Mapping[str, StoredGroup]
     state: Mapping[str, Node]
     left_out: tuple[str, ...] = ()
+    other_state: Mapping[Any, Node] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_node(cls, node: Node, where: str) -> StoredOptimizer:
@@ -221,7 +226,12 @@ class StoredOptimizer:
                     )
                 group_of[member] = stored
         return cls(
-            tuple(groups), group_of, node_checks.fields(content.get("state"), f"{where}/state")
+            tuple(groups),
+            group_of,
+            node_checks.fields(content.get("state"), f"{where}/state"),
+            other_state=node_checks.keyed(
+                content.get(OTHER_STATE, {"dict": []}), f"{where}/{OTHER_STATE}"
+            ),
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:
@@ -236,4 +246,5 @@ class StoredOptimizer:
                 for name in self.group_of
                 if name in self.state and name not in taken
             ),
+            self.other_state,
         )
