@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torchax_ckpt import policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
@@ -216,16 +216,15 @@ class TorchaxCheckpointer:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
+        optimizer_class: Literal["any"] | None = None,
         tier: TierName | None = None,
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        Compares names, dtypes and shapes first: if it raises MismatchError, nothing has changed.
-        The steps newer than the restored step are renamed to ``abandoned-N`` once a new step is
-        durable, and no run resumes from them. To continue a run after you replaced the head of the
-        model or renamed its tensors, call ``attach(..., resume=False)``, then ``restore`` with
-        ``exclude`` or ``rename``. To start a new run from another run's weights, see
-        ``warm_start``.
+        Compares names, dtypes and shapes first. The steps newer than the restored step are renamed
+        to ``abandoned-N`` once a new step is durable, and no run resumes from them. To continue a
+        run whose model or optimizer has changed, call ``attach(..., resume=False)``, then
+        ``restore``. To start a new run from another run's weights, see ``warm_start``.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
@@ -233,6 +232,8 @@ class TorchaxCheckpointer:
             match and reports the rest.
           include, exclude, rename: patterns that select and rename the model's tensors, and so
             their optimizer state, as for ``warm_start``. Other tensors and their state stay.
+          optimizer_class: "any" to take state of another class with the same entries, such as
+            Adam's for AdamW; of the hyperparameters, only the learning rates then come along.
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Returns:
@@ -249,7 +250,7 @@ class TorchaxCheckpointer:
         self._require_open()
         attached = self._require_attached("restore")
         self._tiers.wait()
-        selection = functools.partial(Selection, include, exclude, rename)
+        selection = functools.partial(Selection, include, exclude, rename, optimizer_class)
         candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
         report, skipped = newest_readable(
             candidates, lambda s: self._restore(s, attached, strict, selection())
@@ -440,11 +441,7 @@ class TorchaxCheckpointer:
     # --- listing and deleting steps -----------------------------------------------------------
 
     def all_steps(self, tier: TierName | None = None) -> list[int]:
-        """Returns the existing steps, ascending. Each call lists the directories and opens no step.
-
-        Args:
-          tier: "durable" or "local" (TierError if it does not exist); None lists all tiers.
-        """
+        """Returns the existing steps, ascending, of one tier or (None) of all; opens no step."""
         return self._tiers.numbers(tier)
 
     def latest_step(self, tier: TierName | None = None) -> int | None:

@@ -25,6 +25,7 @@ class Findings:
       mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
       left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
         leaves out. These names do not count as differences.
+      has_other_optimizer: whether the checkpoint has the state of an optimizer of another class.
       lacks_ties: whether the checkpoint ties weights that are separate in the attached model.
     """
 
@@ -32,6 +33,7 @@ class Findings:
     unexpected: list[str] = dataclasses.field(default_factory=list)
     mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
+    has_other_optimizer: bool = False
     lacks_ties: bool = False
 
     def __bool__(self) -> bool:
@@ -83,6 +85,12 @@ class Findings:
         if (rename := self._rename()) is not None:
             first = "call attach(resume=False), then restore" if call == "restore" else call
             return f"The model's names differ by a prefix: {first}(rename={rename})."
+        if self.has_other_optimizer:
+            return (
+                "Attach an optimizer of the stored class. To go on with the state of another class "
+                "that has the same entries, such as Adam's in AdamW, call attach(resume=False), "
+                "then restore(optimizer_class='any')."
+            )
         if call == "warm_start":
             return (
                 "Rename or leave out the tensors that differ (rename=, exclude=); or convert "

@@ -9,7 +9,7 @@ and the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,15 +33,21 @@ from torchax_ckpt.state.component import (
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, freeze_all
-from torchax_ckpt.state.optimizer_entries import compatible, other_state, rebuild, same
+from torchax_ckpt.state.optimizer_entries import (
+    SCHEDULED,
+    compatible,
+    other_state,
+    rebuild,
+    same,
+    why_unfit,
+)
 from torchax_ckpt.state.pytree import Encoder
 from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredGroup, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
 """Returns id of every live parameter -> its present key paths below ``model``.
 
-A tied parameter has several key paths; a save uses the first. The result is the same object until a
-name changes.
+A tied parameter has several. The result is the same object until a name changes.
 """
 ParameterPlacements = Callable[[], Mapping[int, Placement]]
 """Returns id of every live parameter -> its placement after its module is restored."""
@@ -219,10 +225,13 @@ class OptimizerComponent:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
             return restoration
         (stored_class,) = node_checks.texts([node["class"]], where)
-        if stored_class != (kind := type(self.optimizer).__qualname__):
-            findings.mismatch(where, kind, stored_class)
-            return restoration
         stored = StoredOptimizer.of_node(node, where).selected(selection)
+        is_other = stored_class != type(self.optimizer).__qualname__
+        is_asked = selection.takes_any_optimizer
+        if is_other and (why := why_unfit(self.optimizer, stored, stored_class, is_asked)):
+            findings.mismatch(where, *why)
+            findings.has_other_optimizer = not is_asked
+            return restoration
         group_of, state = stored.group_of, stored.state
         # A save may have named a tied parameter by another of its names.
         name_of = {
@@ -238,7 +247,8 @@ class OptimizerComponent:
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         findings.left_out += [f"{where}/{name}" for name in stored.left_out]
         homes = self._placements()
-        self._prepare_groups(group_of, name_of, homes, findings, restoration)
+        keys = SCHEDULED if is_other else None
+        self._prepare_groups(group_of, name_of, homes, keys, findings, restoration)
         for name, parameter in live.items():
             if name not in group_of:
                 continue
@@ -278,10 +288,14 @@ class OptimizerComponent:
         group_of: Mapping[str, StoredGroup],
         name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
+        keys: Collection[str] | None,
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds writes that give each group the hyperparameters stored for its parameters."""
+        """Adds writes that give each group the hyperparameters stored for its parameters.
+
+        ``keys`` names the hyperparameters to restore; None stands for all.
+        """
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -293,7 +307,8 @@ class OptimizerComponent:
                 key
                 for other in others
                 for key in first.hyperparameters.keys() | other.hyperparameters.keys()
-                if not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
+                if (keys is None or key in keys)
+                and not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
             }
             for key in sorted(differing):
                 findings.mismatch(
@@ -303,7 +318,7 @@ class OptimizerComponent:
                 )
             home = homes[id(group["params"][0])]
             for key, node in first.hyperparameters.items():
-                if key not in differing:
+                if key not in differing and (keys is None or key in keys):
                     self._prepare_hyperparameter(group, key, node, home, restoration)
 
     def _prepare_hyperparameter(
