@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
+from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
@@ -22,6 +22,7 @@ from torchax_ckpt.restoring.verify import verify_step
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.saving.last_completed import LastCompleted
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
@@ -240,8 +241,7 @@ class TorchaxCheckpointer:
           A report of what was restored.
 
         Raises:
-          StepNotFoundError: there is no such step, or none at all.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
           MismatchError: with ``strict``, the step does not match the objects; nothing was changed.
           SelectionError: as for ``warm_start``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
@@ -313,8 +313,7 @@ class TorchaxCheckpointer:
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Raises:
-          StepNotFoundError: there is no such step, or none at all.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
           MismatchError: the step does not match ``abstract_state``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
         """
@@ -344,8 +343,7 @@ class TorchaxCheckpointer:
           The number of the verified step.
 
         Raises:
-          StepNotFoundError: there is no such step, or none at all.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
           CorruptCheckpointError: the step is damaged; the error names the leaf and any known file.
           ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
           DirectoryError: the step cannot be read now.
@@ -360,18 +358,23 @@ class TorchaxCheckpointer:
     # --- saving --------------------------------------------------------------------------------
 
     @guarded(trains=True)
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, on_exit: Literal["save"] | None = None) -> Iterator[int]:
         """Yields the remaining steps, from the first after the restored step to ``total``.
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
         last step is always saved. If a body calls ``restore``, the loop continues after the
         restored step, and the step of that body is not saved. ``break`` and exceptions leave the
-        loop without a save of the current step. At a preemption, saves the step, waits until it is
-        durable and ends the loop.
+        loop without a save of the current step; with ``on_exit="save"``, which captures the state
+        at each step, the step before it is saved if no array has been replaced since (not in runs
+        of several processes). At a preemption, saves the step, waits for it and ends the loop.
         """
         self._require_open()
-        self._require_attached("steps")
-        return self._loop.steps(as_step(total), self.save, self.reached_preemption)
+        attached, at_exit = self._require_attached("steps"), None
+        if on_exit not in (None, "save"):
+            raise CallError(f'steps: on_exit: expected "save" or None, found {on_exit!r:.80}')
+        if on_exit and self._processes.count == 1:
+            at_exit = LastCompleted(attached, self._saves, self._calls, self._require_open)
+        return self._loop.steps(as_step(total), self.save, self.reached_preemption, at_exit)
 
     def record(self, **metrics: Any) -> None:
         """Records metrics of the current step; metrics on devices are fetched if the step is saved.
@@ -479,8 +482,7 @@ class TorchaxCheckpointer:
           tier: "durable" or "local"; None for each tier that has the step.
 
         Raises:
-          StepNotFoundError: there is no such step.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step; no such tier.
           LeaseError: another program writes to the directory.
         """
         self._require_open()

@@ -520,17 +520,18 @@ def test_state_under_other_keys_than_parameters_comes_back_as_torch_keeps_it(
     step(saved)
     device = on_cpu(0.5).to("jax")
     others: dict[Any, Any] = {"k": 3, ("a", 1): [0.1, on_cpu(2.0)], "rate": device, "0.weight": {}}
-    saved.state.update(others)
-    optimizer.state["k"] = 4
-    optimizer.state["gone"] = {"x": 1}
+    theirs: Any = saved.state
+    ours: Any = optimizer.state
+    theirs.update(others)
+    ours.update({"k": 4, "gone": {"x": 1}})
     with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
         ckpt.attach(model, saved)
         ckpt.save(1, force=True)
-        saved.state["k"] = 5  # a value is part of the node
+        theirs["k"] = 5  # a value is part of the node
         ckpt.save(2, force=True)
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.attach(fresh, optimizer) == 2
-        assert optimizer.state.pop("k") == 5
+        assert ours.pop("k") == 5
         ckpt.restore(1)
     got = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
     assert_trees_identical(got, others)
