@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchax_ckpt import policies, torchax_backend
@@ -27,6 +27,7 @@ from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.state.loaders import protocols
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -138,6 +139,7 @@ class TorchaxCheckpointer:
         *,
         lr_scheduler: Any = None,
         dataloader: Any = None,
+        redistribute: Callable[[list[Any], int], Sequence[Any]] | None = None,
         stateful: Mapping[str, Any] | None = None,
         shardings: Any = None,
         init: Callable[..., Any] | None = None,
@@ -155,8 +157,11 @@ class TorchaxCheckpointer:
           optimizer: a ``torch.optim.Optimizer``, or a dict of them. A fresh optimizer gets its
             state from the checkpoint, with the shardings of its parameters.
           lr_scheduler: a scheduler, or a list or dict of them.
-          dataloader: an object with ``state_dict`` and ``load_state_dict``, such as torchdata's
-            ``StatefulDataLoader``, or a dict of them.
+          dataloader: a loader or a dict of them, such as torchdata's ``StatefulDataLoader`` or an
+            iterator of Grain: with ``state_dict`` and ``load_state_dict``, or ``get_state`` and
+            ``set_state``, or ``save_state_rank`` and ``restore_state_rank``.
+          redistribute: ``(states, count) -> states``, called for each loader if another number of
+            processes saved the step: from their states, in order, makes one for each process.
           stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
           shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
             tensors, or a ``torchax.mesh_util.Mesh``; default: their present ones. The name is the
@@ -179,8 +184,7 @@ class TorchaxCheckpointer:
           UninitializedLeafError: neither a checkpoint nor ``init`` fills a meta tensor.
           UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
-          CorruptCheckpointError: there are steps, but all are damaged.
-          OutOfMemoryError: this host has too little memory for the newest step.
+          CorruptCheckpointError, OutOfMemoryError: all steps are damaged; too little host memory.
           DirectoryError: a step cannot be read now; it may be intact, so it is not skipped.
         """
         self._require_open()
@@ -192,7 +196,7 @@ class TorchaxCheckpointer:
         self._tiers.wait()
         self._tiers.take_over()
         attached = TrainingState(
-            model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
+            model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng, redistribute
         )
         if candidates := self._tiers.steps() if resume else []:
             report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
@@ -454,7 +458,7 @@ class TorchaxCheckpointer:
     def best_step(self) -> int | None:
         """Returns the durable step that ranks first by the best-N rule, or None if none is ranked.
 
-        The preservation policy contains the rule. Steps known to be damaged are not ranked.
+        Steps known to be damaged are not ranked.
 
         Raises:
           PolicyError: the preservation policy has no best-N rule.
@@ -465,11 +469,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of a step; {} if it has no metrics or damaged metrics.
-
-        Raises:
-          StepNotFoundError: there is no such step.
-        """
+        """Returns a step's metrics, {} without or with damaged ones; raises StepNotFoundError."""
         committed = self._tiers.find(as_step(step))
         return self._tiers.holding(committed).directory.metrics(committed)
 
@@ -482,8 +482,7 @@ class TorchaxCheckpointer:
           tier: "durable" or "local"; None for each tier that has the step.
 
         Raises:
-          StepNotFoundError, TierError: there is no such step; no such tier.
-          LeaseError: another program writes to the directory.
+          StepNotFoundError, TierError, LeaseError: no such step or tier; another program writes.
         """
         self._require_open()
         self._tiers.wait()
@@ -500,8 +499,7 @@ class TorchaxCheckpointer:
         """Waits until no save is in flight, then calls ``check_for_errors``.
 
         Raises:
-          SaveTimeoutError: a save is still in flight after ``timeout_secs``; the save continues.
-          SaveError: a save failed.
+          SaveTimeoutError, SaveError: a save is still in flight, and continues; a save failed.
         """
         self._tiers.wait(timeout_secs)
         self.check_for_errors()
@@ -510,8 +508,7 @@ class TorchaxCheckpointer:
         """Raises the oldest error of a background save that no call has raised yet.
 
         Raises:
-          SaveError: a save failed; names step, path and cause.
-          MetricsError: a best-N rule cannot rank the fetched value of a device metric.
+          SaveError, MetricsError: a save failed; a best-N rule cannot rank a metric.
         """
         self._tiers.check_for_errors()
 
@@ -540,6 +537,8 @@ class TorchaxCheckpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            protocols.explain(error)
         try:
             self.close()
         except CheckpointError:

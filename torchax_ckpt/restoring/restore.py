@@ -92,7 +92,10 @@ def restore_attached(
     restores_rng = "rng" in attached.components and "rng" in source.document
     with step_reader.about(committed), random_state.left_alone(on_success=not restores_rng):
         document = per_process_state.document_of(
-            source.document, processes, f"step {committed.step}"
+            source.document,
+            processes,
+            f"step {committed.step}",
+            redistributes=attached.redistributes,
         )
         restoration = attached.prepare(document, findings, selection)
         if strict and findings:

@@ -264,14 +264,16 @@ def restore_by_call(
     where: str,
     owner: object,
     take: Callable[[Any], Any],
+    put_back: Callable[[Any], Any] | None = None,
 ) -> Write:
     """Returns a write that passes the value that ``node`` describes to ``take``, the user's code.
 
     Adds reads of the value's leaves to ``restoration``. The undo first resets the attributes of
     ``owner``, because ``take`` may have set some of them before it failed, and then passes the
-    state ``live`` to ``take``. A leaf saved from a device goes to the placement of the live leaf of
-    the same name and shape, or without one to the default device; a leaf saved from the host goes
-    to the host. An exception of ``take`` becomes a MismatchError that names ``where``.
+    state ``live`` to ``put_back``, or to ``take`` if that is None. A leaf saved from a device goes
+    to the placement of the live leaf of the same name and shape, or without one to the default
+    device; a leaf saved from the host goes to the host. An exception of ``take`` becomes a
+    MismatchError that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
@@ -301,7 +303,7 @@ def restore_by_call(
         if hasattr(owner, "__dict__"):
             owner.__dict__.clear()
             owner.__dict__.update(attributes)
-        take(thaw(live))
+        (put_back or take)(thaw(live))
 
     needs = tuple(child["array"] for child in array_nodes(node))
     return Write(call, undo, needs=needs)

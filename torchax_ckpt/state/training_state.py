@@ -17,12 +17,13 @@ from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
 from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.loaders.saved_states import SavedStates
 from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.optimizer_entries import unwrapped
 from torchax_ckpt.state.random_state import RandomStateComponent
-from torchax_ckpt.state.stateful import StatefulComponent
+from torchax_ckpt.state.stateful import Redistribute, StatefulComponent
 
 FUNCTIONAL = functional.KEY_PATH[0]
 # The functional state, if there is one, replaces these components.
@@ -48,7 +49,11 @@ class TrainingState:
         shardings: Any = None,
         init: Init | None = None,
         rng: bool = True,
+        redistribute: Redistribute | None = None,
     ) -> None:
+        if redistribute is not None and not callable(redistribute):
+            raise AttachError(f"redistribute: expected a callable, found {type_name(redistribute)}")
+        self.redistributes = redistribute is not None
         rule = as_rule(shardings)
         require_init(init)
         self._modules: list[ModuleComponent] = []
@@ -70,11 +75,12 @@ class TrainingState:
                 raise _wrong_type(path, "a torch.optim.Optimizer", value)
             return OptimizerComponent(value, path, self._parameter_names, self._placements)
 
+        loader = functools.partial(StatefulComponent, redistribute=redistribute)
         for name, value, build in (
             ("model", model, module),
             ("optimizer", optimizer, stepper),
             ("lr_scheduler", _as_mapping(lr_scheduler), StatefulComponent),
-            ("dataloader", dataloader, StatefulComponent),
+            ("dataloader", dataloader, loader),
             ("stateful", stateful, StatefulComponent),
         ):
             if value is not None:
@@ -162,15 +168,23 @@ class _Group:
     def capture(self) -> Captured:
         return self._combined([member.capture() for member in self._members.values()])
 
-    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+    def prepare(
+        self, node: Node | SavedStates, findings: Findings, selection: Selection
+    ) -> Restoration:
         restoration = Restoration()
+        every = node
+        if isinstance(every, SavedStates):
+            node = every.nodes[0]
         is_group = isinstance(node, dict) and node.get("group") is True
         stored = node_checks.fields(node, names.join(self._key_path)) if is_group else {}
         if not is_group:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
         for name, member in self._members.items():
             if name in stored:
-                restoration.extend([member.prepare(stored[name], findings, selection)])
+                child = stored[name]
+                if isinstance(every, SavedStates):
+                    child = every.of_member(name, names.join(self._key_path))
+                restoration.extend([member.prepare(child, findings, selection)])
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
         for name in stored.keys() - self._members.keys():
