@@ -155,6 +155,8 @@ def main() -> None:
         sampler=Shuffled(len(examples), args.seed),
         collate_fn=collate,
         drop_last=True,  # All batches then have one shape, for which XLA compiles once.
+        # Workers (num_workers=2) must not compute through torchax, which would hang in them:
+        # worker_init_fn=lambda worker: torchax.disable_globally(),
     )
     model = classifier().to("jax")
     # Created after .to("jax"), which replaces the parameters.

@@ -7,11 +7,11 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
+from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
@@ -22,10 +22,12 @@ from torchax_ckpt.restoring.verify import verify_step
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.saving.last_completed import LastCompleted
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.state.loaders import protocols
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -138,6 +140,7 @@ class TorchaxCheckpointer:
         *,
         lr_scheduler: Any = None,
         dataloader: Any = None,
+        redistribute: Callable[[list[Any], int], Sequence[Any]] | None = None,
         stateful: Mapping[str, Any] | None = None,
         shardings: Any = None,
         init: Callable[..., Any] | None = None,
@@ -155,8 +158,11 @@ class TorchaxCheckpointer:
           optimizer: a ``torch.optim.Optimizer``, or a dict of them. A fresh optimizer gets its
             state from the checkpoint, with the shardings of its parameters.
           lr_scheduler: a scheduler, or a list or dict of them.
-          dataloader: an object with ``state_dict`` and ``load_state_dict``, such as torchdata's
-            ``StatefulDataLoader``, or a dict of them.
+          dataloader: a loader or a dict of them, such as torchdata's ``StatefulDataLoader`` or an
+            iterator of Grain: with ``state_dict`` and ``load_state_dict``, or ``get_state`` and
+            ``set_state``, or ``save_state_rank`` and ``restore_state_rank``.
+          redistribute: ``(states, count) -> states``, called for each loader if another number of
+            processes saved the step: from their states, in order, makes one for each process.
           stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
           shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
             tensors, or a ``torchax.mesh_util.Mesh``; default: their present ones. The name is the
@@ -179,8 +185,7 @@ class TorchaxCheckpointer:
           UninitializedLeafError: neither a checkpoint nor ``init`` fills a meta tensor.
           UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
-          CorruptCheckpointError: there are steps, but all are damaged.
-          OutOfMemoryError: this host has too little memory for the newest step.
+          CorruptCheckpointError, OutOfMemoryError: all steps are damaged; too little host memory.
           DirectoryError: a step cannot be read now; it may be intact, so it is not skipped.
         """
         self._require_open()
@@ -192,7 +197,7 @@ class TorchaxCheckpointer:
         self._tiers.wait()
         self._tiers.take_over()
         attached = TrainingState(
-            model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
+            model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng, redistribute
         )
         if candidates := self._tiers.steps() if resume else []:
             report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
@@ -217,16 +222,15 @@ class TorchaxCheckpointer:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
+        optimizer_class: Literal["any"] | None = None,
         tier: TierName | None = None,
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        Compares names, dtypes and shapes first: if it raises MismatchError, nothing has changed.
-        The steps newer than the restored step are renamed to ``abandoned-N`` once a new step is
-        durable, and no run resumes from them. To continue a run after you replaced the head of the
-        model or renamed its tensors, call ``attach(..., resume=False)``, then ``restore`` with
-        ``exclude`` or ``rename``. To start a new run from another run's weights, see
-        ``warm_start``.
+        Compares names, dtypes and shapes first. The steps newer than the restored step are renamed
+        to ``abandoned-N`` once a new step is durable, and no run resumes from them. To continue a
+        run whose model or optimizer has changed, call ``attach(..., resume=False)``, then
+        ``restore``. To start a new run from another run's weights, see ``warm_start``.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
@@ -234,14 +238,15 @@ class TorchaxCheckpointer:
             match and reports the rest.
           include, exclude, rename: patterns that select and rename the model's tensors, and so
             their optimizer state, as for ``warm_start``. Other tensors and their state stay.
+          optimizer_class: "any" to take state of another class with the same entries, such as
+            Adam's for AdamW; of the hyperparameters, only the learning rates then come along.
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Returns:
           A report of what was restored.
 
         Raises:
-          StepNotFoundError: there is no such step, or none at all.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
           MismatchError: with ``strict``, the step does not match the objects; nothing was changed.
           SelectionError: as for ``warm_start``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
@@ -250,7 +255,7 @@ class TorchaxCheckpointer:
         self._require_open()
         attached = self._require_attached("restore")
         self._tiers.wait()
-        selection = functools.partial(Selection, include, exclude, rename)
+        selection = functools.partial(Selection, include, exclude, rename, optimizer_class)
         candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
         report, skipped = newest_readable(
             candidates, lambda s: self._restore(s, attached, strict, selection())
@@ -312,8 +317,7 @@ class TorchaxCheckpointer:
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Raises:
-          StepNotFoundError: there is no such step, or none at all.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
           MismatchError: the step does not match ``abstract_state``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
         """
@@ -343,8 +347,7 @@ class TorchaxCheckpointer:
           The number of the verified step.
 
         Raises:
-          StepNotFoundError: there is no such step, or none at all.
-          TierError: there is no such tier.
+          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
           CorruptCheckpointError: the step is damaged; the error names the leaf and any known file.
           ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
           DirectoryError: the step cannot be read now.
@@ -359,18 +362,23 @@ class TorchaxCheckpointer:
     # --- saving --------------------------------------------------------------------------------
 
     @guarded(trains=True)
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, on_exit: Literal["save"] | None = None) -> Iterator[int]:
         """Yields the remaining steps, from the first after the restored step to ``total``.
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
         last step is always saved. If a body calls ``restore``, the loop continues after the
         restored step, and the step of that body is not saved. ``break`` and exceptions leave the
-        loop without a save of the current step. At a preemption, saves the step, waits until it is
-        durable and ends the loop.
+        loop without a save of the current step; with ``on_exit="save"``, which captures the state
+        at each step, the step before it is saved if no array has been replaced since (not in runs
+        of several processes). At a preemption, saves the step, waits for it and ends the loop.
         """
         self._require_open()
-        self._require_attached("steps")
-        return self._loop.steps(as_step(total), self.save, self.reached_preemption)
+        attached, at_exit = self._require_attached("steps"), None
+        if on_exit not in (None, "save"):
+            raise CallError(f'steps: on_exit: expected "save" or None, found {on_exit!r:.80}')
+        if on_exit and self._processes.count == 1:
+            at_exit = LastCompleted(attached, self._saves, self._calls, self._require_open)
+        return self._loop.steps(as_step(total), self.save, self.reached_preemption, at_exit)
 
     def record(self, **metrics: Any) -> None:
         """Records metrics of the current step; metrics on devices are fetched if the step is saved.
@@ -440,11 +448,7 @@ class TorchaxCheckpointer:
     # --- listing and deleting steps -----------------------------------------------------------
 
     def all_steps(self, tier: TierName | None = None) -> list[int]:
-        """Returns the existing steps, ascending. Each call lists the directories and opens no step.
-
-        Args:
-          tier: "durable" or "local" (TierError if it does not exist); None lists all tiers.
-        """
+        """Returns the existing steps, ascending, of one tier or (None) of all; opens no step."""
         return self._tiers.numbers(tier)
 
     def latest_step(self, tier: TierName | None = None) -> int | None:
@@ -454,7 +458,7 @@ class TorchaxCheckpointer:
     def best_step(self) -> int | None:
         """Returns the durable step that ranks first by the best-N rule, or None if none is ranked.
 
-        The preservation policy contains the rule. Steps known to be damaged are not ranked.
+        Steps known to be damaged are not ranked.
 
         Raises:
           PolicyError: the preservation policy has no best-N rule.
@@ -465,11 +469,7 @@ class TorchaxCheckpointer:
         return next((info.step for info in rule.ranked(infos)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of a step; {} if it has no metrics or damaged metrics.
-
-        Raises:
-          StepNotFoundError: there is no such step.
-        """
+        """Returns a step's metrics, {} without or with damaged ones; raises StepNotFoundError."""
         committed = self._tiers.find(as_step(step))
         return self._tiers.holding(committed).directory.metrics(committed)
 
@@ -482,9 +482,7 @@ class TorchaxCheckpointer:
           tier: "durable" or "local"; None for each tier that has the step.
 
         Raises:
-          StepNotFoundError: there is no such step.
-          TierError: there is no such tier.
-          LeaseError: another program writes to the directory.
+          StepNotFoundError, TierError, LeaseError: no such step or tier; another program writes.
         """
         self._require_open()
         self._tiers.wait()
@@ -501,8 +499,7 @@ class TorchaxCheckpointer:
         """Waits until no save is in flight, then calls ``check_for_errors``.
 
         Raises:
-          SaveTimeoutError: a save is still in flight after ``timeout_secs``; the save continues.
-          SaveError: a save failed.
+          SaveTimeoutError, SaveError: a save is still in flight, and continues; a save failed.
         """
         self._tiers.wait(timeout_secs)
         self.check_for_errors()
@@ -511,8 +508,7 @@ class TorchaxCheckpointer:
         """Raises the oldest error of a background save that no call has raised yet.
 
         Raises:
-          SaveError: a save failed; names step, path and cause.
-          MetricsError: a best-N rule cannot rank the fetched value of a device metric.
+          SaveError, MetricsError: a save failed; a best-N rule cannot rank a metric.
         """
         self._tiers.check_for_errors()
 
@@ -541,6 +537,8 @@ class TorchaxCheckpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            protocols.explain(error)
         try:
             self.close()
         except CheckpointError:

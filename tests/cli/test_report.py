@@ -174,6 +174,16 @@ def test_what_is_no_report_is_not_overwritten(three_runs: Path, tmp_path: Path) 
     run("report", three_runs, out)  # this one is
 
 
+def test_the_page_may_be_named_by_an_option(three_runs: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "a.html", tmp_path / "b.html"
+    run("report", three_runs, "-o", out)
+    run("report", three_runs, out, "--output", out)
+    assert "is not a report" not in run("report", three_runs, out)
+    said = run("report", three_runs, other, "-o", out, code=exit_codes.USAGE)
+    assert "expected one page to write, found two" in said
+    assert not other.exists()
+
+
 def test_a_directory_without_events_is_reported_too(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)})

@@ -81,7 +81,7 @@ def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
         import runpy, sys
         sys.argv[1:] = ["show", sys.argv[1]]
         try:
-            runpy.run_module("torchax_ckpt.cli", run_name="__main__")
+            runpy.run_module("torchax_ckpt", run_name="__main__")
         except SystemExit as end:
             assert end.code == 0
         import jax
@@ -293,7 +293,7 @@ def test_at_a_terminal_show_draws_a_tree() -> None:
     golden = TESTS / "golden/v1/stacked"
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (24, 120))
-    command = [sys.executable, "-m", "torchax_ckpt.cli", "show", str(golden)]
+    command = [sys.executable, "-m", "torchax_ckpt", "show", str(golden)]
     with subprocess.Popen(command, stdout=theirs) as program:
         os.close(theirs)
         said = b""

@@ -141,6 +141,15 @@ def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
         assert "processes 2 to 3 are left out" in warned
 
 
+@pytest.mark.slow
+def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path) -> None:
+    seen: list[int] = []
+    for count in (2, 4, 1):
+        reports = run_processes(PROGRAMS / "redistributed.py", count, str(directory))
+        seen += [sample for (told,) in reports for sample in told["samples"]]
+    assert sorted(seen) == list(range(24))
+
+
 @pytest.mark.long
 def test_a_clock_that_is_wrong_parts_nobody(directory: Path) -> None:
     def run(skew_secs: int, interval_secs: int, *, last: int) -> list[Any]:

@@ -16,7 +16,7 @@ from torchax import interop
 from torchax.train import ScannedModule
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 
 
 def save(directory: Path, model: Any, optimizer: Any = None) -> None:
@@ -150,16 +150,19 @@ def test_cpu_buffers_inside_a_jax_model_keep_the_cpu_and_their_wide_dtypes(direc
     assert {t.device.type for t in fresh.buffers()} == {"cpu"}
 
 
-def test_a_parameter_left_on_the_cpu_stays_there(directory: Path) -> None:
-    def build() -> nn.Module:
-        model = nn.ModuleDict({"table": nn.Embedding(5, 2), "body": nn.Linear(2, 2)})
-        model["body"].to("jax")
-        return model
-
-    fresh = build()
-    assert_restores(directory, build(), fresh)
-    assert [p.device.type for p in fresh.parameters()] == ["cpu", "jax", "jax"]
-    assert all(p.requires_grad for p in fresh.parameters())
+def test_a_model_half_on_the_cpu_is_refused_with_the_names(directory: Path) -> None:
+    """As after an adapter was added to a model that was on the devices already."""
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "heads": nn.ModuleList()}).to("jax")
+    with torchax_backend.native_torch():
+        model["heads"].extend(nn.Linear(2, 2) for _ in range(4))  # type: ignore[operator]
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(AttachError) as caught:
+            ckpt.attach(model)
+        said = "model: 8 of 10 parameters of ModuleDict are on the CPU, the others are not: "
+        assert str(caught.value).startswith(said + "model/heads.0.weight, model/heads.0.bias, ")
+        assert " and 3 more. Move the whole model" in str(caught.value)
+        assert caught.value.key_path == "model/heads.0.weight"
+        assert ckpt.attach(model.to("jax")) == 0
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,)])

@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.formats.optimizer_state import optimizers_of
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
 
 
 def save(directory: Path, model: Any, optimizer: Any, **more: Any) -> None:
@@ -509,6 +512,36 @@ def test_a_later_save_names_moments_as_the_parameters_are_named_then(directory: 
     assert_trees_identical(state_by_name(fresh, fresh_optimizer), state_by_name(model, optimizer))
 
 
+def test_state_under_other_keys_than_parameters_comes_back_as_torch_keeps_it(
+    directory: Path,
+) -> None:
+    model, fresh = mlp(width=8), mlp(width=8)
+    saved, optimizer = one_group(model), one_group(fresh)
+    step(saved)
+    device = on_cpu(0.5).to("jax")
+    others: dict[Any, Any] = {"k": 3, ("a", 1): [0.1, on_cpu(2.0)], "rate": device, "0.weight": {}}
+    theirs: Any = saved.state
+    ours: Any = optimizer.state
+    theirs.update(others)
+    ours.update({"k": 4, "gone": {"x": 1}})
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(model, saved)
+        ckpt.save(1, force=True)
+        theirs["k"] = 5  # a value is part of the node
+        ckpt.save(2, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(fresh, optimizer) == 2
+        assert ours.pop("k") == 5
+        ckpt.restore(1)
+    got = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    assert_trees_identical(got, others)
+    stored = StoredStep(RunDirectory(directory, read_only=True).find(1))
+    exported = optimizers_of(stored).state_dicts(lambda name: name, by_name=False)["state"]
+    assert [exported[key] for key in ("k", "rate")] == [3, "optimizer/other_state/rate"]
+    assert set(exported) == {0, 1, 2, 3, *others}
+    assert_trees_identical(state_by_name(fresh, optimizer), state_by_name(model, saved))
+
+
 # --- sharded parameters ------------------------------------------------------------------------
 
 
@@ -574,3 +607,122 @@ def test_live_moments_move_to_where_their_parameters_go(directory: Path) -> None
     save(directory, model, saved)
     resume(directory, fresh, optimizer, shardings=fsdp_rule(fsdp_mesh()))
     assert_moments_are_where_their_parameters_are(optimizer)
+
+
+# --- other classes -----------------------------------------------------------------------------
+
+
+def restore_any(directory: Path, model: Any, optimizer: Optimizer) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer, resume=False)
+        assert ckpt.restore(optimizer_class="any").step == 1
+
+
+@pytest.mark.parametrize("kinds", [("Adam", "AdamW"), ("AdamW", "Adam")], ids="-".join)
+def test_adam_and_adamw_take_each_others_state_when_asked(
+    directory: Path, kinds: tuple[str, str]
+) -> None:
+    saving, resuming = (getattr(torch.optim, kind) for kind in kinds)
+    model, fresh = mlp(width=8), mlp(width=8)
+    saved = saving(model.parameters(), lr=0.25, weight_decay=0.5)
+    optimizer = resuming(fresh.parameters(), lr=0.1, betas=(0.5, 0.75))
+    step(saved)
+    save(directory, model, saved)
+    before = training_state(fresh, optimizer)
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(fresh, optimizer)
+    assert "restore(optimizer_class='any')" in str(caught.value)
+    assert_trees_identical(training_state(fresh, optimizer), before)
+    kept = hyperparameters(optimizer)[0]
+    restore_any(directory, fresh, optimizer)
+    assert_trees_identical(state_by_name(fresh, optimizer), state_by_name(model, saved))
+    # The schedule goes on; what makes the class, and its settings, are the program's.
+    assert hyperparameters(optimizer)[0] == {**kept, "lr": 0.25}
+
+
+def test_state_of_other_entries_is_refused_also_when_asked(directory: Path) -> None:
+    model, fresh = mlp(width=8), mlp(width=8)
+    saved = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(saved)
+    save(directory, model, saved)
+    optimizer = torch.optim.AdamW(fresh.parameters())
+    for expected in (
+        "AdamW, whose entries are not known before its first step",
+        "AdamW with exp_avg, exp_avg_sq, step",
+    ):
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(fresh, optimizer, resume=False)
+            before = training_state(fresh, optimizer)
+            with pytest.raises(MismatchError) as caught:
+                ckpt.restore(optimizer_class="any")
+            assert_trees_identical(training_state(fresh, optimizer), before)
+        text = f"expected {expected}, found SGD with momentum_buffer"
+        assert caught.value.mismatched == {"optimizer": text}
+        step(optimizer)
+
+
+def test_an_optimizer_of_the_programs_own_takes_state_with_the_same_entries(
+    directory: Path,
+) -> None:
+    class Mine(torch.optim.Adam):
+        """Has stepped once, so its entries are known."""
+
+    model, fresh = mlp(width=8), mlp(width=8)
+    saved = one_group(model)
+    step(saved)
+    save(directory, model, saved)
+    optimizer = Mine(fresh.parameters())
+    step(optimizer, seed=1)
+    restore_any(directory, fresh, optimizer)
+    assert_trees_identical(state_by_name(fresh, optimizer), state_by_name(model, saved))
+    assert_trees_identical(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+# --- wrappers ----------------------------------------------------------------------------------
+
+
+class Wrapping(Optimizer):
+    """Gives away the state of another optimizer, as accelerate's ``AcceleratedOptimizer`` does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+class Adding(Optimizer):
+    """Adds state of its own to that of another optimizer, as Lookahead does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_in_a_wrapper_is_the_optimizer(directory: Path) -> None:
+    model, fresh, wrapped = mlp(width=8), mlp(width=8), mlp(width=8)
+    optimizer, plain = one_group(model), one_group(fresh)
+    step(optimizer)
+    save(directory / "a", model, Wrapping(Wrapping(optimizer)))
+    resume(directory / "a", fresh, plain)
+    save(directory / "b", fresh, plain)
+    inner = one_group(wrapped)
+    resume(directory / "b", wrapped, Wrapping(inner))
+    want = training_state(model, optimizer)
+    assert_trees_identical(training_state(fresh, plain), want)
+    assert_trees_identical(training_state(wrapped, inner), want)
+
+
+def test_an_optimizer_around_another_that_has_state_of_its_own_stays_itself(
+    directory: Path,
+) -> None:
+    model = mlp(width=8)
+    save(directory, model, Adding(one_group(model)))
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(model, one_group(model))
+    assert caught.value.mismatched == {"optimizer": "expected AdamW, found Adding"}

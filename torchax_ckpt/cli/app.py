@@ -147,8 +147,16 @@ def diff(
 def report(
     directory: Directory,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The page to write; replaces an older report.")
-    ] = Path("report.html"),
+        Path | None,
+        typer.Argument(
+            metavar="OUT",
+            help="The page to write; replaces an older report. Default: report.html.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT", help="The same as OUT.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
@@ -158,7 +166,7 @@ def report(
     """
     from torchax_ckpt.cli.report import command
 
-    return command.report(directory, out, as_json=json)
+    return command.report(directory, out, output, as_json=json)
 
 
 app.command("plan", epilog=EPILOG)(ends_well(plan_arguments.plan))

@@ -97,7 +97,8 @@ def _state_dict(
             }
             for name, state in optimizer.state.items()
             if name in key_of
-        },
+        }
+        | {key: value_of(child) for key, child in optimizer.other_state.items()},
         "param_groups": [
             {
                 **{key: value_of(value) for key, value in group.hyperparameters.items()},

@@ -18,6 +18,9 @@ from torchax_ckpt.errors import SelectionError
 
 _ANY = "*"
 _MAX_LISTED = 5
+# The attributes in which wrappers keep the module that they wrap: torch.compile; DataParallel,
+# DistributedDataParallel and AveragedModel; checkpoint_wrapper; FSDP.
+_WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class Selection:
@@ -36,10 +39,13 @@ class Selection:
         equally many ``*``; the n-th ``*`` on one side stands for the same text as the n-th on the
         other. If several patterns match a name, the first of them applies. ``include`` and
         ``exclude`` are patterns for the program's names.
+      optimizer_class: "any" to take the state of an optimizer of another class, if it fits; None
+        to take the state of an optimizer of the same class only.
 
     Attributes:
       left_out: the names for which ``takes`` has returned False, of tensors in the checkpoint or
         the program.
+      takes_any_optimizer: whether optimizers may be of another class.
 
     Raises:
       SelectionError: an argument is not a valid pattern.
@@ -50,7 +56,13 @@ class Selection:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
+        optimizer_class: str | None = None,
     ) -> None:
+        if optimizer_class not in (None, "any"):
+            raise SelectionError(
+                f'optimizer_class: expected "any" or None, found {optimizer_class!r:.80}'
+            )
+        self.takes_any_optimizer = optimizer_class is not None
         self._include = None if include is None else _patterns("include", include)
         self._exclude = _patterns("exclude", () if exclude is None else exclude)
         if rename is not None and not isinstance(rename, Mapping):
@@ -80,6 +92,31 @@ class Selection:
             for pattern in patterns
         }
         self.left_out: dict[str, None] = {}
+        self._unwrapped: dict[str, str] = {}
+
+    def match_wrapped(self, stored: Iterable[str], live: Iterable[str]) -> dict[str, str]:
+        """Lets names that differ only by parts of wrappers, such as ``_orig_mod.``, be one name.
+
+        From now on ``renamed`` gives such a stored name the name that the program has. Equal names
+        go together first, and a name is left as it is if several others could be meant.
+
+        Args:
+          stored: all names of one model in the checkpoint.
+          live: all names of the model in the program.
+
+        Returns:
+          A dict from name in the checkpoint, after ``rename``, to the name in the program, for the
+          names that differ.
+        """
+        theirs, ours = dict.fromkeys(map(self.renamed, stored)), dict.fromkeys(live)
+        of_ours = _by_plain_name(name for name in ours if name not in theirs)
+        matched = {
+            names[0]: of_ours[plain][0]
+            for plain, names in _by_plain_name(name for name in theirs if name not in ours).items()
+            if len(names) == len(of_ours.get(plain, ())) == 1
+        }
+        self._unwrapped |= matched
+        return matched
 
     def takes(self, name: str) -> bool:
         """Returns whether the tensor that has this name in the program is selected."""
@@ -133,6 +170,10 @@ class Selection:
 
     def renamed(self, name: str) -> str:
         """Returns the name in the program of the tensor that has this name in the checkpoint."""
+        name = self._by_pattern(name)
+        return self._unwrapped.get(name, name)
+
+    def _by_pattern(self, name: str) -> str:
         for pattern, compiled in self._rename.items():
             if match := compiled.match(name):
                 self._unused.discard(f"rename: {pattern!r}")
@@ -145,6 +186,16 @@ class Selection:
         matching = [pattern for pattern, compiled in patterns.items() if compiled.match(name)]
         self._unused.difference_update(f"{argument}: {pattern!r}" for pattern in matching)
         return bool(matching)
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """Groups names by the name that is left without the parts of wrappers."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        models, slash, fqn = name.rpartition("/")
+        plain = ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+        found.setdefault(models + slash + plain, []).append(name)
+    return found
 
 
 def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Pattern[str]]:

@@ -22,7 +22,8 @@ from torchax_ckpt.restoring.step_reader import Source
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state
-from torchax_ckpt.state.component import Findings, Read
+from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.pytree import key_part
 from torchax_ckpt.state.training_state import FUNCTIONAL
@@ -74,7 +75,7 @@ def load_state(
     with step_reader.about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
-            raise findings.error(committed.step, str(committed.path))
+            raise findings.error(committed.step, str(committed.path), "load")
         source.require_plausible(request.reads)
         return request.build(source.read(request.reads))
 
@@ -137,7 +138,7 @@ def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
                 text = f"{dtype}{list(shape)}" if shape is not None else repr(found)
                 findings.mismatch(name, read.spec.content(), text)
     if findings:
-        raise findings.error(committed.step, str(committed.path))
+        raise findings.error(committed.step, str(committed.path), "load")
 
 
 _ABSENT = object()

@@ -25,7 +25,8 @@ from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
-from torchax_ckpt.state.component import Findings, Read, Restoration, Values, Write
+from torchax_ckpt.state.component import Read, Restoration, Values, Write
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.training_state import TrainingState
 
 # The smallest bound for the parts that restore_in_budget frees and reads, in bytes per device. The
@@ -91,7 +92,10 @@ def restore_attached(
     restores_rng = "rng" in attached.components and "rng" in source.document
     with step_reader.about(committed), random_state.left_alone(on_success=not restores_rng):
         document = per_process_state.document_of(
-            source.document, processes, f"step {committed.step}"
+            source.document,
+            processes,
+            f"step {committed.step}",
+            redistributes=attached.redistributes,
         )
         restoration = attached.prepare(document, findings, selection)
         if strict and findings:

@@ -35,9 +35,10 @@ from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.snapshot.move_shards import put
-from torchax_ckpt.state.component import Findings, Read, Values
+from torchax_ckpt.state.component import Read, Values
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
-from torchax_ckpt.state.module import ModuleComponent
+from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
 from torchax_ckpt.storage.arrays import orbax_context
@@ -210,7 +211,7 @@ def _start(
     restoration = component.prepare_from(origin.module, findings, selection)
     selection.require_used()
     if strict and findings:
-        raise findings.error(origin.step, origin.path)
+        raise findings.error(origin.step, origin.path, "warm_start")
     restoration.require_filled()
     origin.check(restoration.reads)
     apply(restoration, origin.read, options, processes, origin.step, origin.path)

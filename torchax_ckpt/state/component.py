@@ -21,74 +21,9 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder, decode
-
-_MAX_LISTED = 20
-
-
-@dataclasses.dataclass
-class Findings:
-    """Differences between a checkpoint and the attached objects, by name; truthy if there are any.
-
-    Attributes:
-      missing: names that are attached, but not in the checkpoint.
-      unexpected: names that are in the checkpoint, but not attached.
-      mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
-      left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
-        leaves out. These names do not count as differences.
-    """
-
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-    mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
-    left_out: list[str] = dataclasses.field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def mismatch(self, name: str, expected: object, found: object) -> None:
-        """Records that, for ``name``, the program has ``expected`` and the checkpoint ``found``."""
-        self.mismatched[name] = f"expected {expected}, found {found}"
-
-    def error(self, step: int | None, path: str) -> MismatchError:
-        """Returns one error that lists all differences by name.
-
-        ``step`` is None if ``path`` is the path of weight files, not of a checkpoint directory.
-        """
-        source = path if step is None else f"The checkpoint at step {step} in {path}"
-        lines = [f"{source} does not fit the attached objects; nothing was changed."]
-        lines += _section("missing from the checkpoint", self.missing)
-        lines += _section("in the checkpoint, but not attached", self.unexpected)
-        lines += _section(
-            "different (expected: attached, found: in the checkpoint)",
-            [f"{name}: {text}" for name, text in self.mismatched.items()],
-        )
-        lines.append(
-            "Attach the same objects as the program that wrote it; or call restore(strict=False), "
-            "which restores the leaves that match; or leave out or rename the leaves that differ "
-            "(exclude=, rename=); or use another directory. For load, give an abstract_state that "
-            "fits."
-        )
-        return MismatchError(
-            "\n".join(lines),
-            missing=self.missing,
-            unexpected=self.unexpected,
-            mismatched=self.mismatched,
-            step=step,
-            path=path,
-        )
-
-
-def _section(title: str, entries: Iterable[str]) -> list[str]:
-    entries = list(entries)
-    if not entries:
-        return []
-    listed = [f"    {entry}" for entry in entries[:_MAX_LISTED]]
-    if len(entries) > _MAX_LISTED:
-        listed.append(f"    ... and {len(entries) - _MAX_LISTED} more")
-    return [f"  {title}:", *listed]
-
 
 logger = logging.getLogger(__name__)
 
@@ -329,14 +264,16 @@ def restore_by_call(
     where: str,
     owner: object,
     take: Callable[[Any], Any],
+    put_back: Callable[[Any], Any] | None = None,
 ) -> Write:
     """Returns a write that passes the value that ``node`` describes to ``take``, the user's code.
 
     Adds reads of the value's leaves to ``restoration``. The undo first resets the attributes of
     ``owner``, because ``take`` may have set some of them before it failed, and then passes the
-    state ``live`` to ``take``. A leaf saved from a device goes to the placement of the live leaf of
-    the same name and shape, or without one to the default device; a leaf saved from the host goes
-    to the host. An exception of ``take`` becomes a MismatchError that names ``where``.
+    state ``live`` to ``put_back``, or to ``take`` if that is None. A leaf saved from a device goes
+    to the placement of the live leaf of the same name and shape, or without one to the default
+    device; a leaf saved from the host goes to the host. An exception of ``take`` becomes a
+    MismatchError that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
@@ -366,7 +303,7 @@ def restore_by_call(
         if hasattr(owner, "__dict__"):
             owner.__dict__.clear()
             owner.__dict__.update(attributes)
-        take(thaw(live))
+        (put_back or take)(thaw(live))
 
     needs = tuple(child["array"] for child in array_nodes(node))
     return Write(call, undo, needs=needs)

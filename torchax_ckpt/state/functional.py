@@ -15,7 +15,6 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.component import (
     Captured,
-    Findings,
     Form,
     Read,
     Values,
@@ -23,6 +22,7 @@ from torchax_ckpt.state.component import (
     require_alive,
     revive,
 )
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder, Finder, decode, key_part, leaf_paths
 

@@ -1,14 +1,15 @@
 """Captures and restores optimizers: the state of each parameter, and the hyperparameters.
 
 The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
-[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. A restore matches
+[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. If the optimizer keeps
+state under keys that are not parameters, the dict has it as ``other_state``. A restore matches
 parameters by name. Their order, and their division into groups, may differ between the checkpoint
 and the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,24 +24,30 @@ from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
-    Findings,
     Form,
     Restoration,
     Values,
     Write,
     encoded,
     require_alive,
-    revive,
 )
-from torchax_ckpt.state.leaf import Spec, describe, freeze_all
-from torchax_ckpt.state.pytree import Encoder, decode
-from torchax_ckpt.state.stored_entries import BY_POSITION, StoredGroup, StoredOptimizer
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.leaf import Spec, freeze_all
+from torchax_ckpt.state.optimizer_entries import (
+    SCHEDULED,
+    compatible,
+    other_state,
+    rebuild,
+    same,
+    why_unfit,
+)
+from torchax_ckpt.state.pytree import Encoder
+from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredGroup, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
 """Returns id of every live parameter -> its present key paths below ``model``.
 
-A tied parameter has several key paths; a save uses the first. The result is the same object until a
-name changes.
+A tied parameter has several. The result is the same object until a name changes.
 """
 ParameterPlacements = Callable[[], Mapping[int, Placement]]
 """Returns id of every live parameter -> its placement after its module is restored."""
@@ -128,7 +135,10 @@ class OptimizerComponent:
             self._member_names = [[names.join(known[key][0]) for key in keys] for keys in members]
         state = self._capture_state(members)
         groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
-        captured = self._combined([groups_, state])
+        parts = [groups_, state]
+        if others := other_state(self.optimizer):
+            parts.append(encoded(others, (*self.key_path, OTHER_STATE)))
+        captured = self._combined(parts)
         require_alive(captured)
         return captured
 
@@ -158,7 +168,7 @@ class OptimizerComponent:
         known = self._parameter_names()
         stepped: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
         for parameter, value in self.optimizer.state.items():
-            if not value:
+            if not isinstance(parameter, torch.Tensor) or not value:
                 continue
             paths = known.get(id(parameter))
             if paths is None:
@@ -182,13 +192,17 @@ class OptimizerComponent:
         return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
 
     def _node(self, nodes: list[Node]) -> Node:
-        groups, state = nodes
+        groups, state, *others = nodes
         described = [
             {"dict": [["params", members], *group["dict"]]}
             for members, group in zip(self._member_names, groups, strict=True)
         ]
         return {
-            "dict": [["state", state], ["param_groups", described]],
+            "dict": [
+                ["state", state],
+                ["param_groups", described],
+                *([OTHER_STATE, node] for node in others),
+            ],
             "class": type(self.optimizer).__qualname__,
         }
 
@@ -211,10 +225,13 @@ class OptimizerComponent:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
             return restoration
         (stored_class,) = node_checks.texts([node["class"]], where)
-        if stored_class != (kind := type(self.optimizer).__qualname__):
-            findings.mismatch(where, kind, stored_class)
-            return restoration
         stored = StoredOptimizer.of_node(node, where).selected(selection)
+        is_other = stored_class != type(self.optimizer).__qualname__
+        is_asked = selection.takes_any_optimizer
+        if is_other and (why := why_unfit(self.optimizer, stored, stored_class, is_asked)):
+            findings.mismatch(where, *why)
+            findings.has_other_optimizer = not is_asked
+            return restoration
         group_of, state = stored.group_of, stored.state
         # A save may have named a tied parameter by another of its names.
         name_of = {
@@ -230,7 +247,8 @@ class OptimizerComponent:
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         findings.left_out += [f"{where}/{name}" for name in stored.left_out]
         homes = self._placements()
-        self._prepare_groups(group_of, name_of, homes, findings, restoration)
+        keys = SCHEDULED if is_other else None
+        self._prepare_groups(group_of, name_of, homes, keys, findings, restoration)
         for name, parameter in live.items():
             if name not in group_of:
                 continue
@@ -243,17 +261,41 @@ class OptimizerComponent:
                 continue
             home = homes[id(parameter)]
             self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
+        if taken := [p for name, p in live.items() if name in group_of]:
+            self._prepare_other_state(stored.other_state, homes[id(taken[0])], restoration)
         return restoration
+
+    def _prepare_other_state(
+        self, stored: Mapping[Any, Node], home: Placement, restoration: Restoration
+    ) -> None:
+        """Adds a write that replaces the state under keys that are not parameters."""
+        leaves = [leaf for child in stored.values() for leaf in array_nodes(child)]
+        for leaf in leaves:
+            restoration.read(leaf, self._leaf_placement(leaf, None, None, home))
+
+        def write(values: Values) -> None:
+            live = other_state(self.optimizer)
+            rebuilt = {k: rebuild(child, live.get(k), values) for k, child in stored.items()}
+            for key in live:
+                del self.optimizer.state[key]
+            self.optimizer.state.update(rebuilt)
+
+        needs = tuple(leaf["array"] for leaf in leaves)
+        restoration.writes.append(Write(write, needs=needs))
 
     def _prepare_groups(
         self,
         group_of: Mapping[str, StoredGroup],
         name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
+        keys: Collection[str] | None,
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds writes that give each group the hyperparameters stored for its parameters."""
+        """Adds writes that give each group the hyperparameters stored for its parameters.
+
+        ``keys`` names the hyperparameters to restore; None stands for all.
+        """
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -265,7 +307,8 @@ class OptimizerComponent:
                 key
                 for other in others
                 for key in first.hyperparameters.keys() | other.hyperparameters.keys()
-                if not _same(first.hyperparameters.get(key), other.hyperparameters.get(key))
+                if (keys is None or key in keys)
+                and not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
             }
             for key in sorted(differing):
                 findings.mismatch(
@@ -275,7 +318,7 @@ class OptimizerComponent:
                 )
             home = homes[id(group["params"][0])]
             for key, node in first.hyperparameters.items():
-                if key not in differing:
+                if key not in differing and (keys is None or key in keys):
                     self._prepare_hyperparameter(group, key, node, home, restoration)
 
     def _prepare_hyperparameter(
@@ -291,7 +334,7 @@ class OptimizerComponent:
             restoration.read(child, self._leaf_placement(child, live, None, home))
 
         def write(values: Values) -> None:
-            group[key] = _rebuild(node, live, values)
+            group[key] = rebuild(node, live, values)
 
         needs = tuple(child["array"] for child in array_nodes(node))
         restoration.writes.append(Write(write, needs=needs))
@@ -316,7 +359,7 @@ class OptimizerComponent:
         unfit = [
             key
             for key, child in stored.items()
-            if not _compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
+            if not compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
         ]
         if unfit:
             if len(unfit) < len(stored):  # no entry is restored unless all fit
@@ -332,7 +375,7 @@ class OptimizerComponent:
             if not stored:
                 self.optimizer.state.pop(parameter, None)
                 return
-            rebuilt = {k: _rebuild(child, live.get(k), values) for k, child in stored.items()}
+            rebuilt = {k: rebuild(child, live.get(k), values) for k, child in stored.items()}
             entry = self.optimizer.state[parameter]
             entry.clear()
             entry.update(rebuilt)
@@ -355,45 +398,3 @@ class OptimizerComponent:
         if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
             return placement_of(torchax_backend.buffer(live))
         return replicated_like(home)
-
-
-def _same(a: Node, b: Node) -> bool:
-    """Returns whether two nodes of one hyperparameter, from two stored groups, are equal.
-
-    If the hyperparameter is a tensor, returns False even if the tensors are equal, because a node
-    does not contain the values of a tensor.
-    """
-    return a == b
-
-
-def _compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """Returns whether a stored value can replace the live value; if not, records a mismatch.
-
-    If the stored value is an array and the live value a tensor, their dtypes and shapes must be
-    equal. In all other cases the stored value can replace the live value.
-    """
-    if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
-        return True
-    expected, found = describe(live, where), Spec.of_node(node)
-    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
-        return True
-    findings.mismatch(where, expected.content(), found.content())
-    return False
-
-
-def _rebuild(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
-
-    def leaf(child: Mapping[str, Any]) -> Any:
-        value = values[child["array"]]
-        if child is node and isinstance(live, torch.Tensor):
-            spec, here = Spec.of_node(child), describe(live, child["array"])
-            if spec == here and spec.kind == "torchax":
-                torchax_backend.set_buffer(live, value)
-                return live
-            if spec == here and spec.kind == "torch":
-                torchax_backend.copy_into(live, value)
-                return live
-        return revive(child, value)
-
-    return decode(node, leaf)

@@ -15,7 +15,8 @@ The leaves of process 1 have the names of process 0's leaves, prefixed with ``pr
 
 If a step is restored by as many processes as saved it, each process gets the state that it saved.
 If n processes saved a step and another number of processes restores it, process i gets the state
-that process i modulo n saved, and process 0 emits a warning.
+that process i modulo n saved, and process 0 emits a warning. The states of loaders go to the user's
+``redistribute`` instead, if there is one.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from torchax_ckpt.snapshot.device_programs import copied
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Captured
 from torchax_ckpt.state.leaf import Array
+from torchax_ckpt.state.loaders.saved_states import LOADER, SavedStates, is_elastic
 
-COMPONENTS = ("dataloader", "stateful", "rng")
+COMPONENTS = (LOADER, "stateful", "rng")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,8 @@ def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray
             leaves.update({of_process(index, name): leaf for name, leaf in state.leaves.items()})
         others.append([str(index), node])
     document = dict(first.nodes)
-    if any(node is not None for _, node in others):
+    # The number of processes matters for loaders also if their states are equal.
+    if any(node is not None for _, node in others) or (others and LOADER in first.nodes):
         document[PROCESSES] = {"dict": others}
     return document, leaves
 
@@ -134,7 +137,10 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 
 
 def count_of(document: Mapping[str, Node]) -> int | None:
-    """Returns how many processes saved the document; None if all saved equal per-process states."""
+    """Returns how many processes saved the document; None if one did, or equal states were saved.
+
+    If a loader was attached, None always stands for one process.
+    """
     if PROCESSES not in document:
         return None
     return 1 + len(node_checks.fields(document[PROCESSES], PROCESSES))
@@ -147,45 +153,74 @@ class Place(Protocol):
     count: int
 
 
-def document_of(document: Mapping[str, Node], place: Place, where: str) -> Mapping[str, Node]:
+def document_of(
+    document: Mapping[str, Node], place: Place, where: str, *, redistributes: bool = False
+) -> Mapping[str, Any]:
     """Returns the document that one process restores, with the per-process state for this process.
 
     Warns on process 0 if the number of processes that restore the step differs from the number that
-    saved it.
+    saved it, and names the components whose states are then left out or used twice.
 
     Args:
       document: the document of the step.
       place: the process that restores, and the number of processes.
       where: the step, for messages.
+      redistributes: whether the user redistributes the states of loaders. If so, and the number of
+        processes has changed, the loader's entry is a ``SavedStates``.
 
     Raises:
       CorruptCheckpointError: the entries for the processes are malformed.
     """
-    index, count = place.index, place.count
     saved = count_of(document)
-    if saved is None:
+    if saved is None and (LOADER not in document or place.count == 1):
         return document
-    others = node_checks.fields(document[PROCESSES], PROCESSES)
-    if others.keys() != {str(i) for i in range(1, saved)}:
+    local = _of_each_process(document, saved)
+    saved = len(local)
+    result = {n: local[place.index % saved].get(n, node) for n, node in document.items()}
+    result.pop(PROCESSES, None)
+    if saved == place.count:
+        return result
+    affected = set().union(*local[1:])
+    if LOADER in document:
+        nodes = tuple(states.get(LOADER, document[LOADER]) for states in local)
+        affected = affected - {LOADER} if is_elastic(nodes) else affected | {LOADER}
+        if redistributes:
+            affected -= {LOADER}
+            result[LOADER] = SavedStates(nodes, place.index, place.count)
+    if affected and place.index == 0:
+        _warn(where, sorted(affected), saved, place.count)
+    return result
+
+
+def _of_each_process(document: Mapping[str, Node], saved: int | None) -> list[Mapping[str, Node]]:
+    """Returns, for each process that saved, its states that the document does not have itself."""
+    others = node_checks.fields(document.get(PROCESSES, {"dict": []}), PROCESSES)
+    if others.keys() != {str(i) for i in range(1, saved or 1)}:
         raise node_checks.corrupt(
-            PROCESSES, f"processes 1 to {saved - 1}", f"{sorted(others)!r:.80}"
+            PROCESSES, f"processes 1 to {(saved or 1) - 1}", f"{sorted(others)!r:.80}"
         )
-    differing = [
-        node_checks.fields(node, PROCESSES) for node in others.values() if node is not None
-    ]
-    if saved != count and index == 0:
-        named = ", ".join(sorted(set().union(*differing)))
-        lost = f"the states of processes {count} to {saved - 1} are left out"
-        twice = (
-            f"processes {saved} to {count - 1} start with the same state as others, so "
-            "their random numbers and data are not independent"
+    nodes = [others[str(i)] for i in range(1, saved or 1)]
+    return [{}, *({} if node is None else node_checks.fields(node, PROCESSES) for node in nodes)]
+
+
+def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
+    if count < saved:
+        result = f"the states of processes {count} to {saved - 1} are left out"
+    else:
+        result = (
+            f"processes {saved} to {count - 1} start with the same state as others, so their "
+            "random numbers and data are not independent"
         )
-        user_warnings.warn(
-            f"{where} was saved by {saved} processes and is restored by {count}. Each process "
-            f"takes the per-process state ({named}) of the process with its index modulo {saved}: "
-            f"{lost if count < saved else twice}.",
-            stacklevel=2,
+    remedy = ""
+    if LOADER in affected:
+        remedy = (
+            " To lose no samples and see none twice, pass attach(redistribute=f), where "
+            "f(states, count) returns the states for the new number of processes, or use a loader "
+            "whose state holds for any number, such as Grain's ElasticIterator."
         )
-    entry = others.get(str(index % saved))
-    local = {} if entry is None else node_checks.fields(entry, PROCESSES)
-    return {name: local.get(name, node) for name, node in document.items() if name != PROCESSES}
+    user_warnings.warn(
+        f"{where} was saved by {saved} process{'es' * (saved > 1)} and is restored by {count}. "
+        f"Each process takes the per-process state ({', '.join(affected)}) of the process with its "
+        f"index modulo {saved}: {result}.{remedy}",
+        stacklevel=3,
+    )

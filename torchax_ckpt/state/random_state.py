@@ -19,13 +19,13 @@ from torchax_ckpt.snapshot.sharding import Local, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
-    Findings,
     Restoration,
     Values,
     Write,
     encoded,
     revive,
 )
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.pytree import decode
 

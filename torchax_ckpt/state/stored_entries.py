@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from torchax_ckpt.errors import SelectionError
 from torchax_ckpt.layout import names
@@ -124,6 +125,11 @@ class StoredModule:
             return None
         return _tied(expected), ", ".join(_tied(group) for group in groups)
 
+    def ties_more(self, every_name: Collection[str], sources: Collection[str]) -> bool:
+        """Returns whether the sources have names that the live tensor ``every_name`` lacks."""
+        stored = {*sources, *(alias for alias, fqn in self.ties.items() if fqn in sources)}
+        return not stored <= set(every_name)
+
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
     """Returns torch's name of a tensor: the last key of ``new``, its name after the renaming.
@@ -165,6 +171,8 @@ def _tied(group: Iterable[str]) -> str:
 # Keys of a group whose values list its parameters in order. A restore ignores the order: it matches
 # parameters by name.
 BY_POSITION = frozenset({"params", "param_names"})
+# The key of the state that an optimizer keeps under keys that are not parameters.
+OTHER_STATE = "other_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +193,14 @@ class StoredOptimizer:
       state: parameter -> the node of its state, for parameters that had state.
       left_out: parameters that have stored state and are not selected, by their names in the
         program.
+      other_state: key that is not a parameter -> the node of the state under this key.
     """
 
     groups: tuple[StoredGroup, ...]
     group_of: Mapping[str, StoredGroup]
     state: Mapping[str, Node]
     left_out: tuple[str, ...] = ()
+    other_state: Mapping[Any, Node] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_node(cls, node: Node, where: str) -> StoredOptimizer:
@@ -216,7 +226,12 @@ class StoredOptimizer:
                     )
                 group_of[member] = stored
         return cls(
-            tuple(groups), group_of, node_checks.fields(content.get("state"), f"{where}/state")
+            tuple(groups),
+            group_of,
+            node_checks.fields(content.get("state"), f"{where}/state"),
+            other_state=node_checks.keyed(
+                content.get(OTHER_STATE, {"dict": []}), f"{where}/{OTHER_STATE}"
+            ),
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:
@@ -231,4 +246,5 @@ class StoredOptimizer:
                 for name in self.group_of
                 if name in self.state and name not in taken
             ),
+            self.other_state,
         )

@@ -15,12 +15,16 @@ from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
-from torchax_ckpt.state.component import Captured, Combined, Component, Findings, Restoration
-from torchax_ckpt.state.module import Init, ModuleComponent, Rule
-from torchax_ckpt.state.module_tensors import slots
+from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
+from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.loaders.saved_states import SavedStates
+from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
+from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
+from torchax_ckpt.state.modules.module_tensors import slots
 from torchax_ckpt.state.optimizer import OptimizerComponent
+from torchax_ckpt.state.optimizer_entries import unwrapped
 from torchax_ckpt.state.random_state import RandomStateComponent
-from torchax_ckpt.state.stateful import StatefulComponent
+from torchax_ckpt.state.stateful import Redistribute, StatefulComponent
 
 FUNCTIONAL = functional.KEY_PATH[0]
 # The functional state, if there is one, replaces these components.
@@ -46,7 +50,11 @@ class TrainingState:
         shardings: Any = None,
         init: Init | None = None,
         rng: bool = True,
+        redistribute: Redistribute | None = None,
     ) -> None:
+        if redistribute is not None and not callable(redistribute):
+            raise AttachError(f"redistribute: expected a callable, found {type_name(redistribute)}")
+        self.redistributes = redistribute is not None
         rule = as_rule(shardings)
         require_init(init)
         self._modules: list[ModuleComponent] = []
@@ -59,18 +67,21 @@ class TrainingState:
         def module(value: Any, path: tuple[str, ...]) -> Component:
             require_module(value, path)
             self._modules.append(ModuleComponent(value, path, rule, init))
+            warn_of_lost_ties(value, path)
             return self._modules[-1]
 
         def stepper(value: Any, path: tuple[str, ...]) -> Component:
+            value = unwrapped(value)
             if not isinstance(value, torch.optim.Optimizer):
                 raise _wrong_type(path, "a torch.optim.Optimizer", value)
             return OptimizerComponent(value, path, self._parameter_names, self._placements)
 
+        loader = functools.partial(StatefulComponent, redistribute=redistribute)
         for name, value, build in (
             ("model", model, module),
             ("optimizer", optimizer, stepper),
             ("lr_scheduler", _as_mapping(lr_scheduler), StatefulComponent),
-            ("dataloader", dataloader, StatefulComponent),
+            ("dataloader", dataloader, loader),
             ("stateful", stateful, StatefulComponent),
         ):
             if value is not None:
@@ -167,15 +178,23 @@ class _Group:
     def capture(self) -> Captured:
         return self._combined([member.capture() for member in self._members.values()])
 
-    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+    def prepare(
+        self, node: Node | SavedStates, findings: Findings, selection: Selection
+    ) -> Restoration:
         restoration = Restoration()
+        every = node
+        if isinstance(every, SavedStates):
+            node = every.nodes[0]
         is_group = isinstance(node, dict) and node.get("group") is True
         stored = node_checks.fields(node, names.join(self._key_path)) if is_group else {}
         if not is_group:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
         for name, member in self._members.items():
             if name in stored:
-                restoration.extend([member.prepare(stored[name], findings, selection)])
+                child = stored[name]
+                if isinstance(every, SavedStates):
+                    child = every.of_member(name, names.join(self._key_path))
+                restoration.extend([member.prepare(child, findings, selection)])
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
         for name in stored.keys() - self._members.keys():
@@ -213,7 +232,7 @@ def as_rule(shardings: Any) -> Rule | None:
     if not callable(shardings):
         raise AttachError(
             "shardings: expected a callable from name and abstract leaf to a Sharding or "
-            f"PartitionSpec, or a torchax.mesh_util.Mesh, found {shardings!r:.80}"
+            f"PartitionSpec, or a torchax.mesh_util.Mesh, found {type_name(shardings)}"
         )
     return functools.partial(resolve_rule, shardings, None)
 
@@ -227,9 +246,9 @@ def require_module(value: Any, path: tuple[str, ...]) -> None:
 def require_init(init: Any) -> None:
     """Raises AttachError unless ``init`` is callable or None."""
     if init is not None and not callable(init):
-        raise AttachError(f"init: expected a callable, found {init!r:.80}")
+        raise AttachError(f"init: expected a callable, found {type_name(init)}")
 
 
 def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:
     where = names.join(path)
-    return AttachError(f"{where}: expected {expected}, found {found!r:.100}", key_path=where)
+    return AttachError(f"{where}: expected {expected}, found {type_name(found)}", key_path=where)

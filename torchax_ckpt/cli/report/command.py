@@ -24,18 +24,26 @@ from torchax_ckpt.telemetry.stats import Quantiles
 from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
 
-def report(directory: str, out: Path, *, as_json: bool) -> int:
+def report(directory: str, argument: Path | None, option: Path | None, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt report``; returns the exit code.
 
     Args:
       directory: the run's directory.
-      out: the file to write.
+      argument, option: the file to write, as the argument OUT or the option ``--output``; None if
+        it was not given. Without both, the file is ``report.html``.
       as_json: True to print a summary of each recorded program as JSON, instead of one line.
 
     Raises:
-      UsageError: ``out`` is a directory or an URL.
-      DirectoryError: ``out`` exists and is not a report.
+      UsageError: the argument and the option name different files, or the file is a directory or
+        an URL.
+      DirectoryError: the file exists and is not a report.
     """
+    if argument is not None and option not in (None, argument):
+        raise UsageError(
+            f"report: expected one page to write, found two: {argument} and --output {option}; "
+            "leave one of them out"
+        )
+    out = argument or option or Path("report.html")
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()

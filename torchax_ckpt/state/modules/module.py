@@ -16,7 +16,7 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import AttachError, UninitializedLeafError, UnsupportedLeafError
+from torchax_ckpt.errors import UninitializedLeafError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
@@ -26,7 +26,6 @@ from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
-    Findings,
     Form,
     Restoration,
     Values,
@@ -35,14 +34,18 @@ from torchax_ckpt.state.component import (
     require_alive,
     restore_by_call,
 )
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
-from torchax_ckpt.state.module_tensors import (
+from torchax_ckpt.state.modules import module_checks
+from torchax_ckpt.state.modules.declared_ties import lost_ties
+from torchax_ckpt.state.modules.module_tensors import (
     Slot,
     extra_state_modules,
     registered,
     same_objects,
     slots,
 )
+from torchax_ckpt.state.modules.wrapped_names import match_wrapped
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
@@ -82,33 +85,8 @@ class ModuleComponent:
         self._extra_state_modules: dict[str, torch.nn.Module] = {}
         self._specs: list[Any] | None = None
         self._form = Form(None, ())
-        self._check()
+        module_checks.check(module, key_path)
         self._refresh()
-
-    def _check(self) -> None:
-        root, _ = torchax_backend.unwrap_jittable(self.module)
-        live = slots(self.module)
-        for slot in live.values():
-            if why := torchax_backend.why_unsupported(slot.tensor):
-                name = self.name(slot.fqn)
-                raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
-        parameters = [s for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
-        if parameters and all(s.is_on_cpu for s in parameters):
-            raise AttachError(
-                f"{names.join(self.key_path)}: all parameters of {type(root).__name__} are on the "
-                "CPU. Move the model first: torchax.enable_globally(); model.to('jax'). Build the "
-                "optimizer after that.",
-                key_path=names.join(self.key_path),
-            )
-        known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
-        known |= {extra_state_key(path) for path, _ in root.named_modules(remove_duplicate=False)}
-        if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
-            name = self.name(unknown[0])
-            raise UnsupportedLeafError(
-                f"{name}: is in state_dict() but is neither a parameter nor a buffer (a hook or "
-                "an overridden _save_to_state_dict adds it). Return it from get_extra_state()",
-                key_path=name,
-            )
 
     def name(self, fqn: str) -> str:
         """Returns the leaf name of the module's tensor that torch calls ``fqn``."""
@@ -219,6 +197,7 @@ class ModuleComponent:
         """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files."""
         self._refresh()
         restoration = Restoration()
+        match_wrapped(self.module, stored, selection, self.key_path)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
@@ -236,6 +215,7 @@ class ModuleComponent:
                 # If ties differ, nothing says which of several stored values a tensor gets.
                 if differing is not None:
                     findings.mismatch(self.name(slot.fqn), *differing)
+                    findings.lacks_ties |= stored.ties_more(every_name, sources)
                 elif self._fits(slot, stored, sources[0], findings):
                     supplied.add(slot.fqn)
                     node = stored.tensors[sources[0]]
@@ -245,6 +225,10 @@ class ModuleComponent:
                         Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
                     )
         findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
+        findings.lacks_ties |= any(
+            self.name(alias) in findings.missing and fqn in considered
+            for alias, fqn in lost_ties(self.module).items()
+        )
         self._prepare_extra_state(stored, findings, selection, restoration)
         self._fill_rest(restoration, supplied)
         self._reshard_rest(restoration, supplied)

@@ -1,0 +1,125 @@
+"""The last sentence of a MismatchError says what helps for its cause."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from support.compare import assert_trees_identical
+from support.models import Plain
+from support.training import adamw
+from torch import nn
+
+from torchax_ckpt import TorchaxCheckpointer, warm_start
+from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.state.findings import Findings
+
+
+def refused(directory: Path, *attached: Any) -> str:
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(*attached)
+    return str(caught.value).splitlines()[-1]
+
+
+def test_a_prefix_comes_with_the_rename_that_makes_it_fit(directory: Path) -> None:
+    model = sequential()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, adamw(model))
+        ckpt.save(1, force=True)
+    for build in (lambda: nn.ModuleDict({"net": sequential()}), lambda: sequential()[0]):
+        fresh: Any = build()
+        said = refused(directory, fresh, adamw(fresh))
+        cause, _, rename = said.partition(": call attach(resume=False), then restore(rename=")
+        assert cause == "The model's names differ by a prefix"
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(fresh, adamw(fresh), resume=False)
+            assert ckpt.restore(rename=ast.literal_eval(rename.removesuffix(")."))).step == 1
+        restored, saved = (list(m.state_dict().values()) for m in (fresh, model))
+        assert_trees_identical(restored, saved)
+
+
+def sequential() -> Any:
+    return nn.Sequential(nn.Linear(8, 8)).to("jax")
+
+
+@pytest.mark.parametrize(
+    ("missing", "unexpected", "rename"),
+    [
+        (["model/w", "model/b"], ["model/a.w", "model/a.b"], "{'a.*': '*'}"),
+        (["model/a.b.w"], ["model/w"], "{'*': 'a.b.*'}"),
+        (["model/w", "model/b"], ["model/a.w"], None),
+        (["model/w"], ["model/aw"], None),
+        (["model/gen/w"], ["model/gen/a.w"], None),
+        (["model/w"], ["optimizer"], None),
+        ([], ["model/w"], None),
+    ],
+)
+def test_only_a_common_prefix_is_taken_for_one(
+    missing: list[str], unexpected: list[str], rename: str | None
+) -> None:
+    said = str(Findings(missing, unexpected).error(1, "run"))
+    assert ("differ by a prefix" in said) == (rename is not None)
+    assert rename is None or f"(rename={rename})" in said
+
+
+def tied() -> Any:
+    model = Plain().to("jax")
+    model.head.weight = model.embed.weight
+    return model
+
+
+def test_a_tie_that_only_the_checkpoint_has_asks_for_tie_weights(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(tied())
+        ckpt.save(1, force=True)
+    untied = Plain().to("jax")
+    assert untied.head.weight is not untied.embed.weight
+    assert "model.tie_weights()" in refused(directory, untied)
+
+
+def test_a_tie_that_only_the_model_has_does_not(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(Plain().to("jax"))
+        ckpt.save(1, force=True)
+    assert "tie_weights" not in refused(directory, tied())
+
+
+def test_files_without_the_alias_of_a_declared_tie_ask_for_tie_weights(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"embed": nn.Embedding(2, 2), "head": nn.Linear(2, 2, bias=False)})
+    model.all_tied_weights_keys = {"head.weight": "embed.weight"}
+    model.to("jax")
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"embed.weight": np.ones((2, 2), np.float32)}, file)
+    with pytest.raises(MismatchError, match="model.tie_weights"):
+        warm_start(model, file)
+    model.head.weight = model.embed.weight
+    warm_start(model, file)
+
+
+def test_weight_files_are_not_called_a_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, file)
+    with pytest.raises(MismatchError) as caught:
+        warm_start(torch.nn.Linear(2, 2).to("jax"), file)
+    said = str(caught.value)
+    assert "missing from the files" in said
+    assert "in the files, but not in the model" in said
+    assert said.endswith("take only the tensors that match (strict=False).")
+    assert not {"checkpoint", "restore", "attach"} & set(said.replace("(", " ").split())
+
+
+def test_load_asks_for_an_abstract_state_that_fits(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.ones(2)}, force=True)
+        ckpt.wait_until_finished()
+        with pytest.raises(MismatchError) as caught:
+            ckpt.load(1, {"v": np.ones(2)})
+    said = str(caught.value)
+    assert "does not fit abstract_state" in said
+    assert "Give an abstract_state that fits" in said
+    assert "attach" not in said

@@ -1,0 +1,312 @@
+"""Loaders by their protocols, and their samples when the number of processes changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.errors import AttachError, MismatchError
+from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.training_state import TrainingState
+
+
+class Samples:
+    """Draws the numbers ``index``, ``index + count``, ... from ``start`` on, as shards of data."""
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+        self.start = self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.read += 1
+        return self.start + self.index + self.count * (self.read - 1)
+
+    def position(self) -> dict[str, Any]:
+        return {"start": self.start, "read": self.read, "mark": np.full(2, self.read)}
+
+    def go_to(self, position: Any) -> None:
+        self.start, self.read = position["start"], position["read"]
+
+
+class Torchdata(Samples):
+    """Also HF datasets' and Mosaic's loaders."""
+
+    state_dict, load_state_dict = Samples.position, Samples.go_to
+
+
+class GrainIterator(Samples):
+    """``DatasetIterator``, whose state is a dict."""
+
+    get_state, set_state = Samples.position, Samples.go_to
+
+
+class GrainLoaderIterator(Samples):
+    """``DataLoaderIterator``, whose state is bytes."""
+
+    def get_state(self) -> bytes:
+        return json.dumps([self.start, self.read]).encode()
+
+    def set_state(self, state: bytes) -> None:
+        self.start, self.read = json.loads(state)
+
+
+class FlexState(dict):
+    """Energon's states are of a subclass of dict."""
+
+
+class Energon(Samples):
+    def save_state_rank(self) -> Any:
+        return FlexState(loader=[FlexState(self.position())], unused=None)
+
+    def restore_state_rank(self, state: Any) -> None:
+        self.go_to(state["loader"][0])
+
+
+class Elastic(Samples):
+    """Grain's ``ElasticIterator``: every process has the same state, the position of all."""
+
+    def get_state(self) -> dict[str, int]:
+        return {"global_next_index": self.start + self.read * self.count}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.start, self.read = state["global_next_index"], 0
+
+
+@pytest.mark.parametrize("kind", [Torchdata, GrainIterator, GrainLoaderIterator, Energon, Elastic])
+def test_a_loader_of_each_protocol_goes_on_where_it_was(
+    directory: Path, kind: Callable[[], Samples]
+) -> None:
+    loader, other = kind(), kind()
+    list(itertools.islice(loader, 5))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(dataloader={"train": loader, "other": other})
+        ckpt.save(1, force=True)
+        want = list(itertools.islice(loader, 3))
+    fresh = {"train": kind(), "other": kind()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(dataloader=fresh) == 1
+    assert list(itertools.islice(fresh["train"], 3)) == want == [5, 6, 7]
+    assert next(fresh["other"]) == 0
+
+
+def test_a_loader_that_refuses_its_state_gets_its_old_one_back(directory: Path) -> None:
+    class Refusing(GrainIterator):
+        def set_state(self, state: Any) -> None:
+            super().set_state(state)
+            if self.read == 1:
+                raise RuntimeError("no thanks")
+
+    loader = Refusing()
+    next(loader)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(dataloader=loader)
+        ckpt.save(1, force=True)
+        list(itertools.islice(loader, 4))
+        with pytest.raises(MismatchError, match="no thanks"):
+            ckpt.restore(1)
+    assert next(loader) == 5
+
+
+def test_only_loaders_are_taken_by_the_protocols_of_loaders(directory: Path) -> None:
+    thing: Any = {"it": GrainIterator()}
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError, match="state_dict"):
+        ckpt.attach(stateful=thing)
+
+
+def test_a_loader_of_grain_is_not_told_to_be_torchdatas(directory: Path) -> None:
+    kind = type("DataLoader", (), {"__module__": "grain.python"})
+    for wrong, says in ((kind(), "iterator = iter(loader)"), (object(), "get_state() and set")):
+        with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError) as caught:
+            ckpt.attach(dataloader=wrong)
+        assert says in str(caught.value)
+        assert "torchdata" not in str(caught.value)
+
+
+# --- another number of processes ---------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Place:
+    index: int
+    count: int
+
+
+Document = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def saved(loaders: Sequence[Any]) -> Document:
+    """What the processes of these loaders store together."""
+    parts = [TrainingState(dataloader=loader, rng=False).capture() for loader in loaders]
+    sent = [per_process_state.split(part)[2].to_bytes() for part in parts]
+    return per_process_state.joined(sent)
+
+
+def resumed(document: Document, loaders: Sequence[Any], redistribute: Any = None) -> None:
+    """Restores every process of another number of processes."""
+    nodes, leaves = document
+    for index, loader in enumerate(loaders):
+        attached = TrainingState(dataloader=loader, rng=False, redistribute=redistribute)
+        of_process = per_process_state.document_of(
+            nodes,
+            Place(index, len(loaders)),
+            "step 1",
+            redistributes=attached.redistributes,
+        )
+        findings = Findings()
+        restoration = attached.prepare(of_process, findings)
+        assert not findings
+        restoration.apply({name: leaves[name] for name in restoration.reads})
+
+
+def redistribute(states: list[Any], count: int) -> list[Any]:
+    """All processes have read equally many samples; the next begin after all of these."""
+    (state, *others) = states
+    assert all(other["read"] == state["read"] for other in others)
+    start = state["start"] + len(states) * state["read"]
+    return [{"start": start, "read": 0} for _ in range(count)]
+
+
+@pytest.mark.parametrize("counts", list(itertools.permutations([1, 2, 4])), ids=str)
+@pytest.mark.parametrize("kind", [Elastic, GrainIterator, Energon])
+def test_no_sample_is_lost_or_seen_twice_over_changing_numbers_of_processes(
+    kind: Any, counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+    document: Document | None = None
+    for count in (*counts, counts[0]):
+        loaders = [{"train": kind(index, count)} for index in range(count)]
+        if document is not None:
+            flexible = None if kind is Elastic else redistribute_of(kind)
+            resumed(document, loaders, flexible)
+        for loader in loaders:
+            seen += itertools.islice(loader["train"], 8 // count)
+        document = saved(loaders)
+    assert sorted(seen) == list(range(8 * 4))
+    assert "was saved by" not in caplog.text
+
+
+def redistribute_of(kind: Any) -> Any:
+    if kind is not Energon:
+        return redistribute
+    return lambda states, count: [
+        {"loader": [state]} for state in redistribute([s["loader"][0] for s in states], count)
+    ]
+
+
+def redistribute_torchdata(states: list[Any], count: int) -> list[Any]:
+    """The one in docs/multihost.md."""
+    positions = [state["_sampler_iter_state"]["sampler_state"]["yielded"] for state in states]
+    each, rest = divmod(sum(positions), count)
+    assert rest == 0
+    position = {"samples_yielded": each, "sampler_state": {"yielded": each}}
+    return [{**states[0], "_sampler_iter_state": position} for _ in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
+@pytest.mark.parametrize("counts", [(2, 4, 1, 2), (1, 4, 2, 1), (4, 1, 2, 4)], ids=str)
+def test_torchdatas_loader_with_its_distributed_sampler_can_be_redistributed(
+    counts: tuple[int, ...],
+) -> None:
+    dataset: Any = list(range(64))
+    seen: list[int] = []
+    document: Document | None = None
+    for count in counts:
+        loaders = [
+            StatefulDataLoader(
+                dataset,
+                batch_size=8 // count,
+                sampler=StatefulDistributedSampler(dataset, count, index, shuffle=False),
+                collate_fn=list,
+            )
+            for index in range(count)
+        ]
+        if document is not None:
+            resumed(document, loaders, redistribute_torchdata)
+        for loader in loaders:
+            for batch in itertools.islice(loader, 2):
+                seen += batch
+        document = saved(loaders)
+    assert sorted(seen) == dataset
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+def test_without_redistribute_the_loss_is_said_with_the_choices(
+    before: int, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = saved([GrainIterator(i, before) for i in range(before)])
+    resumed(document, [GrainIterator(i, after) for i in range(after)])
+    (said,) = [r.getMessage() for r in caplog.records]
+    processes = "1 process" if before == 1 else f"{before} processes"
+    assert f"step 1 was saved by {processes} and is restored by {after}." in said
+    assert "per-process state (dataloader)" in said
+    assert "pass attach(redistribute=f)" in said
+    assert "ElasticIterator" in said
+
+
+def test_the_same_number_of_processes_is_not_redistributed() -> None:
+    loaders = [GrainIterator(index, 2) for index in range(2)]
+    for reads, loader in enumerate(loaders):
+        list(itertools.islice(loader, reads))
+    fresh = [GrainIterator(index, 2) for index in range(2)]
+    resumed(saved(loaders), fresh, lambda states, count: 1 / 0)
+    assert [loader.read for loader in fresh] == [0, 1]
+
+
+def test_a_wrong_number_of_states_is_refused_and_changes_nothing() -> None:
+    document = saved([GrainIterator(index, 2) for index in range(2)])
+    loader = GrainIterator()
+    next(loader)
+    with pytest.raises(MismatchError, match="returned 2 states, expected 1, one for each process"):
+        resumed(document, [loader], lambda states, count: states)
+    assert loader.read == 1
+
+
+def test_a_redistribute_that_cannot_be_called_is_refused(directory: Path) -> None:
+    wrong: Any = {"train": redistribute}
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError, match="found a dict"):
+        ckpt.attach(dataloader=GrainIterator(), redistribute=wrong)
+
+
+# --- workers -----------------------------------------------------------------------------------
+
+
+def test_workers_in_which_torchax_is_enabled_are_warned_of(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.utils.data import default_collate
+
+    class WithWorkers(Torchdata):
+        num_workers = 2
+        collate_fn: Any = staticmethod(default_collate)
+        worker_init_fn: Any = None
+
+    class Prepared(WithWorkers):
+        worker_init_fn: Any = staticmethod(lambda worker: None)
+
+    for kind, says in ((Prepared, False), (WithWorkers, True)):
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(dataloader=kind())
+        assert ("worker_init_fn=lambda worker: torchax.disable_globally()" in caplog.text) == says
+
+
+def test_the_failure_of_a_worker_gets_the_remedy_as_a_note(directory: Path) -> None:
+    text = "Caught NotImplementedError in DataLoader worker process 0. aten::set_.source_Storage"
+    for message, count in ((text, 1), ("something else", 0)):
+        with pytest.raises(RuntimeError) as caught, TorchaxCheckpointer(directory):
+            raise RuntimeError(message)
+        notes = getattr(caught.value, "__notes__", [])
+        assert [n.count("worker_init_fn") for n in notes] == [1] * count

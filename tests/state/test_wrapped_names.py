@@ -1,0 +1,143 @@
+"""Names that differ by a wrapper's attribute, of torch.compile or DataParallel, are one name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from support.compare import assert_trees_identical, copied
+from torch import nn
+
+from torchax_ckpt import TorchaxCheckpointer, warm_start
+from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.layout.selection import Selection
+
+
+class Layer(nn.Linear):
+    """Has a buffer, extra state and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.register_buffer("scale", torch.randn(2))
+        self.tied = self.weight
+        self.extra = 0
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Wrapper(nn.Module):
+    """Keeps a module in an attribute, as ``torch.compile`` and ``DataParallel`` do."""
+
+    def __init__(self, attribute: str, module: nn.Module) -> None:
+        super().__init__()
+        setattr(self, attribute, module)
+
+
+def built(wrapper: str | None) -> tuple[nn.Module, Layer, torch.optim.Optimizer]:
+    layer: Any = Layer().to("jax")
+    layer.tied = layer.weight
+    model: nn.Module = nn.Sequential(layer)
+    if wrapper == "inner":
+        model = nn.Sequential(Wrapper("_orig_mod", layer))
+    elif wrapper:
+        model = Wrapper(wrapper, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    layer.weight.grad = torch.randn(2, 2).to("jax")
+    optimizer.step()
+    return model, layer, optimizer
+
+
+def values(layer: Layer, optimizer: torch.optim.Optimizer) -> Any:
+    moments = optimizer.state[layer.weight]
+    return copied([layer.weight, layer.scale, layer.extra, dict(moments)])
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [("_orig_mod", None), (None, "_orig_mod"), ("module", "_orig_mod"), ("inner", None)],
+)
+def test_a_run_resumes_with_and_without_a_wrapper_and_says_so_once(
+    directory: Path, caplog: pytest.LogCaptureFixture, saved: str | None, resumed: str | None
+) -> None:
+    model, layer, optimizer = built(saved)
+    layer.extra = 7
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(1, force=True)
+    fresh, fresh_layer, fresh_optimizer = built(resumed)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(fresh, fresh_optimizer) == 1
+    assert_trees_identical(values(fresh_layer, fresh_optimizer), values(layer, optimizer))
+    assert fresh_layer.tied is fresh_layer.weight
+    (said,) = [r.getMessage() for r in caplog.records if "wrapper" in r.message]
+    assert said.startswith("model: 4 names of the checkpoint are matched")
+
+
+def test_patterns_name_the_programs_names_of_a_wrapped_checkpoint(directory: Path) -> None:
+    model, layer, optimizer = built("_orig_mod")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(1, force=True)
+    fresh, fresh_layer, fresh_optimizer = built(None)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(fresh, fresh_optimizer, resume=False)
+        report = ckpt.restore(include="0.scale")
+    assert_trees_identical(copied(fresh_layer.scale), copied(layer.scale))
+    assert "optimizer/0.weight" in report.left_out
+    assert not [name for name in report.left_out if "_orig_mod" in name]
+
+
+def test_weight_files_with_a_wrappers_names_start_a_model(tmp_path: Path) -> None:
+    want = np.array([[1, 2], [3, 4]], np.float32)
+    safetensors.numpy.save_file({"module.weight": want}, tmp_path / "a.safetensors")
+    model = nn.Linear(2, 2, bias=False).to("jax")
+    warm_start(model, tmp_path / "a.safetensors")
+    assert np.array_equal(np.asarray(model.weight.jax()), want)  # type: ignore[attr-defined]
+
+
+def test_models_attached_by_name_keep_to_themselves(directory: Path) -> None:
+    a, b = ({"x": nn.Linear(2, 2).to("jax"), "y": nn.Linear(2, 2).to("jax")} for _ in range(2))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach({name: Wrapper("module", m) for name, m in a.items()})
+        ckpt.save(1, force=True)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(b)
+    for name, model in a.items():
+        assert_trees_identical(dict(b[name].state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("stored", "live", "matched"),
+    [
+        (["module.w"], ["w"], {"module.w": "w"}),
+        (["m/a.module.w"], ["m/a._orig_mod.w"], {"m/a.module.w": "m/a._orig_mod.w"}),
+        (["module.w", "w"], ["w"], {}),  # the equal name is the one
+        (["w"], ["module.w", "w"], {}),
+        (["a.module.w", "module.a.w"], ["a.w"], {}),  # two could be meant
+        (["module.w"], ["modulew"], {}),
+        (["m/w"], ["n/w"], {}),
+    ],
+)
+def test_only_unambiguous_names_are_matched(
+    stored: list[str], live: list[str], matched: dict[str, str]
+) -> None:
+    for theirs, ours in itertools.product(*map(itertools.permutations, (stored, live))):
+        assert Selection().match_wrapped(theirs, ours) == matched
+
+
+def test_a_tensor_of_another_shape_is_not_taken_for_the_wrapped_one(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(Wrapper("module", nn.Linear(2, 3).to("jax")))
+        ckpt.save(1, force=True)
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(nn.Linear(2, 2).to("jax"))
+    assert set(caught.value.mismatched) == {"model/weight", "model/bias"}

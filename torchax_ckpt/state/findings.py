@@ -1,0 +1,154 @@
+"""The differences between a checkpoint and the attached objects, and the error that lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from torchax_ckpt.errors import MismatchError
+
+Call = Literal["restore", "warm_start", "load"]
+"""The call that compared; an error names the arguments of this call that help."""
+
+_MAX_LISTED = 20
+_MODEL = "model/"
+
+
+@dataclasses.dataclass
+class Findings:
+    """Differences between a checkpoint and the attached objects, by name; truthy if there are any.
+
+    Attributes:
+      missing: names that are attached, but not in the checkpoint.
+      unexpected: names that are in the checkpoint, but not attached.
+      mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
+      left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
+        leaves out. These names do not count as differences.
+      has_other_optimizer: whether the checkpoint has the state of an optimizer of another class.
+      lacks_ties: whether the checkpoint ties weights that are separate in the attached model.
+    """
+
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    has_other_optimizer: bool = False
+    lacks_ties: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def mismatch(self, name: str, expected: object, found: object) -> None:
+        """Records that, for ``name``, the program has ``expected`` and the checkpoint ``found``."""
+        self.mismatched[name] = f"expected {expected}, found {found}"
+
+    def error(self, step: int | None, path: str, call: Call = "restore") -> MismatchError:
+        """Returns one error that lists all differences by name, and says what to do about them.
+
+        Args:
+          step: the step of the checkpoint; None if ``path`` is the path of weight files.
+          path: the checkpoint or the files.
+          call: the call that compared.
+        """
+        source = path if step is None else f"The checkpoint at step {step} in {path}"
+        kind = "files" if step is None else "checkpoint"
+        ours = {"restore": "attached", "warm_start": "in the model", "load": "in abstract_state"}
+        whole = {"restore": "the attached objects", "warm_start": "the model"}
+        lines = [f"{source} does not fit {whole.get(call, 'abstract_state')}; nothing was changed."]
+        lines += _section(f"missing from the {kind}", self.missing)
+        lines += _section(f"in the {kind}, but not {ours[call]}", self.unexpected)
+        lines += _section(
+            f"different (expected: {ours[call]}, found: in the {kind})",
+            [f"{name}: {text}" for name, text in self.mismatched.items()],
+        )
+        lines.append(self._remedy(call))
+        return MismatchError(
+            "\n".join(lines),
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=self.mismatched,
+            step=step,
+            path=path,
+        )
+
+    def _remedy(self, call: Call) -> str:
+        """Returns what helps: the one thing if the cause is plain, else the choices of the call."""
+        if call == "load":
+            return "Give an abstract_state that fits; with None, load returns everything as saved."
+        if self.lacks_ties:
+            return (
+                "The weights were tied when they were saved. model.to('jax') unties weights: call "
+                "model.tie_weights() after it, or tie them as the model's constructor does, and "
+                "build the optimizer after that."
+            )
+        if (rename := self._rename()) is not None:
+            first = "call attach(resume=False), then restore" if call == "restore" else call
+            return f"The model's names differ by a prefix: {first}(rename={rename})."
+        if self.has_other_optimizer:
+            return (
+                "Attach an optimizer of the stored class. To go on with the state of another class "
+                "that has the same entries, such as Adam's in AdamW, call attach(resume=False), "
+                "then restore(optimizer_class='any')."
+            )
+        if call == "warm_start":
+            return (
+                "Rename or leave out the tensors that differ (rename=, exclude=); or convert "
+                "floating-point dtypes (cast=True); or take only the tensors that match "
+                "(strict=False)."
+            )
+        return (
+            "Attach the same objects as the program that wrote it, or use another directory. If "
+            "the program has changed on purpose, call attach(resume=False), then restore: with "
+            "strict=False it restores the leaves that match; rename= and exclude= rename or leave "
+            "out leaves."
+        )
+
+    def _rename(self) -> str | None:
+        """Returns the ``rename`` that makes all names of the model fit; None if no prefix does."""
+        live, stored = (
+            [n.removeprefix(_MODEL) for n in names if n.startswith(_MODEL)]
+            for names in (self.missing, self.unexpected)
+        )
+        if not live or not stored or any("/" in name for name in (*live, *stored)):
+            return None
+        for ours, theirs, rename in (
+            (live, stored, "{{'{}*': '*'}}"),
+            (stored, live, "{{'*': '{}*'}}"),
+        ):
+            for name in theirs:
+                prefix = name.removesuffix(ours[0])
+                if prefix.endswith(".") and {prefix + n for n in ours} == set(theirs):
+                    return rename.format(prefix)
+        return None
+
+
+def type_name(value: object) -> str:
+    """Returns the type of an object that is not what was expected, for messages.
+
+    The object itself may be a model, whose ``repr`` takes pages.
+    """
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a {module}{kind.__qualname__}"
+
+
+def _prefix(longer: Sequence[str], shorter: Sequence[str]) -> str | None:
+    """Returns the prefix, up to a dot, that makes the shorter names the longer, or None."""
+    for name in longer:
+        prefix = name.removesuffix(shorter[0])
+        if prefix.endswith(".") and {prefix + n for n in shorter} == set(longer):
+            return prefix
+    return None
+
+
+def _section(title: str, entries: Iterable[str]) -> list[str]:
+    entries = list(entries)
+    if not entries:
+        return []
+    listed = [f"    {entry}" for entry in entries[:_MAX_LISTED]]
+    if len(entries) > _MAX_LISTED:
+        listed.append(f"    ... and {len(entries) - _MAX_LISTED} more")
+    return [f"  {title}:", *listed]

@@ -1,0 +1,1 @@
+"""Captures and restores attached modules."""

@@ -1,0 +1,58 @@
+"""Refuses modules that cannot be attached, with an error that names the tensor and the remedy."""
+
+from __future__ import annotations
+
+import torch
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import AttachError, UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.state.modules.module_tensors import slots
+from torchax_ckpt.state.stored_entries import extra_state_key
+
+_MAX_LISTED = 5
+
+
+def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
+    """Raises unless the module can be saved and trained.
+
+    Args:
+      module: the module, or a JittableModule around it.
+      key_path: prefix of the leaves' names.
+
+    Raises:
+      AttachError: the parameters, or some of them, are on the CPU.
+      UnsupportedLeafError: a tensor cannot be stored, or is in ``state_dict()`` alone.
+    """
+    where = names.join(key_path)
+    root, _ = torchax_backend.unwrap_jittable(module)
+    live = slots(module)
+    for slot in live.values():
+        if why := torchax_backend.why_unsupported(slot.tensor):
+            name = names.join((*key_path, slot.fqn))
+            raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
+    parameters = [s for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
+    if parameters and all(s.is_on_cpu for s in parameters):
+        raise AttachError(
+            f"{where}: all parameters of {type(root).__name__} are on the CPU. Move the model "
+            "first: torchax.enable_globally(); model.to('jax'). Build the optimizer after that.",
+            key_path=where,
+        )
+    if on_cpu := [names.join((*key_path, s.fqn)) for s in parameters if s.is_on_cpu]:
+        more = f" and {len(on_cpu) - _MAX_LISTED} more" if len(on_cpu) > _MAX_LISTED else ""
+        raise AttachError(
+            f"{where}: {len(on_cpu)} of {len(parameters)} parameters of {type(root).__name__} are "
+            f"on the CPU, the others are not: {', '.join(on_cpu[:_MAX_LISTED])}{more}. Move the "
+            "whole model after its last part was added: model.to('jax'). Build the optimizer after "
+            "that. Make a tensor that is to stay on the CPU a buffer.",
+            key_path=on_cpu[0],
+        )
+    known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
+    known |= {extra_state_key(path) for path, _ in root.named_modules(remove_duplicate=False)}
+    if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
+        name = names.join((*key_path, unknown[0]))
+        raise UnsupportedLeafError(
+            f"{name}: is in state_dict() but is neither a parameter nor a buffer (a hook or an "
+            "overridden _save_to_state_dict adds it). Return it from get_extra_state()",
+            key_path=name,
+        )

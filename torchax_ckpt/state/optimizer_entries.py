@@ -1,0 +1,119 @@
+"""Compares and rebuilds the single values of an optimizer, and finds the optimizer in a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.state import node_checks
+from torchax_ckpt.state.component import Values, revive
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.leaf import Spec, describe
+from torchax_ckpt.state.pytree import decode
+from torchax_ckpt.state.stored_entries import StoredOptimizer
+
+# The hyperparameters that a schedule changes. An optimizer of another class takes only these: the
+# others, such as Adam's decoupled_weight_decay, make the classes what they are.
+SCHEDULED = frozenset({"lr", "initial_lr"})
+# Classes that are known to keep the same entries for each parameter.
+_ALIKE = frozenset({"Adam", "AdamW"})
+
+
+def why_unfit(
+    optimizer: torch.optim.Optimizer, stored: StoredOptimizer, stored_class: str, is_asked: bool
+) -> tuple[str, str] | None:
+    """Returns why an optimizer cannot take the state of one of another class; None if it can.
+
+    It can if the user asked for it (``is_asked``) and all parameters have entries of the same
+    names, such as ``exp_avg``. An optimizer that has made no step has no entries yet; then the two
+    classes must be known to have the same.
+
+    Returns:
+      What is expected (attached) and found (stored), for messages.
+    """
+    kind = type(optimizer).__qualname__
+    if not is_asked:
+        return kind, stored_class
+    theirs = {
+        name: frozenset(map(str, node_checks.keyed(node, f"optimizer/{name}")))
+        for name, node in stored.state.items()
+    }
+    ours = {
+        frozenset(map(str, entry))
+        for key, entry in optimizer.state.items()
+        if isinstance(key, torch.Tensor) and entry
+    }
+    if {kind, stored_class} == _ALIKE or set(theirs.values()) <= ours or not theirs:
+        return None
+    found = f"{stored_class} with {', '.join(sorted(set().union(*theirs.values())))}"
+    if not ours:
+        return f"{kind}, whose entries are not known before its first step", found
+    return f"{kind} with {', '.join(sorted(set().union(*ours)))}", found
+
+
+def unwrapped(value: Any) -> Any:
+    """Returns the optimizer in a wrapper that has no state of its own; other objects as they are.
+
+    ``AcceleratedOptimizer`` of accelerate and ``LightningOptimizer`` are such wrappers: their
+    ``state`` and ``param_groups`` are those of the optimizer in their attribute ``optimizer``. An
+    optimizer such as Lookahead, which adds state to that of another, is not.
+    """
+    inner = getattr(value, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or inner is value:
+        return value
+    shared = all(getattr(value, n, None) is getattr(inner, n) for n in ("state", "param_groups"))
+    return unwrapped(inner) if shared else value
+
+
+def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Returns the state that an optimizer keeps under keys that are not parameters.
+
+    torch's ``Optimizer.state_dict`` keeps such state as it is.
+    """
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+
+def same(a: Node, b: Node) -> bool:
+    """Returns whether two nodes of one hyperparameter, from two stored groups, are equal.
+
+    If the hyperparameter is a tensor, returns False even if the tensors are equal, because a node
+    does not contain the values of a tensor.
+    """
+    return a == b
+
+
+def compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
+    """Returns whether a stored value can replace the live value; if not, records a mismatch.
+
+    If the stored value is an array and the live value a tensor, their dtypes and shapes must be
+    equal. In all other cases the stored value can replace the live value.
+    """
+    if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
+        return True
+    expected, found = describe(live, where), Spec.of_node(node)
+    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
+        return True
+    findings.mismatch(where, expected.content(), found.content())
+    return False
+
+
+def rebuild(node: Node, live: Any, values: Values) -> Any:
+    """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
+
+    def leaf(child: Mapping[str, Any]) -> Any:
+        value = values[child["array"]]
+        if child is node and isinstance(live, torch.Tensor):
+            spec, here = Spec.of_node(child), describe(live, child["array"])
+            if spec == here and spec.kind == "torchax":
+                torchax_backend.set_buffer(live, value)
+                return live
+            if spec == here and spec.kind == "torch":
+                torchax_backend.copy_into(live, value)
+                return live
+        return revive(child, value)
+
+    return decode(node, leaf)
