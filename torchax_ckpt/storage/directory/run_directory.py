@@ -326,7 +326,7 @@ class RunDirectory:
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
         if self._durable is not None:
-            logger.warning("%s: removing step %d of an abandoned branch", self.path, step)
+            logger.warning("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
             self._remove(path, step)
             return
         target = self.path / f"abandoned-{step}"
