@@ -36,6 +36,7 @@ from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
+from torchax_ckpt.storage.medium import fsync
 
 METADATA = ".metadata"
 _MODEL = "model"
@@ -236,7 +237,7 @@ def save_dcp(state: Mapping[str, Any], out: Path) -> None:
         with warnings.catch_warnings(), native_torch():
             warnings.simplefilter("ignore")
             dcp.save(dict(state), storage_writer=writer, no_dist=True)
-        partial.rename(out)
+        fsync.swap_in(partial, out)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, RuntimeError, dcp.CheckpointException)):

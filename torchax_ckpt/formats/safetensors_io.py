@@ -34,6 +34,7 @@ from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage.medium import fsync
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 NAMES_OF_DTYPES: Mapping[str, str] = {
@@ -138,11 +139,11 @@ def export_safetensors(
             _allocate(file, header)
         _fill(stored, files, options, on_bytes)
         for file in files:
-            _sync(file.partial)
-            file.partial.rename(file.path)
+            fsync.swap_in(file.partial, file.path)
         if index:
             index.write_text(json.dumps(_index(files), indent=2) + "\n")
-            _sync(index)
+            fsync.sync(index)
+            fsync.sync(out)
     return paths
 
 
@@ -220,11 +221,6 @@ def _fill(
         mapped[index] = content
         del mapped  # so that the written pages no longer count as memory of this process
         on_bytes(math.prod(content.shape) * content.itemsize)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

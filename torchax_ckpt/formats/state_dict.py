@@ -20,6 +20,7 @@ from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLe
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import fsync
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 
@@ -118,9 +119,7 @@ def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "xb") as file, native_torch():
             torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(out)
+        fsync.swap_in(partial, out)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()

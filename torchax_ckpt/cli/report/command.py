@@ -19,6 +19,7 @@ from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import fsync
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles
 from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
@@ -132,6 +133,6 @@ def _write(out: Path, content: str) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(content, encoding="utf-8", errors="replace")
-        partial.replace(out)
+        fsync.swap_in(partial, out)
     finally:
         partial.unlink(missing_ok=True)
