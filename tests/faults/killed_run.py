@@ -196,6 +196,23 @@ class Phase:
         finally:
             self._memory[thread] = before
 
+    def watch_package(self) -> None:
+        """Notes where the package is in what changes a directory."""
+        for owner, function, name in [
+            (RunDirectory, "claim", "claiming"),
+            (RunDirectory, "recover", "recovering"),
+            (write_step, "write_step", "writing"),
+            (RunDirectory, "commit", "committing"),
+            (RunDirectory, "set_aside", "setting aside"),
+            (RunDirectory, "settle", "settling"),
+            (RunDirectory, "prune", "pruning"),
+        ]:
+            self.watch(owner, function, name)
+
+    def say_saved(self) -> None:
+        """Notes that a save has begun, for a program that saves on its main thread."""
+        self._memory[2] = 1
+
     def watch(self, owner: Any, function: str, name: str) -> None:
         """Notes that the program is in this phase while a function of the package runs."""
         call = getattr(owner, function)
@@ -219,16 +236,7 @@ def run(
     on_durable: Callable[[], None] = lambda: None,
 ) -> None:
     """Resumes, and trains, saves, deletes and goes back at random, forever or so many times."""
-    for owner, function, name in [
-        (RunDirectory, "claim", "claiming"),
-        (RunDirectory, "recover", "recovering"),
-        (write_step, "write_step", "writing"),
-        (RunDirectory, "commit", "committing"),
-        (RunDirectory, "set_aside", "setting aside"),
-        (RunDirectory, "settle", "settling"),
-        (RunDirectory, "prune", "pruning"),
-    ]:
-        phase.watch(owner, function, name)
+    phase.watch_package()
     if weakening is not None:
         weaken(weakening, directory)
     choose = random.Random(seed)

@@ -34,9 +34,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import copied_run
 import killed_run
 import power_fuse
 import tensorstore as ts
+from copied_run import CopiedOracle
 from killed_run import Log, Oracle, Phase, Settings, Verdict
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from torture_kill import Asked, fork, kill_at_random, preload, wait_for
@@ -44,6 +46,7 @@ from torture_kill import Asked, fork, kill_at_random, preload, wait_for
 from torchax_ckpt import CheckpointOptions, policies
 from torchax_ckpt.storage.medium import fsync
 
+COPIES = "copy and export"  # the commands, instead of a training program
 MODES = {
     "one tier": Settings(),
     "two tiers": Settings(has_local=True),
@@ -57,6 +60,7 @@ MODES = {
     "deleting": Settings(delete=0.35),
     "read_back": Settings(options=CheckpointOptions(read_back=True)),
     "compression": Settings(options=CheckpointOptions(compression=True)),
+    COPIES: Settings(policies.PreserveAll()),
     "two tiers, going back": Settings(policies.LatestN(1), has_local=True, back=0.35),
 }
 # Syncs that can be switched off, to show that it is noticed: the paths that are then not synced.
@@ -65,6 +69,7 @@ OFF: dict[str, Callable[[str], bool]] = {
     "folders": lambda path: "/writing-" in path and os.path.isdir(path),
     "names": lambda path: os.path.basename(path) in ("run", "local") and os.path.isdir(path),
     "drafts": lambda path: path.endswith(".draft"),
+    "exports": lambda path: ".partial" in path or path.endswith("/exports"),
     "arrays": lambda path: False,  # TensorStore's own syncs instead
 }
 
@@ -99,8 +104,14 @@ def torture(
     places = {name: mount / f"{number}" / "run" for number, name in enumerate(modes)}
     logs = {name: scratch / f"{number}.log" for number, name in enumerate(modes)}
     oracles = Asked(
-        {name: functools.partial(Oracle, places[name], logs[name], MODES[name]) for name in modes}
+        {
+            name: functools.partial(
+                CopiedOracle if name == COPIES else Oracle, places[name], logs[name], MODES[name]
+            )
+            for name in modes
+        }
     )
+    source, source_log = scratch / "source", scratch / "source.log"
     phase = Phase()
     cuts: collections.Counter[str] = collections.Counter()
     left: collections.Counter[str] = collections.Counter()
@@ -124,6 +135,10 @@ def torture(
                         power_fuse.ask(mount, "audit", str(place.relative_to(mount)))
 
             log = Log(logs[mode])
+            if mode == COPIES:
+                given = source, source_log, directory, log, phase, attempt, seed, num_actions
+                copied_run.run(*given, settings, audit)
+                return
             killed_run.run(directory, log, phase, attempt, seed, num_actions, None, settings, audit)
 
         return fork(program)
@@ -141,6 +156,12 @@ def torture(
         for sentence in found[:8]:
             print(f"{when}: {sentence}", flush=True)
 
+    if COPIES in modes:
+        make = Settings(policies.PreserveAll(), back=0, delete=0)
+        saves = fork(
+            lambda: killed_run.run(source, Log(source_log), phase, 0, seed, 16, None, make)
+        )
+        assert os.waitpid(saves, 0)[1] == 0, "there is nothing to copy"
     try:
         for attempt in range(1, num_cuts + 1):
             if time.monotonic() - began > max_secs:

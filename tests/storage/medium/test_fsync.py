@@ -156,11 +156,14 @@ EXPORTS: dict[str, Callable[[Path], Any]] = {
 def test_what_is_exported_is_synced_before_it_has_its_name_and_then_the_name(
     write: Callable[[Path], Any], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = directory / "out"
+    out = directory / "new" / "out"
     syncs = Syncs(out)
     monkeypatch.setattr(os, "fsync", syncs)
     with native_torch():
         write(out)
     found = {out, *out.rglob("*")}
     assert {state_of(path.lstat()) for path in found} <= syncs.before
-    assert directory.stat().st_ino in {inode for inode, *_ in syncs.after}
+    assert {path.stat().st_ino for path in (directory, directory.parent)} <= {
+        inode for inode, *_ in syncs.before
+    }
+    assert out.parent.stat().st_ino in {inode for inode, *_ in syncs.after}
