@@ -110,12 +110,14 @@ class Settings:
       keep: the preservation policy.
       options: of the checkpointer.
       has_local: whether it has a local tier, beside its directory.
+      has_two_processes: whether two processes train and save together.
       back, delete: how often it goes back or deletes a step, of all that it does.
     """
 
     keep: Any = dataclasses.field(default_factory=lambda: policies.LatestN(KEPT))
     options: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
     has_local: bool = False
+    has_two_processes: bool = False
     back: float = 0.1
     delete: float = 0.1
 
@@ -226,7 +228,7 @@ class Phase:
 
 def run(
     directory: Path,
-    log: Log,
+    log: Callable[..., None],
     phase: Phase,
     attempt: int,
     seed: int,

@@ -23,9 +23,12 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when imported
 
 import argparse
 import collections
+import ctypes
 import functools
 import logging
 import random
+import signal
+import socket
 import sys
 import tempfile
 import time
@@ -35,13 +38,14 @@ from pathlib import Path
 from typing import Any
 
 import copied_run
+import jax
 import killed_run
 import power_fuse
 import tensorstore as ts
 from copied_run import CopiedOracle
 from killed_run import Log, Oracle, Phase, Settings, Verdict
 from orbax.checkpoint._src.serialization import tensorstore_utils
-from torture_kill import Asked, fork, kill_at_random, preload, wait_for
+from torture_kill import PR_SET_PDEATHSIG, Asked, fork, kill_at_random, preload, wait_for
 
 from torchax_ckpt import CheckpointOptions, policies
 from torchax_ckpt.storage.medium import fsync
@@ -60,6 +64,7 @@ MODES = {
     "deleting": Settings(delete=0.35),
     "read_back": Settings(options=CheckpointOptions(read_back=True)),
     "compression": Settings(options=CheckpointOptions(compression=True)),
+    "two processes": Settings(has_two_processes=True),
     COPIES: Settings(policies.PreserveAll()),
     "two tiers, going back": Settings(policies.LatestN(1), has_local=True, back=0.35),
 }
@@ -88,6 +93,23 @@ def switch_off(what: str) -> None:
     fsync.sync = fewer
     if what == "arrays":
         tensorstore_utils.get_ts_context = unsynced
+
+
+def become_two() -> int:
+    """Forks this process; both are one run of JAX, and die together. Returns which this one is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    index = 0 if os.fork() else 1
+    if index:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+    assert jax.process_count() == 2
+    return index
+
+
+def tell_nobody(what: str, **details: Any) -> None:
+    """Stands in for the log, which the other process writes."""
 
 
 def torture(
@@ -138,6 +160,11 @@ def torture(
             if mode == COPIES:
                 given = source, source_log, directory, log, phase, attempt, seed, num_actions
                 copied_run.run(*given, settings, audit)
+                return
+            if settings.has_two_processes and become_two() == 1:
+                killed_run.run(
+                    directory, tell_nobody, Phase(), attempt, seed, num_actions, None, settings
+                )
                 return
             killed_run.run(directory, log, phase, attempt, seed, num_actions, None, settings, audit)
 
