@@ -397,7 +397,9 @@ class Oracle:
             names = os.listdir(place) if place.exists() else []
             for prefix in ("writing-", "deleting-", "incoming-", "lease"):
                 found = [name for name in names if name.startswith(prefix)]
-                if len(found) > (0 if is_finished else 2):
+                # A tier is cleaned up before the first save to it; not each program saves to both.
+                is_clean = is_finished and not self._settings.has_local
+                if len(found) > (0 if is_clean else 2):
                     verdict.leftovers.append(f"leftovers: {found}")
         return verdict
 
