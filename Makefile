@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-flips torture-gcs torture-fuzz \
-    torture-endurance clean
+    torture-endurance torture-power clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed-examples
@@ -61,11 +61,16 @@ bench-accelerator: $(INSTALLED)
 	$(BIN)/python benchmarks/accelerator.py $(BENCH_ACCELERATOR)
 
 # The long forms of tests/faults; each has a target of its own, and prints a table.
-torture: torture-kill torture-flips torture-gcs torture-fuzz torture-endurance
+torture: torture-kill torture-power torture-flips torture-gcs torture-fuzz torture-endurance
 
 KILLS ?= 300
 torture-kill: $(INSTALLED)
 	$(BIN)/python tests/faults/torture_kill.py --kills $(KILLS)
+
+# Needs /dev/fuse and the libfuse of the system, in Debian's package libfuse3-3; fails without.
+CUTS ?= 300
+torture-power: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_power.py --cuts $(CUTS)
 
 FLIPS ?= 2000
 torture-flips: $(INSTALLED)

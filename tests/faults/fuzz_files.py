@@ -27,8 +27,11 @@ from torchax_ckpt.formats.opening import open_files
 from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+from torchax_ckpt.storage.directory.run_identity import RunName
+from torchax_ckpt.storage.directory.summaries import Summaries
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry import journal, timeline
 from torchax_ckpt.telemetry.events import Event
@@ -196,9 +199,12 @@ class FileReaders:
         durable, local = (epath.Path(self._folder / name) for name in ("durable", "local"))
         for directory in (durable, local):
             (directory / run_identity.NAME).write_bytes(raw)
-        assert not run_identity.is_before(local, durable)  # the word "local" is in both or in none
-        run_identity.write(local, [run_identity.new()], is_local=True)
-        run_identity.require_local(local, [1])
+        of_durable = RunName(durable, Summaries(), list, None)
+        name = RunName(local, Summaries(), list, of_durable)
+        step = CommittedStep(1, local / "1", 1)
+        assert not name.ours([step])  # the word "local" is in both files or in none
+        name.write([run_identity.new()])
+        name.others(of_durable.names(), [step])
 
     def events(self, raw: bytes) -> None:
         """A record of events, up to what a report draws."""

@@ -27,7 +27,14 @@ import numpy as np
 import torch
 import torchax
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import (
+    CheckpointOptions,
+    LocalTier,
+    TorchaxCheckpointer,
+    policies,
+    torchax_backend,
+)
+from torchax_ckpt.options import TierName
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import write_step
@@ -104,6 +111,44 @@ class Training:
 # --- the program ---------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the program saves.
+
+    Attributes:
+      keep: the preservation policy.
+      options: of the checkpointer.
+      has_local: whether it has a local tier, beside its directory.
+      has_two_processes: whether two processes train and save together.
+      back, delete: how often it goes back or deletes a step, of all that it does.
+    """
+
+    keep: Any = dataclasses.field(default_factory=lambda: policies.LatestN(KEPT))
+    options: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
+    has_local: bool = False
+    has_two_processes: bool = False
+    back: float = 0.1
+    delete: float = 0.1
+
+    def places(self, directory: Path) -> list[Path]:
+        """The directories of the tiers."""
+        return [directory, *([directory.with_name("local")] if self.has_local else [])]
+
+    def opened(self, directory: Path) -> TorchaxCheckpointer:
+        if not self.has_local:
+            return TorchaxCheckpointer(
+                directory, preservation_policy=self.keep, options=self.options
+            )
+        every = policies.FixedIntervalPolicy
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=every(4),
+            preservation_policy=self.keep,
+            local=LocalTier(self.places(directory)[1], save_decision_policy=every(1), keep=2),
+            options=self.options,
+        )
+
+
 class Log:
     """Lines that are on the medium when ``__call__`` returns."""
 
@@ -162,6 +207,24 @@ class Phase:
         finally:
             self._memory[thread] = before
 
+    def watch_package(self) -> None:
+        """Notes where the package is in what changes a directory."""
+        for owner, function, name in [
+            (RunDirectory, "claim", "claiming"),
+            (RunDirectory, "recover", "recovering"),
+            (write_step, "write_step", "writing"),
+            (links, "link_folder", "linking"),
+            (RunDirectory, "commit", "committing"),
+            (RunDirectory, "set_aside", "setting aside"),
+            (RunDirectory, "settle", "settling"),
+            (RunDirectory, "prune", "pruning"),
+        ]:
+            self.watch(owner, function, name)
+
+    def say_saved(self) -> None:
+        """Notes that a save has begun, for a program that saves on its main thread."""
+        self._memory[2] = 1
+
     def watch(self, owner: Any, function: str, name: str) -> None:
         """Notes that the program is in this phase while a function of the package runs."""
         call = getattr(owner, function)
@@ -175,33 +238,24 @@ class Phase:
 
 def run(
     directory: Path,
-    log: Log,
+    log: Callable[..., None],
     phase: Phase,
     attempt: int,
     seed: int,
     num_actions: int | None,
     weakening: str | None,
+    settings: Settings = Settings(),
+    on_durable: Callable[[], None] = lambda: None,
 ) -> None:
     """Resumes, and trains, saves, deletes and goes back at random, forever or so many times."""
-    for owner, function, name in [
-        (RunDirectory, "claim", "claiming"),
-        (RunDirectory, "recover", "recovering"),
-        (write_step, "write_step", "writing"),
-        (links, "link_folder", "linking"),
-        (RunDirectory, "commit", "committing"),
-        (RunDirectory, "set_aside", "setting aside"),
-        (RunDirectory, "settle", "settling"),
-        (RunDirectory, "prune", "pruning"),
-    ]:
-        phase.watch(owner, function, name)
+    phase.watch_package()
     if weakening is not None:
         weaken(weakening, directory)
     choose = random.Random(seed)
     training = Training()
     # Programs that take arrays over and programs that write all of them follow each other.
-    options = CheckpointOptions(reuse=attempt % 4 != 0)
-    rule = policies.LatestN(KEPT)
-    ckpt = TorchaxCheckpointer(directory, preservation_policy=rule, options=options)
+    options = dataclasses.replace(settings.options, reuse=attempt % 4 != 0)
+    ckpt = dataclasses.replace(settings, options=options).opened(directory)
     with phase("restoring"):
         step = training.attach_to(ckpt)
     log("resumed", step=step, lineage=training.lineage, digest=training.digest())
@@ -212,23 +266,25 @@ def run(
         with phase("waiting"):
             ckpt.wait_until_finished()
         if saved is not None:
+            on_durable()
             log("durable", **saved)
             saved = None
 
     with phase("training"):
         for action in range(num_actions) if num_actions is not None else iter(int, 1):
             what = choose.random()
-            if what < 0.2:
+            is_rare = what < settings.back + settings.delete
+            if is_rare:
                 wait()  # pruning, too, has then ended
-            others = ckpt.all_steps()[:-1] if what < 0.2 else []
-            if what < 0.1 and others:
+            others = ckpt.all_steps()[:-1] if is_rare else []
+            if what < settings.back and others:
                 step = choose.choice(others)
                 branch = attempt * 1_000_000 + action
                 log("back", step=step, branch=branch)
                 with phase("going back"):
                     ckpt.restore(step)
                 training.lineage = (*up_to(training.lineage, step), (step, branch))
-            elif what < 0.2 and len(others) > 1:
+            elif is_rare and len(others) > 1:
                 doomed = choose.choice(ckpt.all_steps())
                 log("delete", step=doomed)
                 with phase("deleting"):
@@ -241,7 +297,8 @@ def run(
                     "lineage": training.lineage,
                     "digest": training.digest(),
                 }
-                if ckpt.save(step, force=choose.random() < 0.7):
+                metrics = {"loss": step * 7 % 10}
+                if ckpt.save(step, metrics=metrics, force=choose.random() < 0.7):
                     saved = details
                 if choose.random() < 0.5:
                     wait()
@@ -314,7 +371,8 @@ class Verdict:
 class Oracle:
     """Knows from the log what must be there, and computes what it must hold."""
 
-    def __init__(self, directory: Path, log_path: Path) -> None:
+    def __init__(self, directory: Path, log_path: Path, settings: Settings = Settings()) -> None:
+        self._settings = settings
         self._directory = directory
         self._log_path = log_path
         self._offset = 0
@@ -347,11 +405,14 @@ class Oracle:
         for line in lines:
             self._take_in(line, verdict)
         self._restore_all(verdict)
-        names = os.listdir(self._directory) if self._directory.exists() else []
-        for prefix in ("writing-", "deleting-", "incoming-", "lease"):
-            found = [name for name in names if name.startswith(prefix)]
-            if len(found) > (0 if is_finished else 2):
-                verdict.leftovers.append(f"leftovers: {found}")
+        for place in self._settings.places(self._directory):
+            names = os.listdir(place) if place.exists() else []
+            for prefix in ("writing-", "deleting-", "incoming-", "lease"):
+                found = [name for name in names if name.startswith(prefix)]
+                # A tier is cleaned up before the first save to it; not each program saves to both.
+                is_clean = is_finished and not self._settings.has_local
+                if len(found) > (0 if is_clean else 2):
+                    verdict.leftovers.append(f"leftovers: {found}")
         return verdict
 
     def _take_in(self, line: dict[str, Any], verdict: Verdict) -> None:
@@ -386,16 +447,19 @@ class Oracle:
             )
 
     def _restore_all(self, verdict: Verdict) -> None:
-        reader = TorchaxCheckpointer(self._directory)
+        reader = self._settings.opened(self._directory)
         restored = Training()
-        steps = reader.all_steps()
+        tiers: list[TierName] = ["durable", "local"]
+        del tiers[len(self._settings.places(self._directory)) :]
+        steps = sorted((step, tier) for tier in tiers for step in reader.all_steps(tier))
         newest: Key = (0, ())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if steps and not _attempt(lambda: restored.attach_to(reader), "attach", verdict):
                 steps = []
-        for step in steps:
-            if not _attempt(functools.partial(reader.restore, step), f"step {step}", verdict):
+        for step, tier in steps:
+            restore = functools.partial(reader.restore, step, tier=tier)
+            if not _attempt(restore, f"step {step} of the {tier} tier", verdict):
                 continue
             verdict.num_states += 1
             newest = (step, restored.lineage)

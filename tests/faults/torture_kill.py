@@ -34,7 +34,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +106,23 @@ def preload() -> None:
 
 
 class Asked:
-    """The oracle in a process of its own: answers one question per line."""
+    """Oracles in a process of their own: answer one question per line.
 
-    def __init__(self, directory: Path, log_path: Path) -> None:
+    Args:
+      make: name -> makes an oracle, in that process.
+    """
+
+    def __init__(self, make: Mapping[str, Callable[[], Oracle]]) -> None:
         ask_reads, self._ask = os.pipe()
         self._answers, answer_writes = os.pipe()
 
         def serve() -> None:
             os.close(self._ask)
-            oracle = Oracle(directory, log_path)
+            oracles = {name: each() for name, each in make.items()}
             with os.fdopen(ask_reads, "rb") as questions, os.fdopen(answer_writes, "wb") as answers:
                 for question in questions:
-                    pickle.dump(oracle.inspect(question == b"finished\n"), answers)
+                    name, is_finished = json.loads(question)
+                    pickle.dump(oracles[name].inspect(is_finished), answers)
                     answers.flush()
 
         self.pid = fork(serve)
@@ -125,8 +130,8 @@ class Asked:
         os.close(answer_writes)
         self._pipe = os.fdopen(self._answers, "rb")
 
-    def inspect(self, is_finished: bool = False) -> Verdict:
-        os.write(self._ask, b"finished\n" if is_finished else b"killed\n")
+    def inspect(self, name: str, is_finished: bool = False) -> Verdict:
+        os.write(self._ask, json.dumps([name, is_finished]).encode() + b"\n")
         verdict: Verdict = pickle.load(self._pipe)
         return verdict
 
@@ -144,7 +149,7 @@ def torture(
     choose = random.Random(seed)
     directory, log_path = scratch / "run", scratch / "log"
     preload()
-    oracle = Asked(directory, log_path)
+    oracle = Asked({"run": lambda: Oracle(directory, log_path)})
     phase = Phase()
     phases: collections.Counter[str] = collections.Counter()
     totals = Verdict()
@@ -171,42 +176,48 @@ def torture(
         for attempt in range(1, num_kills + 1):
             if time.monotonic() - began > max_secs:
                 break
-            aim, early, late, after = (
-                choose.choice(AIMS),
-                choose.uniform(0, EARLY_SECS),
-                choose.uniform(0, SAVING_SECS),
-                choose.uniform(0, AIMED_SECS),
-            )
-            (way,) = choose.choices(list(WAYS), list(WAYS.values()))
-            pid = start(attempt, None)
-            if way == "early":
-                time.sleep(early)
-            else:
-                # What is recovered from a kill before, is so before anything is saved.
-                is_aimed_early = way == "aimed" and aim == "recovering"
-                if not is_aimed_early and not wait_for(phase.has_saved, pid, STUCK_SECS):
-                    failures.append(f"attempt {attempt} is stuck in {phase.describe()}")
-                if way == "aimed":
-                    wait_for(functools.partial(phase.is_at, aim), pid, PATIENCE_SECS)
-                time.sleep(after if way == "aimed" else late)
-            if not has_ended(pid):
-                os.killpg(pid, signal.SIGKILL)
-            status = os.waitpid(pid, 0)[1]
-            if not os.WIFSIGNALED(status):
-                failures.append(f"attempt {attempt} ended by itself, in {phase.describe()}")
+            if failure := kill_at_random(start(attempt, None), phase, choose):
+                failures.append(f"attempt {attempt} {failure}")
                 print(failures[-1], flush=True)
             phases[phase.describe()] += 1
-            add(oracle.inspect(), f"kill {attempt}, while {phase.describe()}")
+            add(oracle.inspect("run"), f"kill {attempt}, while {phase.describe()}")
             if weakening and (totals.losses or totals.wrong):
                 break  # that it is found out is all there is to see
         if os.waitpid(start(num_kills + 1, 10), 0)[1] != 0:
             failures.append("the last attempt, which nobody killed, failed")
-        add(oracle.inspect(is_finished=True), "at the end")
+        add(oracle.inspect("run", is_finished=True), "at the end")
     finally:
         oracle.close()
     wall_secs = time.monotonic() - began
     print(table(seed, phases, totals, failures, wall_secs), flush=True)
     return 1 if totals.losses or totals.wrong or totals.leftovers or failures else 0
+
+
+def kill_at_random(pid: int, phase: Phase, choose: random.Random) -> str:
+    """Kills a program at a random moment; returns what else has ended it, or "" if nothing."""
+    aim, early, late, after = (
+        choose.choice(AIMS),
+        choose.uniform(0, EARLY_SECS),
+        choose.uniform(0, SAVING_SECS),
+        choose.uniform(0, AIMED_SECS),
+    )
+    (way,) = choose.choices(list(WAYS), list(WAYS.values()))
+    failure = ""
+    if way == "early":
+        time.sleep(early)
+    else:
+        # What is recovered from a kill before, is so before anything is saved.
+        is_aimed_early = way == "aimed" and aim == "recovering"
+        if not is_aimed_early and not wait_for(phase.has_saved, pid, STUCK_SECS):
+            failure = f"is stuck in {phase.describe()}"
+        if way == "aimed":
+            wait_for(functools.partial(phase.is_at, aim), pid, PATIENCE_SECS)
+        time.sleep(after if way == "aimed" else late)
+    if not has_ended(pid):
+        os.killpg(pid, signal.SIGKILL)
+    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+        failure = f"ended by itself, in {phase.describe()}"
+    return failure
 
 
 def wait_for(condition: Callable[[], bool], pid: int, timeout_secs: float) -> bool:

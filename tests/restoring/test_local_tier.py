@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, strategies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multislice
 from support import PROGRAMS
-from support.processes import run_processes
+from support.processes import Running, run_processes
 from support.slices import assert_ends_alike, killed, resumed, straight
 
 from torchax_ckpt.restoring.shard_exchange import routes
@@ -27,6 +28,12 @@ def two_slices(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dic
     place = tmp_path_factory.mktemp("slices")
     killed(place / "run", place / "ramdisks", 2, at=6)
     return place, straight(place, 2)
+
+
+@pytest.fixture(scope="module")
+def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """How a run of two slices of two hosts ends that nobody kills."""
+    return straight(tmp_path_factory.mktemp("four"), 4)
 
 
 def left(place: Path, tmp_path: Path, *lost: int) -> tuple[Path, Path]:
@@ -94,7 +101,9 @@ def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
 
 
 @pytest.mark.slow
-def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) -> None:
+def test_hosts_come_back_lost_and_at_other_places_than_they_had(
+    tmp_path: Path, four_hosts: list[dict[str, Any]]
+) -> None:
     """Two slices of two hosts; the two that are left come up as each other's process."""
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
     killed(directory, ramdisks, 4, at=6)
@@ -105,7 +114,26 @@ def test_hosts_come_back_lost_and_at_other_places_than_they_had(tmp_path: Path) 
     (ramdisks / "was 0").rename(ramdisks / "3")
     found = resumed(directory, ramdisks, 4)
     assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
-    assert_ends_alike(found, straight(tmp_path, 4))
+    assert_ends_alike(found, four_hosts)
+
+
+@pytest.mark.slow
+def test_a_whole_local_step_is_taken_if_a_later_one_is_half_there(
+    tmp_path: Path, four_hosts: list[dict[str, Any]]
+) -> None:
+    """Two slices of two hosts; one host has lost its steps: only one slice has all of step 6."""
+    directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
+    killed(directory, ramdisks, 4, at=6)
+    shutil.rmtree(ramdisks / "3")
+    arguments = str(directory), str(ramdisks), "7", "0"
+    with Running(PROGRAMS / "killed_half_committed.py", 4, *arguments) as running:
+        assert running.wait() == [-signal.SIGKILL] * 4, running.output(0)[1][-3000:]
+    assert [(ramdisks / f"{i}" / "7").exists() for i in range(4)] == [False, True, False, True]
+    assert [(ramdisks / f"{i}" / "6").exists() for i in range(4)] == [True, True, True, False]
+    found = resumed(directory, ramdisks, 4)
+    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
+    assert_ends_alike(found, four_hosts)
+    assert not list(ramdisks.glob("*/6")), "removed once a new step is on all hosts"
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, MismatchError, UnsupportedLeafError
 from torchax_ckpt.formats.archives import described, open_archive
@@ -36,6 +37,7 @@ from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
+from torchax_ckpt.storage.medium import fsync, permissions
 
 METADATA = ".metadata"
 _MODEL = "model"
@@ -230,13 +232,14 @@ def save_dcp(state: Mapping[str, Any], out: Path) -> None:
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
+        permissions.make_folder(epath.Path(out.parent))
+        partial.mkdir()
         # Copying ahead speeds up reads from accelerators, but keeps several tensors in memory.
         writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
         with warnings.catch_warnings(), native_torch():
             warnings.simplefilter("ignore")
             dcp.save(dict(state), storage_writer=writer, no_dist=True)
-        partial.rename(out)
+        fsync.swap_in(partial, out)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, RuntimeError, dcp.CheckpointException)):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -34,6 +35,7 @@ from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 NAMES_OF_DTYPES: Mapping[str, str] = {
@@ -138,11 +140,11 @@ def export_safetensors(
             _allocate(file, header)
         _fill(stored, files, options, on_bytes)
         for file in files:
-            _sync(file.partial)
-            file.partial.rename(file.path)
+            fsync.swap_in(file.partial, file.path)
         if index:
             index.write_text(json.dumps(_index(files), indent=2) + "\n")
-            _sync(index)
+            fsync.sync(index)
+            fsync.sync(out)
     return paths
 
 
@@ -192,7 +194,7 @@ def _allocate(file: _File, header: bytes) -> None:
     If the disk is full, the reservation raises an error. Without the reservation, a later write to
     the mapped file would kill the process with SIGBUS.
     """
-    file.path.parent.mkdir(parents=True, exist_ok=True)
+    permissions.make_folder(epath.Path(file.path.parent))
     with open(file.partial, "xb") as opened:
         opened.write(header)
         opened.flush()
@@ -220,11 +222,6 @@ def _fill(
         mapped[index] = content
         del mapped  # so that the written pages no longer count as memory of this process
         on_bytes(math.prod(content.shape) * content.itemsize)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

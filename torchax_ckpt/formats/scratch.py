@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
+from torchax_ckpt.storage.medium import permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf
 
 _ALIGNMENT = 64
@@ -47,7 +49,7 @@ def room_for(
         return
     total = nbytes + _ALIGNMENT * len(leaves)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        permissions.make_folder(epath.Path(folder))
         with tempfile.TemporaryFile(dir=folder) as file:
             # Reserves the space, because a write to a mapped file on a full disk would kill the
             # process.

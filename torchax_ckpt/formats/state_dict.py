@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils._mode_utils
+from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLeafError
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 
@@ -115,12 +117,10 @@ def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        permissions.make_folder(epath.Path(out.parent))
         with open(partial, "xb") as file, native_torch():
             torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(out)
+        fsync.swap_in(partial, out)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()

@@ -323,10 +323,10 @@ class Saver:
 
         def tidy() -> list[Any]:
             history = self._history
-            abandoned = history.branches.abandoned
-            self._directory.set_aside(abandoned)
-            self._telemetry.steps_gone("set_aside", [s.step for s in abandoned])
-            history.clear_abandoned()
+            unwanted = history.branches.unwanted
+            self._directory.set_aside(unwanted)
+            self._telemetry.steps_gone("set_aside", [s.step for s in unwanted])
+            history.clear_unwanted()
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             steps = history.branches.committed

@@ -345,10 +345,11 @@ class Tiers:
         self._is_open = True
 
     def _forget_what_others_lack(self) -> None:
-        """Abandons the steps of the local tier that at least one host lacks.
+        """Leaves out the steps of the local tier that at least one host lacks.
 
         All hosts then have the same steps in their local tiers, and so make the same decisions on
-        which steps to save and to keep.
+        which steps to save and to keep. The steps left out are removed once a new step is on all
+        hosts.
         """
         if self.local is not None and self.processes.count > 1:
             self.local.history.keep_only(self._on_all)

@@ -176,6 +176,7 @@ class Writer:
         summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
+            **directory.run_name.for_summary(),
         }
         progress.enter("transferring the arrays from the devices")
         write_step.write_step(

@@ -171,3 +171,27 @@ def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) ->
     history.begin(2)
     assert [c.step for c in history.checkpoints()] == [1, 2]
     assert [s.step for s in history.branches.abandoned] == [3, 4]
+
+
+def test_what_some_host_lacks_is_removed_but_no_summary_says_it_is_abandoned(
+    directory: Path,
+) -> None:
+    """The hosts together may have all of it, and need it until a new step is on all of them."""
+    durable, local = RunDirectory(directory), RunDirectory(directory.with_name("local"))
+    of_durable = RunHistory(durable, SINGLE_PROCESS)
+    history = RunHistory(local, SINGLE_PROCESS, of_durable)
+    for step in (1, 2, 3, 4):
+        history.begin(step)
+        history.end(committed(directory, step))
+    history.keep_only({(1, 1)})
+    assert [c.step for c in history.checkpoints()] == [1]
+    assert history.abandons() == of_durable.abandons() == []
+    assert [s.step for s in history.branches.unwanted] == [2, 3, 4]
+    history.refresh(committed(directory, step) for step in (1, 2, 4))
+    assert [s.step for s in history.branches.unwanted] == [2, 4]
+    history.begin(3)
+    assert history.abandons() == [[4, 4]], "of a branch that the run has left"
+    history.end(committed(directory, 3))
+    assert [s.step for s in history.branches.unwanted] == [4, 2]
+    history.clear_unwanted()
+    assert [s.step for s in history.branches.in_place] == [1, 3]

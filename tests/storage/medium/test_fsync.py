@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from etils import epath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.formats.dcp import save_dcp
+from torchax_ckpt.formats.state_dict import native_torch, save_torch_file
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.medium import fsync
 
@@ -140,3 +144,26 @@ def test_a_file_that_cannot_be_synced_is_no_folder(
     fsync.sync(tmp_path)
     with pytest.raises(OSError, match="Invalid argument"):
         fsync.sync(tmp_path / "file")
+
+
+EXPORTS: dict[str, Callable[[Path], Any]] = {
+    "dcp": lambda out: save_dcp({"model": {"w": torch.ones(3, device="cpu")}}, out),
+    "torch": lambda out: save_torch_file({"w": torch.ones(3, device="cpu")}, out),
+}
+
+
+@pytest.mark.parametrize("write", EXPORTS.values(), ids=EXPORTS)
+def test_what_is_exported_is_synced_before_it_has_its_name_and_then_the_name(
+    write: Callable[[Path], Any], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = directory / "new" / "out"
+    syncs = Syncs(out)
+    monkeypatch.setattr(os, "fsync", syncs)
+    with native_torch():
+        write(out)
+    found = {out, *out.rglob("*")}
+    assert {state_of(path.lstat()) for path in found} <= syncs.before
+    assert {path.stat().st_ino for path in (directory, directory.parent)} <= {
+        inode for inode, *_ in syncs.before
+    }
+    assert out.parent.stat().st_ino in {inode for inode, *_ in syncs.after}

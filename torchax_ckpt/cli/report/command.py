@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.report.page import MARK, Contents, page
@@ -19,6 +21,7 @@ from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles
 from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
@@ -138,8 +141,8 @@ def _write(out: Path, content: str) -> None:
     """Writes the page to a temporary file and renames it, so that no browser loads half a page."""
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        permissions.make_folder(epath.Path(out.parent))
         partial.write_text(content, encoding="utf-8", errors="replace")
-        partial.replace(out)
+        fsync.swap_in(partial, out)
     finally:
         partial.unlink(missing_ok=True)

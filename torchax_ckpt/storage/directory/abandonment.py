@@ -13,8 +13,11 @@ are:
 
     - in both tiers, steps newer than the step that the run continues from;
     - in both tiers, steps newer than the step that a save begins to write;
-    - steps in a local tier that some host lacks;
     - a step whose save failed after its commit.
+
+A step in a local tier that some host lacks is not abandoned but incomplete. The run removes it as
+it does abandoned steps, once a new step is on all hosts. Until then the hosts together may hold all
+parts of it, and a later start may need it. No summary lists it therefore.
 
 The next step that is saved records the abandoned steps durably: its summary lists, under
 ``abandons``, the keys (number and commit time) of the abandoned steps, in both tiers, that were not
@@ -73,10 +76,13 @@ class Branches:
     Attributes:
       committed: the steps that count, oldest first, one for each number.
       abandoned: the committed steps that do not count and were not set aside yet.
+      incomplete: of a local tier, committed steps that some host lacks. A listing does not know
+        them; the training threads compare what their hosts have.
     """
 
     committed: tuple[CommittedStep, ...] = ()
     abandoned: tuple[CommittedStep, ...] = ()
+    incomplete: tuple[CommittedStep, ...] = ()
 
     @classmethod
     def among(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
@@ -94,13 +100,19 @@ class Branches:
 
         The summary of a new step must list each abandoned step that was not set aside yet.
         """
-        return (*self.committed, *self.abandoned)
+        return (*self.committed, *self.unwanted)
+
+    @property
+    def unwanted(self) -> tuple[CommittedStep, ...]:
+        """The steps to set aside once a new step is durable: abandoned and incomplete ones."""
+        return (*self.abandoned, *self.incomplete)
 
     def newer_than(self, step: int | None) -> list[CommittedStep]:
         """Returns the steps that a run abandons if it continues from ``step`` (None: the start)."""
         newest_first = reversed(self.committed)
         newer = itertools.takewhile(lambda s: step is None or s.step > step, newest_first)
-        return list(newer)[::-1]
+        incomplete = (s for s in self.incomplete if step is None or s.step > step)
+        return [*list(newer)[::-1], *incomplete]
 
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
         """Returns new branches in which ``steps`` are abandoned.
@@ -109,13 +121,29 @@ class Branches:
         save failed after the commit. The new branches list this step as abandoned too.
         """
         left = tuple(steps)
-        keys = {s.key for s in left}
-        kept = tuple(s for s in self.committed if s.key not in keys)
-        return Branches(kept, (*self.abandoned, *left))
+        kept, incomplete = self._without(left)
+        return Branches(kept, (*self.abandoned, *left), incomplete)
+
+    def with_incomplete(self, steps: Iterable[CommittedStep]) -> Branches:
+        """Returns new branches in which the committed ``steps`` are incomplete."""
+        left = tuple(steps)
+        kept, incomplete = self._without(left)
+        return Branches(kept, self.abandoned, (*incomplete, *left))
+
+    def _without(
+        self, steps: Iterable[CommittedStep]
+    ) -> tuple[tuple[CommittedStep, ...], tuple[CommittedStep, ...]]:
+        """Returns the committed and the incomplete steps other than ``steps``."""
+        keys = {s.key for s in steps}
+        kept, incomplete = (
+            tuple(s for s in each if s.key not in keys)
+            for each in (self.committed, self.incomplete)
+        )
+        return kept, incomplete
 
     def with_newest(self, durable: CommittedStep) -> Branches:
         """Returns new branches with ``durable`` added as the newest committed step."""
-        return Branches((*self.committed, durable), self.abandoned)
+        return dataclasses.replace(self, committed=(*self.committed, durable))
 
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
         """Returns new branches without deleted steps, and with the new paths of moved steps.
@@ -124,11 +152,12 @@ class Branches:
           now: all steps that still exist, with their present paths.
         """
         now_at = {s.key: s for s in now}
-        committed, abandoned = (
-            tuple(now_at[s.key] for s in steps if s.key in now_at)
-            for steps in (self.committed, self.abandoned)
+        return Branches(
+            *(
+                tuple(now_at[s.key] for s in steps if s.key in now_at)
+                for steps in (self.committed, self.abandoned, self.incomplete)
+            )
         )
-        return Branches(committed, abandoned)
 
     def described(self) -> list[Any]:
         """Returns the branches as JSON, to send to other processes of the run."""

@@ -5,11 +5,13 @@ since then, nothing is written and the program gets ``Conflict``. If two program
 same content, one succeeds and the other gets ``Conflict``. No program can write between the
 comparison and the replacement, except on the network file systems named below:
 
-- On a local path, a program locks the directory for the moment of the exchange, compares, and
-  renames a new file over the record. A program creates the first record as a hard link, which fails
-  if a record exists. On network file systems without locks on directories, a gap of microseconds
-  remains between the comparison and the rename. If two programs replace the record within this gap,
-  both succeed, and the record keeps the content of the later rename.
+- On a local path, a program writes and syncs a new file. Then it locks the directory for the moment
+  of the exchange, compares, and renames the new file over the record. A program creates the first
+  record as a hard link, which fails if a record exists. Without the sync, a loss of power could
+  leave the record's name with no content, or with a part of it. On network file systems without
+  locks on directories, a gap of microseconds remains between the comparison and the rename. If two
+  programs replace the record within this gap, both succeed, and the record keeps the content of the
+  later rename.
 - On a bucket, the server compares: a request names the generation that the record must still have.
 """
 
@@ -28,7 +30,7 @@ from typing import Any, Protocol
 
 import fsspec
 
-from torchax_ckpt.storage.medium import location, permissions
+from torchax_ckpt.storage.medium import fsync, location, permissions
 
 DRAFT_SUFFIX = ".draft"
 # The most bytes that are read of a record; no valid record is so long.
@@ -50,6 +52,11 @@ class Seen:
 
     content: bytes
     version: Any
+
+    @property
+    def is_local_file(self) -> bool:
+        """Whether the record is a regular local file: only such a record can be torn."""
+        return bool(self.version == self.content)
 
 
 class AtomicRecord(Protocol):
@@ -109,6 +116,7 @@ class _LocalRecord:
         draft = self._path.with_name(f"{self._path.name}-{uuid.uuid4().hex}{DRAFT_SUFFIX}")
         permissions.write_file(draft, content)
         try:
+            fsync.sync(draft)
             with self._locked():
                 if self.read() != seen:
                     raise Conflict

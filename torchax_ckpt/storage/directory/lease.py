@@ -6,7 +6,8 @@ thread of the holder renews the sign of life every 20 s. If a program wants to w
 lease, the holder of that lease decides what happens:
 
 - If the holder was a process on the same host that has ended (according to the kernel), the program
-  takes the lease over immediately.
+  takes the lease over immediately. So it does if the file is empty or ends in the middle, as a loss
+  of power may leave it: a program writes and syncs the whole file before it gives it its name.
 - If the holder is a running process on the same host, the program is refused immediately.
 - If the holder is a process on another host, which cannot be examined, the program waits until the
   last sign of life is 60 s old, and then takes the lease over. If the holder gives another sign of
@@ -45,6 +46,8 @@ NAME = "lease"
 LEASE_SECS = 60.0
 RENEW_SECS = 20.0
 _POLL_SECS = 0.5
+# No lease is longer, so neither is what a loss of power leaves of one.
+_MAX_BYTES = 4096
 
 
 class Lease:
@@ -119,7 +122,9 @@ class Lease:
             seen = record.read()
             if seen is not None:
                 other = LeaseHolder.of(seen.content)
-                is_alive = other.is_alive() if other is not None else None
+                is_alive = False if _is_torn(seen) else None
+                if other is not None:
+                    is_alive = other.is_alive()
                 if is_alive or (is_alive is None and first is not None and seen != first):
                     raise self._refused(other, now)
                 if is_alive is None:
@@ -171,6 +176,14 @@ class Lease:
             f"that died on another host expires {LEASE_SECS:.0f} s after its last sign of life.",
             path=self._directory,
         )
+
+
+def _is_torn(seen: Seen) -> bool:
+    """Returns whether a lease is the beginning of a valid one, in part perhaps zeros, or empty."""
+    if not seen.is_local_file or len(seen.content) > _MAX_BYTES:
+        return False
+    left = seen.content.rstrip(b"\0")
+    return not left or (left.startswith(b"{") and not left.endswith(b"}"))
 
 
 class _Hold:

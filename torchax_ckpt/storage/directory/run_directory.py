@@ -47,6 +47,7 @@ from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
+from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.summaries import Summaries
 from torchax_ckpt.storage.directory.verified import Verified
 from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
@@ -67,6 +68,7 @@ class RunDirectory:
     Attributes:
       verified: the steps that a full read found intact.
       abandonment: finds the abandoned steps.
+      run_name: the name of the run, if it has a local tier.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
@@ -99,10 +101,12 @@ class RunDirectory:
         )
         self._is_read_only = read_only
         self._num_writes = 0
-        self._runs: Sequence[str] = ()  # the names that this program gave the run
         self._used_names: set[str] = set()
         self._lease = lease.Lease(self.path)
         self._durable = durable
+        self.run_name: RunName = RunName(
+            self.path, self._summaries, self._visible, durable.run_name if durable else None
+        )
 
     # --- reading ---
 
@@ -117,11 +121,10 @@ class RunDirectory:
     def found(self, first: int = 0) -> list[CommittedStep]:
         """Lists the committed steps numbered ``first`` or higher, including abandoned steps.
 
-        Returns no steps for a local tier of another run.
+        Returns no steps of another run in a local tier.
         """
         with self._translated("read"):
-            is_ours = self._durable is None or run_identity.is_before(self.path, self._durable.path)
-            return self._visible(first) if is_ours else []
+            return self.run_name.ours(self._visible(first))
 
     def find(self, step: int) -> CommittedStep:
         """Returns the committed step with the number ``step``.
@@ -184,7 +187,7 @@ class RunDirectory:
         """
         with self._translated("read"):
             self.fence()
-            return run_identity.names(self.path)
+            return self.run_name.names()
 
     def join(self, present: Sequence[str], name: str) -> None:
         """Writes a run's name into the directory; in a local tier, first deletes other runs' steps.
@@ -195,15 +198,11 @@ class RunDirectory:
         """
         with self._translated("write"):
             self.fence()
-            is_local = self._durable is not None
-            if is_local and not set(present) & set(run_identity.names(self.path, is_local=True)):
-                left = self._visible()
-                run_identity.require_local(self.path, [s.step for s in left])
-                for committed in left:
+            if self._durable is not None:
+                for committed in self.run_name.others(present, self._visible()):
                     logger.warning("%s: removing step %d of another run", self.path, committed.step)
                     self.delete(committed)
-            self._runs = [*present, name]
-            run_identity.write(self.path, self._runs, is_local=is_local)
+            self.run_name.write([*present, name])
 
     def leave_tiers(self) -> None:
         """Removes the run's name, because a program without a local tier continues the run.
@@ -213,7 +212,7 @@ class RunDirectory:
         """
         with self._translated("write"):
             self.fence()
-            run_identity.forget(self.path)
+            self.run_name.forget()
 
     def fence(self) -> None:
         """Takes the lease at the first call; later calls check that this program still holds it.
@@ -249,9 +248,9 @@ class RunDirectory:
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
         # Write the run's name again if the file of the name was removed meanwhile.
-        if self._runs and not (self.path / run_identity.NAME).exists():
+        if self.run_name.is_lost():
             self.fence()
-            run_identity.write(self.path, self._runs, is_local=self._durable is not None)
+            self.run_name.write_again()
         if not self._is_bucket:
             # Each save gets a unique name. Late writes of a failed save, or of a stalled writer
             # that lost its lease, then never end up in the step of a later save.
@@ -327,7 +326,7 @@ class RunDirectory:
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
         if self._durable is not None:
-            logger.warning("%s: removing step %d of an abandoned branch", self.path, step)
+            logger.warning("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
             self._remove(path, step)
             return
         target = self.path / f"abandoned-{step}"

@@ -99,12 +99,12 @@ class RunHistory:
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Marks as abandoned each step whose key (number and commit time) is not in ``keys``.
+        """Marks as incomplete each step whose key (number and commit time) is not in ``keys``.
 
         The caller passes the keys of the steps that all hosts have.
         """
-        missing = (s for s in self.branches.committed if s.key not in keys)
-        self._replace(self.branches.leaving(missing))
+        missing = [s for s in self.branches.committed if s.key not in keys]
+        self._replace(self.branches.with_incomplete(missing))
 
     def begin(self, step: int) -> None:
         """Begins a save of ``step``; newer steps in both tiers of the run become abandoned."""
@@ -153,8 +153,8 @@ class RunHistory:
         """Records the path of the newest step after ``RunDirectory.settle`` renamed the step."""
         self._replace(self.branches.moved((*self.branches.in_place, settled)))
 
-    def clear_abandoned(self) -> None:
-        """Removes the abandoned steps from memory, after they were set aside in the directory."""
+    def clear_unwanted(self) -> None:
+        """Removes from memory the abandoned and incomplete steps, after they were set aside."""
         self.branches = Branches(self.branches.committed)
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:

@@ -15,7 +15,13 @@ therefore still has the name that is in the durable directory. A program that sa
 tier removes the run's name from the durable directory, so that no run uses the old local tiers.
 
 A program replaces the name by compare-and-swap (``compare_and_swap.py``), because a bucket's server
-may carry out a request long after the program has stopped waiting for the answer.
+may carry out a request long after the program has stopped waiting for the answer. The new name is
+on the medium before the next change: a loss of power leaves the names in their order.
+
+The file ``run`` may be empty or torn nevertheless, on a medium that loses what was synced. The
+summary of each step therefore repeats what the file said when the step was saved. If a local tier
+has no valid file, its steps count of which this shows that they belong to the run. If the file of
+the durable directory is torn, the newest durable step tells the name of the run.
 """
 
 from __future__ import annotations
@@ -23,17 +29,25 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.storage.directory.summaries import Summaries
+from torchax_ckpt.storage.medium import containment, fsync
 
 NAME = "run"
 _LOCAL = "local "
 _RUN = re.compile(rf"(?P<local>{_LOCAL})?(?P<names>[0-9a-f]{{32}}( [0-9a-f]{{32}})?)")
+# What a loss of power leaves of a valid content: nothing, its beginning, or zeros for its end.
+_TORN = re.compile(r"(local |local|loca|loc|lo|l)?[0-9a-f \0]{0,71}")
+# The field of a step's summary that repeats the content of the file.
+SUMMARY_FIELD = "run"
 
 
 def new() -> str:
@@ -46,88 +60,202 @@ def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
 
     A local tier may have two names: the run's present name and its next name.
     """
-    try:
-        if not containment.is_plain_file(directory / NAME):
-            return []
-        found = _RUN.fullmatch((directory / NAME).read_text())
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-        return []
-    return found["names"].split() if found and bool(found["local"]) == is_local else []
+    return _names_in(_text(directory), is_local)
 
 
-def is_before(local: epath.Path, durable: epath.Path) -> bool:
-    """Returns whether ``local`` is a local tier of the run in the durable directory ``durable``."""
-    return any(run in names(local, is_local=True) for run in names(durable))
-
-
-def write(directory: epath.Path, runs: Sequence[str], *, is_local: bool) -> None:
-    """Writes a run's name into a directory; only the holder of the lease may call this function.
+class RunName:
+    """The name of the run in one of its directories.
 
     Args:
       directory: a durable directory or a local tier.
-      runs: the name; for a local tier perhaps the present name and the next one.
-      is_local: whether the directory is a local tier.
-
-    Raises:
-      DirectoryError: this package did not write the present file ``run``, or another program
-        replaces the name at the same time.
+      summaries: the summaries of the directory's steps.
+      visible: returns all committed steps of the directory.
+      durable: for a local tier, the name in the durable directory of the run.
     """
-    content = (_LOCAL if is_local else "") + " ".join(runs)
-    with _exchanged(directory) as (record, seen):
-        record.swap(seen, content.encode())
 
+    def __init__(
+        self,
+        directory: epath.Path,
+        summaries: Summaries,
+        visible: Callable[[], list[CommittedStep]],
+        durable: RunName | None,
+    ) -> None:
+        self._directory = directory
+        self._summaries = summaries
+        self._visible = visible
+        self._durable = durable
+        self._content = ""  # what this program wrote into the file
+        self._has_warned = False
 
-def forget(durable: epath.Path) -> None:
-    """Removes a run's name from its durable directory, so that no local tier belongs to the run."""
-    if names(durable):
-        with _exchanged(durable) as (record, seen):
-            if seen is not None:
-                record.remove(seen)
-
-
-def require_local(directory: epath.Path, steps: Sequence[int]) -> None:
-    """Refuses a directory as local tier if it has steps but was never a local tier.
-
-    Raises:
-      DirectoryError: the directory has steps and was never a local tier.
-    """
-    if steps and not names(directory, is_local=True):
-        there = ", ".join(map(str, sorted(steps)))
-        raise DirectoryError(
-            f"{directory}: expected an empty directory or the local tier of a run, found steps "
-            f"{there} that were not saved to a local tier. LocalTier(path) would delete these "
-            "steps: give LocalTier a directory of its own.",
-            path=directory,
+    def names(self) -> list[str]:
+        """Returns the run's name in a durable directory; [] if the run has none."""
+        found = names(self._directory)
+        if found or not self._is_torn():
+            return found
+        in_order = sorted(self._visible(), key=lambda s: s.commit_timestamp_nsecs)
+        found = [name for said in self._said(in_order[-1:]) for name in _names_in(said, False)]
+        self._warn(
+            "The newest step of this directory tells the name of the run."
+            if found
+            else "No step of this directory tells the name of the run, so no local step counts."
         )
+        return found
 
+    def ours(self, steps: list[CommittedStep]) -> list[CommittedStep]:
+        """Returns those of the steps that belong to the run: of a durable directory, all."""
+        return steps if self._durable is None else self._of_run(steps, self._durable.names())
 
-@contextlib.contextmanager
-def _exchanged(directory: epath.Path) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-    """Yields the record of a directory's file ``run``, and the content that the file has now.
+    def others(self, run: Sequence[str], steps: list[CommittedStep]) -> list[CommittedStep]:
+        """Returns the steps of a local tier that do not belong to a run, and may be deleted.
 
-    Raises:
-      DirectoryError: this package did not write the present file, or another program replaces it.
-    """
-    path = directory / NAME
-    foreign = DirectoryError(
-        f"{path}: expected the name of a run, found something else. A run with a local tier "
-        "keeps its name in this file: rename the file, or give the run another directory.",
-        path=directory,
-    )
-    if not containment.is_plain_file(path):
-        raise foreign
-    record = record_at(path)
-    try:
-        seen = record.read()
-        # A power cut may leave an empty file.
-        if seen and seen.content and not _RUN.fullmatch(seen.content.decode(errors="replace")):
+        Args:
+          run: the names of the run; [] if it has none.
+          steps: all steps of the directory.
+
+        Raises:
+          DirectoryError: some of these steps were never saved to a local tier.
+        """
+        ours = {s.key for s in self._of_run(steps, run)}
+        others = [s for s in steps if s.key not in ours]
+        if names(self._directory, is_local=True):
+            return others
+        # A local step may have been copied to anywhere, so its word alone is not enough.
+        said = self._said(others) if self._is_torn() else [None] * len(others)
+        foreign = [s for s, text in zip(others, said, strict=True) if not _names_in(text, True)]
+        if foreign:
+            there = ", ".join(map(str, sorted(s.step for s in foreign)))
+            raise DirectoryError(
+                f"{self._directory}: expected an empty directory or the local tier of a run, found "
+                f"steps {there} that were not saved to a local tier. LocalTier(path) would delete "
+                "these steps: give LocalTier a directory of its own.",
+                path=self._directory,
+            )
+        return others
+
+    def write(self, run: Sequence[str]) -> None:
+        """Writes the run's name; only the holder of the lease may call this method.
+
+        Args:
+          run: the name; for a local tier perhaps the present name and the next one.
+
+        Raises:
+          DirectoryError: this package did not write the present file ``run``, or another program
+            replaces the name at the same time.
+        """
+        self._content = _LOCAL * (self._durable is not None) + " ".join(run)
+        with self._exchanged() as (record, seen):
+            record.swap(seen, self._content.encode())
+        fsync.sync(self._directory)
+
+    def is_lost(self) -> bool:
+        """Returns whether the file is missing that this program wrote."""
+        return bool(self._content) and not (self._directory / NAME).exists()
+
+    def write_again(self) -> None:
+        """Writes what this program wrote before."""
+        self.write(_names_in(self._content, self._durable is not None))
+
+    def forget(self) -> None:
+        """Removes the run's name from its durable directory: no local tier belongs to the run."""
+        if names(self._directory):
+            with self._exchanged() as (record, seen):
+                if seen is not None:
+                    record.remove(seen)
+
+    def for_summary(self) -> dict[str, str]:
+        """Returns the field of the summary of a step that this program saves, if the run has it."""
+        return {SUMMARY_FIELD: self._content} if self._content else {}
+
+    def _of_run(self, steps: list[CommittedStep], run: Sequence[str]) -> list[CommittedStep]:
+        """Returns those of a local tier's steps that belong to a run.
+
+        The steps tell it themselves if the file does not. A step has two names if it was saved
+        under a new name beside the present one, so each step may show the name of earlier steps.
+        """
+        if found := names(self._directory, is_local=True):
+            return steps if set(found) & set(run) else []
+        known, ours = set(run), set()
+        newest_first = sorted(steps, key=lambda s: s.commit_timestamp_nsecs, reverse=True)
+        for step, said in zip(newest_first, self._said(newest_first), strict=True):
+            names_said = _names_in(said, True)
+            if known & set(names_said):
+                known |= set(names_said)
+                ours.add(step.key)
+        if self._is_torn():
+            of_run, others = (
+                ", ".join(map(str, sorted(s.step for s in steps if (s.key in ours) == is_of_run)))
+                or "none"
+                for is_of_run in (True, False)
+            )
+            self._warn(
+                "The steps of a local tier name their run themselves. Steps of this run, which "
+                f"count: {of_run}. Other steps, which the next save removes: {others}."
+            )
+        return [s for s in steps if s.key in ours]
+
+    def _said(self, steps: Sequence[CommittedStep]) -> list[Any]:
+        """Returns what the summary of each step says of its run; None if it says nothing."""
+        summaries: list[Mapping[str, Any] | None] = self._summaries.read(steps)
+        return [None if found is None else found.get(SUMMARY_FIELD) for found in summaries]
+
+    def _is_torn(self) -> bool:
+        text = _text(self._directory)
+        return text is not None and bool(_TORN.fullmatch(text)) and not _RUN.fullmatch(text)
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            user_warnings.warn(
+                f"{self._directory / NAME}: expected the name of a run, found "
+                f"{_text(self._directory)!r:.80}, as a loss of power may leave it. {what} The next "
+                "save writes the file again.",
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def _exchanged(self) -> Iterator[tuple[AtomicRecord, Seen | None]]:
+        """Yields the record of a directory's file ``run``, and the content that the file has now.
+
+        Raises:
+          DirectoryError: this package did not write the present file, or another program replaces
+            it.
+        """
+        path = self._directory / NAME
+        foreign = DirectoryError(
+            f"{path}: expected the name of a run, found something else. A run with a local tier "
+            "keeps its name in this file: rename the file, or give the run another directory.",
+            path=self._directory,
+        )
+        if not containment.is_plain_file(path):
             raise foreign
-        yield record, seen
-    except Conflict:
-        raise DirectoryError(
-            f"{path}: another program has just replaced the run's name in this file. Let only one "
-            "program save to the directory.",
-            path=directory,
-        ) from None
-    finally:
-        record.close()
+        record = record_at(path)
+        try:
+            seen = record.read()
+            text = "" if seen is None else seen.content.decode(errors="replace")
+            if not _RUN.fullmatch(text) and not _TORN.fullmatch(text):
+                raise foreign
+            yield record, seen
+        except Conflict:
+            raise DirectoryError(
+                f"{path}: another program has just replaced the run's name in this file. Let only "
+                "one program save to the directory.",
+                path=self._directory,
+            ) from None
+        finally:
+            record.close()
+
+
+def _text(directory: epath.Path) -> str | None:
+    """Returns the content of the file ``run``; None if no regular file of text is there."""
+    try:
+        if not containment.is_plain_file(directory / NAME):
+            return None
+        return (directory / NAME).read_text()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return None
+
+
+def _names_in(text: Any, is_local: bool) -> list[str]:
+    """Returns the names in a content of the file ``run``; [] if the content is not valid."""
+    found = _RUN.fullmatch(text) if isinstance(text, str) else None
+    return found["names"].split() if found and bool(found["local"]) == is_local else []

@@ -12,6 +12,7 @@ import concurrent.futures
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -57,6 +58,22 @@ def sync(path: Any) -> None:
             raise
     finally:
         os.close(opened)
+
+
+def swap_in(partial: Path, final: Path) -> None:
+    """Gives a file or folder its final name; a loss of power leaves all of its content or no name.
+
+    Args:
+      partial: the written file or folder.
+      final: the name, in the same folder; a file that has this name is replaced.
+
+    Raises:
+      OSError: the medium failed to store it.
+    """
+    for path in _within(os.fspath(partial), "") if partial.is_dir() else (partial,):
+        sync(path)
+    partial.replace(final)
+    sync(final.parent)
 
 
 def _within(top: str, but: str) -> Iterator[str]:

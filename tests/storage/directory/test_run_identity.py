@@ -1,0 +1,177 @@
+"""A name of a run that a power cut left torn costs nothing; the steps themselves name their run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.directory import run_identity
+
+
+@pytest.fixture
+def local(directory: Path) -> Path:
+    return directory.with_name("local")
+
+
+def two_tiers(directory: Path, local: Path, *durable_steps: int) -> TorchaxCheckpointer:
+    return TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.SpecificStepsPolicy(durable_steps),
+        preservation_policy=policies.PreserveAll(),
+        local=LocalTier(local, save_decision_policy=policies.FixedIntervalPolicy(1), keep=9),
+    )
+
+
+def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
+    for step in steps:
+        assert ckpt.save(step, state={"w": np.full(3, step)})
+    ckpt.wait_until_finished()
+
+
+def saved(directory: Path, local: Path, *steps: int, durable: tuple[int, ...] = ()) -> None:
+    """Has a program of its own save each step."""
+    for step in steps:
+        with two_tiers(directory, local, *durable) as ckpt:
+            assert ckpt.attach(stateful={}) == step - 1
+            save(ckpt, step)
+
+
+def tear(directory: Path, kept: int) -> None:
+    """Leaves so many bytes of a name; at -1 zeros instead of all, at -2 all but the last two."""
+    path = directory / run_identity.NAME
+    content = path.read_bytes()
+    path.write_bytes(b"\0" * len(content) if kept == -1 else content[:kept])
+
+
+@pytest.mark.parametrize(
+    ("tier", "kept"),
+    [("durable", 0), ("durable", -1), ("local", 0), ("local", -1), ("both", 9), ("both", -2)],
+)
+def test_a_torn_name_costs_no_step_and_is_said_once(
+    tier: str, kept: int, directory: Path, local: Path
+) -> None:
+    saved(directory, local, 1, 2, 3, durable=(1, 3))
+    places = {"durable": [directory], "local": [local], "both": [directory, local]}[tier]
+    for place in places:
+        tear(place, kept)
+    with two_tiers(directory, local) as ckpt, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ckpt.attach(stateful={}) == 3
+        assert ckpt.all_steps("local") == [1, 2, 3]
+        save(ckpt, 4, 5)
+    said = [str(warning.message) for warning in caught]
+    assert {text.partition(":")[0] for text in said} == {str(place / "run") for place in places}
+    assert len(said) == len(places)
+    for text in said:
+        assert "as a loss of power may leave it" in text
+        if tier == "local":
+            assert "count: 1, 2, 3. Other steps, which the next save removes: none." in text
+    with two_tiers(directory, local) as ckpt:
+        assert ckpt.attach(stateful={}) == 5
+
+
+def test_without_the_file_the_steps_name_their_run(directory: Path, local: Path) -> None:
+    saved(directory, local, 1, 2)
+    (local / run_identity.NAME).unlink()
+    saved(directory, local, 3)
+    with two_tiers(directory, local) as ckpt:
+        assert ckpt.all_steps("local") == [1, 2, 3]
+
+
+def test_with_a_torn_name_steps_of_another_run_do_not_count_and_are_removed(
+    directory: Path, local: Path
+) -> None:
+    saved(directory.with_name("other"), local, 1, 2)
+    tear(local, 0)
+    elsewhere = directory.with_name("elsewhere")
+    saved(directory, elsewhere, 1, durable=(1,))
+    with two_tiers(directory, local) as ckpt:
+        with pytest.warns(UserWarning, match="count: none. Other steps, .* removes: 1, 2"):
+            assert ckpt.attach(stateful={}) == 1
+        save(ckpt, 2)
+    with two_tiers(directory, local) as ckpt:
+        assert ckpt.all_steps("local") == [2]
+        assert ckpt.attach(stateful={}) == 2
+
+
+def test_with_a_torn_name_a_host_that_was_absent_is_still_known_as_such(
+    directory: Path, local: Path
+) -> None:
+    saved(directory, local, 1, 2, 3, durable=(1,))
+    elsewhere = directory.with_name("elsewhere")
+    with two_tiers(directory, elsewhere) as ckpt:
+        assert ckpt.attach(stateful={}) == 1
+        save(ckpt, 2)
+    tear(local, 0)
+    with two_tiers(directory, local) as ckpt, pytest.warns(UserWarning, match="count: none"):
+        assert ckpt.attach(stateful={}) == 1
+
+
+def test_where_no_durable_step_names_the_run_no_local_step_counts(
+    directory: Path, local: Path
+) -> None:
+    """They may be another run's, which this one was about to remove."""
+    saved(directory, local, 1, 2)
+    tear(directory, 0)
+    with two_tiers(directory, local) as ckpt:
+        with pytest.warns(UserWarning, match="no local step"):
+            assert ckpt.attach(stateful={}) == 0
+        save(ckpt, 1)
+    with two_tiers(directory, local) as ckpt:
+        assert ckpt.attach(stateful={}) == 1
+        assert ckpt.all_steps("local") == [1]
+
+
+def test_steps_that_do_not_say_they_are_local_are_never_removed(
+    directory: Path, local: Path
+) -> None:
+    with TorchaxCheckpointer(local) as alone:
+        assert alone.save(1, state={"w": np.arange(3)}, force=True)
+    saved(directory, directory.with_name("elsewhere"), 1)
+    shutil.copytree(directory.with_name("elsewhere") / "1", local / "2")
+    for content, foreign in ((None, "1, 2"), ("", "1")):
+        if content is not None:
+            (local / run_identity.NAME).write_text(content)
+        with (
+            two_tiers(directory.with_name("other"), local) as ckpt,
+            warnings.catch_warnings(),
+            pytest.raises(DirectoryError, match=f"found steps {foreign} that were not saved to"),
+        ):
+            warnings.simplefilter("ignore")
+            ckpt.save(3, state={"w": np.arange(3)})
+    assert {"1", "2"} <= {child.name for child in local.iterdir()}
+
+
+def test_names_reach_the_media_in_their_order(
+    directory: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A durable name that outlives the local one in a power cut would cost the local steps."""
+    done: list[str] = []
+    fsync, link, replace = os.fsync, os.link, os.replace
+
+    def synced(opened: int) -> None:
+        fsync(opened)
+        done.append(f"synced {os.readlink(f'/proc/self/fd/{opened}')}")
+
+    def named(call: Any) -> Any:
+        def wrapped(draft: Any, path: Any) -> None:
+            call(draft, path)
+            done.append(f"named {path}")
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", named(link))
+    monkeypatch.setattr(os, "replace", named(replace))
+    saved(directory, local, 1, 2)
+    expected = [what for p in (local, directory) for what in (f"named {p / 'run'}", f"synced {p}")]
+    named_runs = [i for i, what in enumerate(done) if what in expected[::2]]
+    assert [done[i + k] for i in named_runs for k in (0, 1)] == expected * 2
