@@ -188,7 +188,9 @@ def test_a_step_whose_arrays_the_next_body_replaced_is_not_saved(
     assert "save(step, force=True) before break" in said
 
 
-def test_a_step_that_was_saved_or_left_by_a_restore_is_not_saved_at_exit(directory: Path) -> None:
+def test_a_step_that_was_saved_or_left_by_a_restore_is_not_saved_at_exit(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings: Any = {"save_decision_policy": policies.SpecificStepsPolicy((1, 2))}
     with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL, **settings) as ckpt:
         ckpt.attach(mlp())
@@ -202,6 +204,7 @@ def test_a_step_that_was_saved_or_left_by_a_restore_is_not_saved_at_exit(directo
         ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1, 2]
     assert ckpt.stats().num_saves == 2
+    assert "ended early" not in caplog.text, "there was nothing to save"
 
 
 def test_a_loop_that_outlives_its_checkpointer_saves_nothing(
