@@ -4,10 +4,11 @@ A manifest has this form:
 
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
-     "digests": {stored name: {"block": [dims], "xxh3_64": base64}}}
+     "digests": {stored name: {"block": [dims], "xxh3_64": base64}}, "assets": seal}
 
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
-are in C order of the blocks.
+are in C order of the blocks. ``assets`` is the digest of the step's assets; a step without assets
+lacks this key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
 ``state/pytree.py`` writes and reads the nodes, and defines their form.
@@ -78,12 +79,14 @@ class Manifest:
       versions: library -> its version when the step was written. For people only: no code may
         depend on a version.
       digests: stored name -> the digests of the array's bytes.
+      assets: the digest of the step's assets; None if the step has no assets.
     """
 
     document: Mapping[str, Node]
     plan: Plan
     versions: Mapping[str, str]
     digests: Mapping[str, Digests]
+    assets: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as Python values that JSON can represent."""
@@ -101,6 +104,7 @@ class Manifest:
                 }
                 for stored, known in self.digests.items()
             },
+            **({} if self.assets is None else {"assets": self.assets}),
         }
 
     @classmethod
@@ -153,7 +157,10 @@ class Manifest:
                 leaves[node["array"]] = node
         _check_plan(plan, leaves, path)
         digests = _digests(raw.get("digests"), path)
-        return cls(document=document, plan=plan, versions=raw["versions"], digests=digests)
+        assets = raw.get("assets")
+        if assets is not None and not isinstance(assets, str):
+            raise _corrupt(path, "assets", "the digest of the assets", _brief(assets))
+        return cls(document, plan, raw["versions"], digests, assets)
 
     def leaves(self) -> dict[str, dict[str, Any]]:
         """Returns a dict from leaf name to array node, for all leaves of the step."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.errors import AttachError
+from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.runtime.preemption import Preemption
@@ -36,6 +37,7 @@ class SaveCalls:
 
     Attributes:
       snapshotter: the argument ``snapshotter``.
+      model_files: the text files of the attached models, which each step stores.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SaveCalls:
         self._raises = options.on_save_error == "raise"
         # Random state only, for functional training without attach.
         self._unattached = TrainingState()
+        self.model_files = ModelFiles()
 
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
@@ -150,7 +153,9 @@ class SaveCalls:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
         snapshot = self.snapshotter.take(names, arrays)
-        return Capture(step, snapshot, document, per_process, fetch_metrics, began)
+        form = captured["model"].form if "model" in captured else None
+        assets = self.model_files.encoded(form)
+        return Capture(step, snapshot, document, per_process, fetch_metrics, began, assets)
 
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable tier's save, and repeats it once if it failed.

@@ -34,6 +34,7 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # Each host's message to the others about its part of a step: committed, or not.
@@ -53,6 +54,7 @@ class Capture:
       fetch_metrics: returns the metrics as JSON, and an error of the metrics that does not prevent
         the save, or None; may wait for devices.
       began: ``time.perf_counter()`` when the training thread began this save.
+      assets: text files that say what the model is; None if there are none.
     """
 
     step: int
@@ -61,6 +63,7 @@ class Capture:
     per_process: PerProcessState | None
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float
+    assets: Assets | None = None
 
 
 class Progress(Protocol):
@@ -115,7 +118,7 @@ class Writer:
         """
         directory, processes = self._directory, self._processes
         progress.enter("cleaning up the directory")
-        name, existing = processes.first(lambda: self._prepare(capture.step, recover))
+        name, existing, seal = processes.first(lambda: self._prepare(capture, recover))
         self._history.refresh(committed_step.named(existing, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
@@ -136,12 +139,14 @@ class Writer:
             progress.enter("writing and committing")
             if not processes.is_first:
                 return {}
-            return Manifest(document, plan, self._versions, known).to_json()
+            return Manifest(document, plan, self._versions, known, seal).to_json()
 
         summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
         }
+        # Process 0 decides for all processes whether the step has assets.
+        mine = capture.assets.content if capture.assets and processes.is_first else b""
         progress.enter("transferring the arrays from the devices")
         write_step.write_step(
             directory.path / name,
@@ -151,6 +156,7 @@ class Writer:
             self._options,
             self._compression.codec,
             stacks=plan.stacks,
+            assets=None if seal is None else mine,
             on_host=on_host,
             before_commit=directory.fence,
             processes=processes,
@@ -163,14 +169,18 @@ class Writer:
             self._read_back(durable)
         return durable, summary
 
-    def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
+    def _prepare(
+        self, capture: Capture, recover: Callable[[], None]
+    ) -> tuple[str, list[Any], str | None]:
         """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
 
         The steps of the run include abandoned steps whose folders are not yet renamed or deleted.
+        The last result is the digest of the new step's assets, or None.
         """
         recover()
         known = committed_step.described(self._history.branches.in_place)
-        return self._directory.path_for(step).name, known
+        seal = capture.assets.seal if capture.assets else None
+        return self._directory.path_for(capture.step).name, known, seal
 
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored]]:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.

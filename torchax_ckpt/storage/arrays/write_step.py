@@ -26,7 +26,7 @@ from torchax_ckpt.storage.arrays import (
     orbax_internals,
 )
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
+from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def write_step(
     codec: Codec | None,
     *,
     stacks: Collection[str] = (),
+    assets: bytes | None = None,
     on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = SINGLE_PROCESS,
@@ -54,8 +55,8 @@ def write_step(
 
     On a file system the step then still has a temporary name, until the caller renames it with
     ``RunDirectory.commit``. Do not call this function on the training thread. Each process writes
-    the shards that its devices hold. Process 0 also writes the host arrays, the manifest and the
-    summary.
+    the shards that its devices hold. Process 0 also writes the host arrays, the manifest, the
+    summary and the assets.
 
     Args:
       path: the directory of the step, which must not exist.
@@ -66,6 +67,7 @@ def write_step(
       options: memory bounds.
       codec: how the arrays are compressed; None for not at all.
       stacks: the names of the arrays that are stacks.
+      assets: the encoded assets, b"" on processes other than process 0; None for a step without.
       on_host: called for each batch of arrays, see ``host_batches.Batches``.
       before_commit: called when everything else is written, right before the commit mark is
         written. If it raises, the step is not committed.
@@ -81,7 +83,13 @@ def write_step(
         _require_readable(name, array)
     batches = host_batches.Batches(arrays, stacks, options.max_host_bytes, on_host)
     pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
-    items = {STATE: tree or _PLACEHOLDER, MANIFEST: pending_manifest, SUMMARY: seals.seal(summary)}
+    items: dict[str, Any] = {
+        STATE: tree or _PLACEHOLDER,
+        MANIFEST: pending_manifest,
+        SUMMARY: seals.seal(summary),
+    }
+    if assets is not None:
+        items[ASSETS] = assets
     with (
         permissions.closed_while_written(path, opens=processes.is_first) as mode,
         orbax_context.for_saving(

@@ -45,6 +45,11 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
 
 
+def seal_of(sealed: Mapping[str, Any]) -> str:
+    """Returns the digest that a sealed JSON object carries."""
+    return str(sealed[_SEAL])
+
+
 def unseal(raw: Any) -> dict[str, Any]:
     """Returns the content of a sealed JSON object.
 
