@@ -104,6 +104,8 @@ def test_a_name_out_of_the_folder_is_refused_even_under_good_digests(directory: 
     edit_json(step / "manifest/data.json", lambda content: content.update(assets=seal))
     with pytest.raises(CorruptCheckpointError, match="is not a relative path"):
         assets_of(directory)
+    run("export", directory, directory.parent / "out", "--format", "hf", code=exit_codes.FOUND)
+    assert not (directory.parent / "x.json").exists()
 
 
 def test_a_damaged_digest_in_the_manifest_is_refused(directory: Path) -> None:
