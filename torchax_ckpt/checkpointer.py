@@ -163,8 +163,8 @@ class TorchaxCheckpointer:
             tensors, or a ``torchax.mesh_util.Mesh``; default: their present ones. The name is the
             torch name (``encoder.0.weight``); with several models, ``<model>/`` precedes it.
           init: ``(name, jax.ShapeDtypeStruct) -> array``, called for each tensor on ``"meta"`` that
-            no checkpoint supplies: at a first start all of them, later only non-persistent buffers.
-            The ShapeDtypeStruct has the sharding; the function may return None to decline.
+            no checkpoint supplies, except for non-persistent buffers that the modules can rebuild.
+            The ShapeDtypeStruct has the sharding and ``is_buffer``. None declines a tensor.
           resume: whether to restore. If False, existing steps are abandoned once a new step is
             durable: they are renamed to ``abandoned-N``, and no run resumes from them.
           rng: whether to save and restore the random state of torchax, torch, numpy and Python.

@@ -18,7 +18,7 @@ from support.compare import bits
 from support.models import values
 from support.training import before_enabling, fsdp_mesh, fsdp_rule
 
-from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies, warm_start
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.formats.huggingface.adapters import names_in_file
 
@@ -209,6 +209,31 @@ def test_an_imported_folder_can_be_exported_again(tied: Run, tmp_path: Path) -> 
     a, b = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "ab")
     assert a.keys() == b.keys()
     assert {n for n in a if a[n] != b[n]} <= {"model.safetensors"}  # whose metadata has the ties
+
+
+def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
+    tied: Run, tmp_path: Path
+) -> None:
+    import transformers
+
+    run("export", tied.directory, tmp_path / "a", "--format", "hf", "--max-shard-size", "4kB")
+    settings: dict[str, Any] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    with native():
+        config = transformers.AutoConfig.from_pretrained(tmp_path / "a")
+        config.rope_parameters = settings  # other positions than the default
+        expected = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        buffers = values(dict(expected.named_buffers()))
+    rule = fsdp_rule(fsdp_mesh())
+    report = warm_start(model, tmp_path / "a", shardings=rule)
+    assert not report.missing
+    assert not report.unexpected
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert values(model.state_dict()) == tied.weights
+    assert values(dict(model.named_buffers())) == buffers
+    array = model.lm_head.weight.jax()
+    assert array.sharding == rule("", array)
 
 
 # --- adapters ---
