@@ -190,12 +190,12 @@ class TorchaxCheckpointer:
                 "attach was called before on this checkpointer; attach everything in one call, or "
                 "use a second checkpointer with another directory"
             )
-        self._saves.model_files = ModelFiles(model, tokenizer)
         self._tiers.wait()
         self._tiers.take_over()
         attached = TrainingState(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng
         )
+        self._saves.model_files = ModelFiles(model, tokenizer)
         if candidates := self._tiers.steps() if resume else []:
             report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
             self._loop.position = report.step

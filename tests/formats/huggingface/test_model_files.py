@@ -90,9 +90,9 @@ def test_a_config_that_fails_stops_no_training(directory: Path) -> None:
     model = Described().to("jax")
     model.config.content["x"] = object()
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
         with pytest.warns(UserWarning, match=r"model/config\.json cannot be read: TypeError"):
-            assert ckpt.save(1, force=True)
+            ckpt.attach(model)
+        assert ckpt.save(1, force=True)  # and says it once
 
 
 def test_a_tokenizer_that_cannot_be_saved_is_refused_by_type(directory: Path) -> None:
@@ -108,9 +108,10 @@ def test_configs_are_read_again_when_the_tensors_change(directory: Path) -> None
     model.config = Described(vocab_size=2).config
     with TorchaxCheckpointer(directory) as ckpt, warnings.catch_warnings():
         ckpt.attach(model)
-        for step in (1, 2):
-            ckpt.save(step, force=True)
-        assert model.config.num_reads == 1
+        ckpt.save(1, force=True)
+        reads = model.config.num_reads
+        ckpt.save(2, force=True)
+        assert model.config.num_reads == reads > 0
         model.append(torch.nn.Linear(2, 3).to("jax"))
         model.config.content["vocab_size"] = 3
         ckpt.save(3, force=True)
@@ -121,3 +122,19 @@ def test_configs_are_read_again_when_the_tensors_change(directory: Path) -> None
         for n in (1, 2, 3)
     ]  # fmt: skip
     assert found == [2, 2, 3]
+
+
+def test_a_model_that_loses_its_config_has_no_files_then() -> None:
+    model: Any = Described()
+    found = ModelFiles(model)
+    assert found.encoded("before") is not None
+    model.config = model.generation_config = None
+    assert found.encoded("before") is not None
+    assert found.encoded("after") is None
+
+
+def test_a_model_that_cannot_be_attached_is_refused_as_before(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        for model in ({1: Described()}, "model"):
+            with pytest.raises(AttachError, match="model"):
+                ckpt.attach(model)

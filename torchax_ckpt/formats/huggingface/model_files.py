@@ -52,8 +52,12 @@ class ModelFiles:
         if tokenizer is not None:
             with self._of_tokenizer.trying("the tokenizer's files"):
                 self._add_tokenizer(tokenizer)
-        self._form: Any = self  # no form of a model
+        self._files: dict[str, str] = {}
         self._assets: Assets | None = None
+        self._left_out: list[str] = []
+        # Encodes the files of a tokenizer, which takes long, before the first save needs them.
+        self._form: Any = object()
+        self.encoded(None)
 
     def encoded(self, form: Any) -> Assets | None:
         """Returns the files as they are now; None if there are none.
@@ -71,9 +75,15 @@ class ModelFiles:
                 left_out=list(self._of_tokenizer.left_out),
             )
             for key_path, model in self._models.items():
-                self._add_model(found, (MODEL, *map(assets.part_of, key_path)), model)
-            found.warn()
-            self._form, self._assets = form, Assets.of(found.files) if found.files else None
+                with found.trying("a model's config"):
+                    self._add_model(found, (MODEL, *map(assets.part_of, key_path)), model)
+            if found.left_out != self._left_out:
+                self._left_out = found.left_out
+                found.warn()
+            if found.files != self._files:
+                self._files = found.files
+                self._assets = Assets.of(found.files) if found.files else None
+            self._form = form
         return self._assets
 
     def _add_tokenizer(self, tokenizer: Any) -> None:
