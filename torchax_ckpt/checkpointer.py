@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torchax_ckpt import policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
+from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
@@ -71,16 +72,14 @@ class TorchaxCheckpointer:
       directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
       save_decision_policy: when ``save`` saves; default: if no save is in flight, or at preemption.
       preservation_policy: which steps are kept; default: the latest three.
-      local: a second tier for frequent saves, on a ramdisk or a disk of each host. It has its own
-        policies; the two policies above apply to ``directory`` only.
+      local: a second tier for frequent saves, on a disk of each host, with policies of its own.
       options: how steps are written and read.
       on_event: called with each ``Event``, for loggers: in order, on a separate thread, which
         ``close`` waits for. Exceptions that it raises are logged; training and saving continue.
 
     Raises:
       DirectoryError: the directory is a file, or its scheme is not supported; or the bucket does
-        not exist, or does not grant permission to read or, unless
-        ``CheckpointOptions(read_only=True)``, to write.
+        not exist, or grants no permission to read or, unless ``read_only`` is set, to write.
       BackendError: the installed torchax or Orbax lacks internals that this package needs.
     """
 
@@ -142,6 +141,7 @@ class TorchaxCheckpointer:
         dataloader: Any = None,
         redistribute: Callable[[list[Any], int], Sequence[Any]] | None = None,
         stateful: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
         shardings: Any = None,
         init: Callable[..., Any] | None = None,
         resume: bool = True,
@@ -164,19 +164,21 @@ class TorchaxCheckpointer:
           redistribute: ``(states, count) -> states``, called for each loader if another number of
             processes saved the step: from their states, in order, makes one for each process.
           stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
+          tokenizer: a tokenizer or processor of transformers. Each step stores its text files, and
+            the configs of models of transformers or PEFT, for ``torchax-ckpt export``.
           shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
             tensors, or a ``torchax.mesh_util.Mesh``; default: their present ones. The name is the
             torch name (``encoder.0.weight``); with several models, ``<model>/`` precedes it.
           init: ``(name, jax.ShapeDtypeStruct) -> array``, called for each tensor on ``"meta"`` that
-            no checkpoint supplies: at a first start all of them, later only non-persistent buffers.
-            The ShapeDtypeStruct has the sharding; the function may return None to decline.
+            no checkpoint supplies, except for non-persistent buffers that the modules can rebuild.
+            The ShapeDtypeStruct has the sharding and ``is_buffer``. None declines a tensor.
           resume: whether to restore. If False, existing steps are abandoned once a new step is
             durable: they are renamed to ``abandoned-N``, and no run resumes from them.
           rng: whether to save and restore the random state of torchax, torch, numpy and Python.
 
         Returns:
-          The number of completed steps of the newest readable checkpoint; 0 without one. If that
-          checkpoint holds functional state (``save(state=)``), call ``load`` to get the state.
+          The number of completed steps of the newest readable checkpoint; 0 without one. Call
+          ``load`` to get functional state (``save(state=)``).
 
         Raises:
           AttachError: ``attach`` was called before, or the objects cannot be attached: the model is
@@ -199,6 +201,7 @@ class TorchaxCheckpointer:
         attached = TrainingState(
             model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng, redistribute
         )
+        self._saves.model_files = ModelFiles(model, tokenizer)
         if candidates := self._tiers.steps() if resume else []:
             report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
             self._loop.position = report.step
@@ -304,16 +307,15 @@ class TorchaxCheckpointer:
 
         Returns the state that ``save(state=)`` saved, or ``{"model": {name: tensor}, ...}`` for
         attached modules. Also reads steps that Orbax alone wrote. On several processes with
-        ``single_replica_restore`` or a local tier, call ``load`` on the training thread only,
-        because processes then send each other values over the device network.
+        ``single_replica_restore`` or a local tier, call it on the training thread only, because
+        processes then send each other values over the device network.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
           abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays (also
             donated ones), torch CPU tensors, numpy arrays and Python values. The result has this
-            structure, kinds of leaves and shardings. None returns everything as it was saved, with
-            device arrays on the default device; nodes that are not dicts, lists or tuples become
-            dicts.
+            structure, kinds of leaves and shardings. None returns everything as saved, with arrays
+            on the default device; nodes that are not dicts, lists or tuples become dicts.
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Raises:
@@ -335,9 +337,8 @@ class TorchaxCheckpointer:
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a whole step and compares every byte with the bytes that were saved.
 
-        Marks an intact step as verified, for this program and, unless this checkpointer is
-        ``read_only``, on storage for later programs. No preservation policy deletes the newest
-        verified durable step. Live state does not change.
+        Marks an intact step as verified, also on storage, unless this checkpointer is
+        ``read_only``. No preservation policy deletes the newest verified durable step.
 
         Args:
           step: completed steps of the checkpoint; None for the newest step, damaged or not.
@@ -415,7 +416,7 @@ class TorchaxCheckpointer:
             numbers and strings, for functional training. It is saved in place of attached
             modules and optimizers; random state, loaders and stateful objects are saved too.
           metrics: name -> number (also a device scalar) or JSON, added to those of ``record``.
-          force: whether to save to the durable tier whatever the policy says.
+          force: save to the durable tier whatever the policy says.
 
         Returns:
           Whether a save began; False if the step is already saved. After a preemption notice, the

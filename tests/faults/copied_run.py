@@ -86,19 +86,12 @@ def run(
 
 def export(directory: Path, step: int, out: Path, kind: str) -> None:
     """Runs the command."""
-    several = {"max_shard_size": "200B"} if kind == "safetensors" else {"max_shard_size": None}
+    wanted = convert.Exported(
+        format="safetensors" if kind == "file" else kind,
+        max_shard_size="200B" if kind == "safetensors" else None,
+    )
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        convert.export(
-            str(directory),
-            step,
-            out,
-            format="safetensors" if kind == "file" else kind,
-            with_optimizer=False,
-            at=None,
-            max_bytes=None,
-            as_json=True,
-            **several,
-        )
+        convert.export(str(directory), str(step), out, wanted, as_json=True)
 
 
 class CopiedOracle(Oracle):

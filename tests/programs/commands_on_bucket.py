@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.described import Tokenizer
 from typer.testing import CliRunner
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
 
 run, target, page, local = sys.argv[1:]
 
@@ -30,6 +33,7 @@ def command(*args: Any, code: int = 0) -> Any:
 
 
 with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
+    ckpt.attach(tokenizer=Tokenizer({"tokenizer.json": "{}"}), rng=False)
     for step in (1, 2):
         state = {"p": {"w": np.full(4096, step, np.float32)}}
         ckpt.save(step, state=state, metrics={"loss": step}, force=True)
@@ -55,6 +59,9 @@ assert (load_torch_state_dict(target, at="state/p")["w"] == 1).all()
 assert command("copy", run, local)["steps"] == [1, 2]
 assert command("verify", local, "--all")["steps"][1]["ok"]
 assert command("copy", local + "/2", target)["steps"] == [2]
+for place in (run, local, target):
+    stored = StoredStep(RunDirectory(place, read_only=True).find(2))
+    assert stored.read_assets() == {"tokenizer/tokenizer.json": "{}"}
 for place in (local, target):
     assert not command("diff", run + "/2", place)["leaves"]
 assert command("prune", run, "--policy", "LatestN(1)", "--delete")["kept"] == [2]

@@ -22,7 +22,7 @@ from support.processes import environment
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.cli.convert import export
+from torchax_ckpt.cli.convert import Exported, export
 from torchax_ckpt.cli.prune import copy
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.writing import write_step
@@ -129,17 +129,8 @@ def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.Monk
     assert re.search(r"\rcopying: ", terminal.getvalue())
     for format, said in (("safetensors", "writing"), ("pt", "reading step 3"), ("dcp", "reading")):
         before = len(terminal.getvalue())
-        export(
-            str(directory),
-            3,
-            out / f"of.{format}",
-            format=format,
-            max_shard_size=None,
-            with_optimizer=False,
-            at="state",
-            max_bytes=None,
-            as_json=True,
-        )
+        wanted = Exported(format=format, at="state")
+        export(str(directory), "3", out / f"of.{format}", wanted, as_json=True)
         assert re.search(rf"\r{said}", terminal.getvalue()[before:])
 
 

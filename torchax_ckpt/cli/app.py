@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from torchax_ckpt.cli import plan_arguments
-from torchax_ckpt.cli.exit_codes import EPILOG, ends_well
+from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -176,60 +176,102 @@ class Format(enum.StrEnum):
     """The formats that ``export`` writes."""
 
     SAFETENSORS = "safetensors"
+    HF = "hf"
+    PEFT = "peft"
     PT = "pt"
     DCP = "dcp"
+
+
+class Dtype(enum.StrEnum):
+    """The dtypes to which ``export`` casts weights."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Names of tensors or modules; may be repeated."),
+]
 
 
 @app.command("export", epilog=EPILOG)
 @ends_well
 def export(
     directory: Directory,
-    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Number of the step.")],
-    out: Annotated[
-        Path,
+    step_and_out: Annotated[
+        list[str],
         typer.Argument(
-            metavar="OUT", help="A file for pt; a directory for dcp; either for safetensors."
+            metavar="[STEP] OUT",
+            help="STEP: its number, best:loss, or best:accuracy:max; default: the newest. OUT: a "
+            "file for pt; a directory for hf, peft and dcp; either for safetensors.",
         ),
     ],
     format: Annotated[
         Format | None,
         typer.Option(
-            help="pt: for torch.load(weights_only=True); dcp: for torch.distributed.checkpoint. "
+            help="hf: a folder for transformers and vLLM; peft: a folder of adapters; "
+            "pt: for torch.load(weights_only=True); dcp: for torch.distributed.checkpoint. "
             "Default: pt if OUT ends in .pt, .pth or .bin, else safetensors."
         ),
     ] = None,
     max_shard_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="safetensors: files of at most this size: 5GB."),
+        typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="safetensors, hf, peft: cast floating-point weights to this dtype."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="hf, peft: take config.json and other text files from here, not from the step.",
+        ),
     ] = None,
     optimizer: Annotated[
         bool,
         typer.Option("--optimizer", help="pt, dcp: write the attached optimizer too."),
     ] = False,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OLD=NEW", help="Write other names: 'transformer.h.*=layers.*'; repeatable."
+        ),
+    ] = None,
     at: At = None,
     max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Writes the weights of a step to files for other programs; stores each tied weight once.
 
-    Weights keep their names in torch and their dtypes. A directory of safetensors files has the
-    file names and the index that Hugging Face uses. --max-bytes, or a default, limits the memory
-    for the weights. If an export as pt or dcp is larger than this limit, it needs disk space for
-    two copies while it runs.
+    Without --rename and --dtype, weights keep their names in torch and their dtypes. A directory of
+    safetensors files has the file names and the index that Hugging Face uses. --max-bytes, or a
+    default, limits the memory for the weights. If an export as pt or dcp is larger than this limit,
+    it needs disk space for two copies while it runs.
     """
     from torchax_ckpt.cli import convert
 
-    return convert.export(
-        directory,
-        step,
-        out,
+    *step, out = step_and_out
+    if len(step) > 1:
+        raise UsageError(f"export: expected [STEP] OUT, found {len(step_and_out)} arguments")
+    wanted = convert.Exported(
         format=None if format is None else format.value,
         max_shard_size=max_shard_size,
+        dtype=None if dtype is None else dtype.value,
         with_optimizer=optimizer,
+        config=config,
         at=at,
+        include=include or (),
+        exclude=exclude or (),
+        rename=rename or (),
         max_bytes=max_bytes,
-        as_json=json,
     )
+    return convert.export(directory, step[0] if step else None, Path(out), wanted, as_json=json)
 
 
 @app.command("import", epilog=EPILOG)

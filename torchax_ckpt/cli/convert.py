@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,59 +10,100 @@ from typing import Any
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
-from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.cli.step_arguments import existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
+from torchax_ckpt.formats.huggingface.model_folder import (
+    FolderFiles,
+    assets_of,
+    export_adapters,
+    export_model,
+    files_of,
+)
 from torchax_ckpt.formats.scratch import room_for
-from torchax_ckpt.formats.weights import Weights, weights_at
+from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
+_FOLDERS = ("hf", "peft")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def export(
-    directory: str,
-    step: int,
-    out: Path,
-    *,
-    format: str | None,
-    max_shard_size: str | None,
-    with_optimizer: bool,
-    at: str | None,
-    max_bytes: int | None,
-    as_json: bool,
-) -> int:
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """The arguments of ``torchax-ckpt export`` that say what is written and how.
+
+    Attributes:
+      format: "safetensors", "hf", "peft", "pt" or "dcp"; None to choose by the name of ``out``.
+      max_shard_size: largest total size of the tensors in one file, as text.
+      dtype: the dtype to cast floating-point weights to: "bf16", "fp16", "fp32".
+      with_optimizer: whether to write the optimizers too.
+      config: a folder with ``config.json`` and other text files of the model.
+      at: key path of the weights in the step.
+      include, exclude: patterns of the names to write.
+      rename: texts of the form ``OLD=NEW``.
+      max_bytes: bound on array data in memory.
+    """
+
+    format: str | None = None
+    max_shard_size: str | None = None
+    dtype: str | None = None
+    with_optimizer: bool = False
+    config: Path | None = None
+    at: str | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    max_bytes: int | None = None
+
+
+def export(directory: str, step: str | None, out: Path, wanted: Exported, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt export``; returns the exit code."""
     _require_local(out)
+    format = wanted.format
     if format is None:
         format = "pt" if out.suffix in _PICKLED else "safetensors"
-    max_shard_bytes = None if max_shard_size is None else parsed_size(max_shard_size)
-    _require_consistent(out, format, is_cut=max_shard_bytes is not None, optimizer=with_optimizer)
-    stored = StoredStep(existing(directory).find(step))
-    options = CheckpointOptions(max_host_bytes=max_bytes)
+    max_shard_bytes = None if wanted.max_shard_size is None else parsed_size(wanted.max_shard_size)
+    _require_consistent(out, format, wanted)
+    committed = step_named(existing(directory), step)
+    stored = StoredStep(committed)
+    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
     try:
-        weights = weights_at(stored, at)
+        weights = _selected(weights_at(stored, wanted.at), wanted)
     except MismatchError as error:
         raise UsageError(f"export: {error} with --at") from error
-    leaves = list(weights.leaves.values())
-    if format == "safetensors":
+    has_config = None
+    if format in _FOLDERS:
+        files = files_of(stored, wanted.at, wanted.config)
+        has_config = files.has_config or format == "peft"
+        paths, leaves = _write_folder(stored, weights, files, out, options, format, max_shard_bytes)
+    elif format == "safetensors":
+        leaves = list(weights.leaves.values())
         paths = _write_safetensors(stored, weights, out, options, max_shard_bytes)
     else:
-        leaves += _write_for_torch(stored, weights, out, format, with_optimizer, options)
-        paths = [out]
+        more = _write_for_torch(stored, weights, out, format, wanted.with_optimizer, options)
+        leaves, paths = [*weights.leaves.values(), *more], [out]
     num_bytes = sum(leaf.nbytes for leaf in leaves)
+    if has_config is False:
+        output.note(
+            f"{out} will not load: step {committed.step} stores no config of the model, and a "
+            "folder without config.json is no model for transformers. Give a folder that has one "
+            "with --config, or save it with the steps: attach a model of transformers"
+        )
     if as_json:
         output.print_json(
             {
-                "step": step,
+                "step": committed.step,
                 "files": [str(path) for path in paths],
                 "num_tensors": len(leaves),
                 "num_bytes": num_bytes,
                 "ties": dict(weights.ties),
                 "left_out": list(weights.left_out),
+                **({} if has_config is None else {"has_config": has_config}),
             }
         )
         return OK
@@ -69,39 +111,55 @@ def export(
         output.note(f"left out, because they are not weights: {', '.join(weights.left_out)}")
     tied = f", {len(weights.ties)} tied names" if weights.ties else ""
     output.print_line(
-        f"step {step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
+        f"step {committed.step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
         f"{', '.join(str(path) for path in paths)}"
     )
     return OK
 
 
-def _require_consistent(out: Path, format: str, *, is_cut: bool, optimizer: bool) -> None:
+def _selected(weights: Weights, wanted: Exported) -> Weights:
+    """Selects, renames and casts the weights as the arguments say."""
+    renamed = dict(text.partition("=")[::2] for text in wanted.rename)
+    if wanted.include or wanted.exclude or renamed:
+        try:
+            selection = Selection(wanted.include or None, wanted.exclude, renamed)
+            weights = selected(weights, selection)
+        except SelectionError as error:
+            raise UsageError(f"export: {error}") from error
+    return weights if wanted.dtype is None else cast(weights, _DTYPES[wanted.dtype])
+
+
+def _require_consistent(out: Path, format: str, wanted: Exported) -> None:
     is_file = out.suffix in (".safetensors", *_PICKLED)
     if format == "safetensors" and out.suffix in _PICKLED:
         raise UsageError(
             f"export: {out}: expected a directory, or a name that ends in .safetensors, for "
             "--format safetensors"
         )
-    if is_cut and (format != "safetensors" or is_file):
+    if wanted.max_shard_size is not None and (format not in ("safetensors", "hf") or is_file):
         raise UsageError(
-            "export: --max-shard-size needs the format safetensors, and a directory as OUT; omit "
-            "--max-shard-size, or give --format safetensors and the name of a directory"
+            "export: --max-shard-size needs the format safetensors or hf, and a directory as OUT; "
+            "omit --max-shard-size, or give --format safetensors and the name of a directory"
         )
     if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):
         raise UsageError(
             f"export: {out}: expected the name of a file for --format pt, found a directory or a "
             "name that ends in .safetensors; give a name such as model.pt"
         )
-    if format == "dcp" and is_file:
+    if format in ("dcp", *_FOLDERS) and is_file:
         raise UsageError(
-            f"export: {out}: expected the name of a directory for --format dcp, found the name of "
-            f"a {out.suffix} file; give a name without this suffix"
+            f"export: {out}: expected the name of a directory for --format {format}, found the "
+            f"name of a {out.suffix} file; give a name without this suffix"
         )
-    if optimizer and format == "safetensors":
+    if wanted.with_optimizer and format not in ("pt", "dcp"):
         raise UsageError(
             "export: --optimizer needs --format pt or dcp; with safetensors, --at optimizer writes "
             "the moments to a separate file"
         )
+    if wanted.dtype is not None and format in ("pt", "dcp"):
+        raise UsageError("export: --dtype needs --format safetensors, hf or peft")
+    if wanted.config is not None and format not in _FOLDERS:
+        raise UsageError("export: --config needs --format hf or peft")
 
 
 def import_(
@@ -122,7 +180,12 @@ def import_(
         opened = open_files(source, at)
     except (MismatchError, SelectionError) as error:
         raise UsageError(f"import: {error}") from error
-    committed = import_weights(opened, directory, ties=tied)
+    try:
+        assets = assets_of(source if source.is_dir() else source.parent)
+    except DirectoryError as error:  # the weights can be imported all the same
+        output.note(f"imported without the model's config and tokenizer: {error}")
+        assets = None
+    committed = import_weights(opened, directory, ties=tied, assets=assets)
     num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
     if as_json:
         output.print_json(
@@ -157,6 +220,25 @@ def _write_safetensors(
         return export_safetensors(
             stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
         )
+
+
+def _write_folder(
+    stored: StoredStep,
+    weights: Weights,
+    files: FolderFiles,
+    out: Path,
+    options: CheckpointOptions,
+    format: str,
+    max_shard_bytes: int | None,
+) -> tuple[list[Path], list[StoredLeaf]]:
+    """Writes a folder of transformers or PEFT; returns its files and the leaves in them."""
+    write = export_adapters if format == "peft" else export_model
+    total = sum(leaf.nbytes for leaf in weights.leaves.values())
+    try:
+        with progress.bar("writing", lambda: total) as on_bytes:
+            return write(stored, weights, files, out, options, max_shard_bytes, on_bytes)
+    except MismatchError as error:
+        raise UsageError(f"export: step {stored.committed.step}: {error}") from error
 
 
 def _write_for_torch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from torchax_ckpt import policies
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -47,6 +48,37 @@ def chosen(
         return found
     run = _run_at(directory, read_only=read_only)
     return run, all_of(run)[-1]
+
+
+def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
+    """Returns the step of a run that a text names.
+
+    Args:
+      run: the run.
+      text: a number; ``best:loss`` for the step with the least metric ``loss``, or
+        ``best:accuracy:max`` for the step with the greatest metric ``accuracy``; None for the
+        newest step.
+
+    Raises:
+      StepNotFoundError: there is no such step.
+      UsageError: the text has another form, the run has no steps, or no step has the metric.
+    """
+    if text is None:
+        return all_of(run)[-1]
+    if text.isdecimal():
+        return run.find(int(text))
+    kind, _, rest = text.partition(":")
+    metric, _, mode = rest.partition(":")
+    if kind != "best" or not metric or mode not in ("", "min", "max"):
+        raise UsageError(
+            f"STEP: expected a number, best:METRIC or best:METRIC:max, found {text!r:.80}"
+        )
+    rule = policies.BestN(n=1, metric=metric, mode="max" if mode == "max" else "min")
+    sound = {s.step: s for s in all_of(run) if not run.verified.is_damaged(s)}
+    ranked = rule.ranked([run.info(s) for s in sound.values()])
+    if not ranked:
+        raise UsageError(f"{run.path}: no step has the metric {metric!r:.80}")
+    return sound[ranked[0].step]
 
 
 def named_or_all(text: str) -> list[CommittedStep]:

@@ -24,6 +24,7 @@ from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import write_step
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
@@ -36,6 +37,7 @@ def import_weights(
     *,
     step: int = 0,
     ties: Mapping[str, str] | None = None,
+    assets: Assets | None = None,
     options: CheckpointOptions | None = None,
 ) -> CommittedStep:
     """Writes weights as the only step of a directory; ``attach`` can then continue from the step.
@@ -49,6 +51,7 @@ def import_weights(
       step: the number of the step.
       ties: alias of a tied weight -> the weight's name in the files. These ties are added to those
         that the files state.
+      assets: text files that say what the model is, to store with the step.
       options: memory bounds, compression, layout.
 
     Returns:
@@ -82,7 +85,7 @@ def import_weights(
         },
         IMPORTED: [path.name for path in source.paths],
     }
-    return _write(RunDirectory(directory), step, document, plan, stored, options)
+    return _write(RunDirectory(directory), step, document, plan, stored, assets, options)
 
 
 def _write(
@@ -91,9 +94,11 @@ def _write(
     document: Mapping[str, Node],
     plan: Plan,
     stored: Mapping[str, Any],
+    assets: Assets | None,
     options: CheckpointOptions,
 ) -> CommittedStep:
     _require_empty(run)
+    seal = None if assets is None else assets.seal
     try:
         run.claim()
         _require_empty(run)  # again: before the claim, another program could still write a step
@@ -102,11 +107,14 @@ def _write(
         write_step.write_step(
             path,
             stored,
-            lambda taken: Manifest(document, plan, installed_versions(), taken).to_json(),
+            lambda taken: Manifest(
+                document, plan, installed_versions(), taken, assets=seal
+            ).to_json(),
             {"metrics": {}, SUMMARY_FIELD: []},
             options,
             codec_of(options.compression),
             stacks=plan.stacks,
+            assets=None if assets is None else assets.content,
             before_commit=run.fence,
         )
         return run.commit(step, path)

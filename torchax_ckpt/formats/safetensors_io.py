@@ -13,6 +13,7 @@ the names of tied weights in the metadata.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -106,12 +107,13 @@ def export_safetensors(
     options: CheckpointOptions,
     *,
     max_shard_bytes: int | None = None,
+    texts: Mapping[Path, str] | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
     """Writes weights to safetensors files, with Hugging Face's file names, index and metadata.
 
     A tied weight is written once, under its name in ``weights.leaves``. Each file of tensors
-    has a temporary name until it is complete. The index is written last.
+    has a temporary name until it is complete. The index and the texts are written last.
 
     Args:
       stored: the step.
@@ -121,19 +123,24 @@ def export_safetensors(
       options: memory bounds.
       max_shard_bytes: largest total size of the tensors in one file; a larger tensor has a file to
         itself. None writes one file.
+      texts: path -> content of text files to write too.
       on_bytes: called with the number of bytes of each piece that was written.
 
     Returns:
       The paths of the written files.
 
     Raises:
-      UnsupportedLeafError: safetensors lacks the dtype of a leaf, or reserves its name.
+      UnsupportedLeafError: safetensors lacks the dtype of a leaf, or reserves its name; or a value
+        is too large for the dtype that it is cast to.
       DirectoryError: one of the files exists already, or cannot be written.
       CorruptCheckpointError: the step is damaged.
     """
     files = _divide(weights, out, max_shard_bytes)
     index = out / INDEX if len(files) > 1 else None
-    paths = [*(file.path for file in files), *([index] if index else [])]
+    beside = dict(texts or {})
+    if index:
+        beside[index] = json.dumps(_index(files), indent=2) + "\n"
+    paths = [*(file.path for file in files), *beside]
     headers = [file.header(weights.ties) for file in files]
     with _removed_on_failure([*(file.partial for file in files), *paths], paths):
         for file, header in zip(files, headers, strict=True):
@@ -141,10 +148,12 @@ def export_safetensors(
         _fill(stored, files, options, on_bytes)
         for file in files:
             fsync.swap_in(file.partial, file.path)
-        if index:
-            index.write_text(json.dumps(_index(files), indent=2) + "\n")
-            fsync.sync(index)
-            fsync.sync(out)
+        for path, text in beside.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
+            fsync.sync(path)
+        for folder in {out, *(path.parent for path in beside)} if beside else ():
+            fsync.sync(folder)
     return paths
 
 
@@ -209,19 +218,35 @@ def _fill(
     options: CheckpointOptions,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Reads the leaves piece by piece, and writes each piece into the file of its leaf."""
-    places = {
-        leaf.name: (file.partial, file.offsets[name])
-        for file in files
-        for name, leaf in file.leaves.items()
-    }
+    """Reads the leaves piece by piece, and writes each piece into the files of its leaf."""
+    places = collections.defaultdict(list)
+    for file in files:
+        for name, leaf in file.leaves.items():
+            places[leaf.name].append((file.partial, file.offsets[name], np.dtype(leaf.dtype)))
     for name, index, content in stored.stream(places, options):
-        path, offset = places[name]
-        shape = stored.leaves[name].shape
-        mapped = np.memmap(path, content.dtype, "r+", offset, shape)
-        mapped[index] = content
-        del mapped  # so that the written pages no longer count as memory of this process
-        on_bytes(math.prod(content.shape) * content.itemsize)
+        for path, offset, dtype in places[name]:
+            mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
+            mapped[index] = _as_dtype(content, dtype, name)
+            del mapped  # so that the written pages no longer count as memory of this process
+            on_bytes(math.prod(content.shape) * dtype.itemsize)
+
+
+def _as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    """Casts a part of a leaf, if it has another dtype.
+
+    Raises:
+      UnsupportedLeafError: a finite value would become infinite.
+    """
+    if content.dtype == dtype:
+        return content
+    with np.errstate(over="ignore"):
+        changed = content.astype(dtype)
+    if not np.array_equal(np.isfinite(changed), np.isfinite(content)):
+        raise UnsupportedLeafError(
+            f"{name}: has values that are too large for {dtype.name}; choose another dtype",
+            key_path=name,
+        )
+    return changed
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Finds the weights of a step: their leaves, their names in torch, and their ties."""
+"""Finds the weights of a step: their leaves, names in torch and ties; selects and casts them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from torchax_ckpt.layout import names
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 MODEL = "model"
+# The dtypes that a cast changes. Narrower ones are results of a quantization.
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Weights:
     """The weights of one model.
 
     Attributes:
-      leaves: torch's name -> the leaf that contains the weight, in the model's order.
+      leaves: torch's name -> the leaf that contains the weight, in the model's order. A leaf may
+        have another dtype than in the step: writers then cast it.
       ties: alias of a tied weight -> its name in ``leaves``.
       left_out: names of leaves of the same model that are not weights: a module's extra state.
     """
@@ -76,6 +80,45 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
             )
     kept = {leaf.name for leaf in chosen.values()}
     return Weights(chosen, ties, tuple(name for name in below if name not in kept))
+
+
+def selected(weights: Weights, selection: Selection) -> Weights:
+    """Returns the weights that a selection takes, under the names that it gives them.
+
+    Raises:
+      SelectionError: two tensors would get one name, or a pattern matches nothing.
+    """
+    taken = selection.taken((*weights.leaves, *weights.ties), weights.ties)
+    selection.require_used()
+    leaves: dict[str, StoredLeaf] = {}
+    ties: dict[str, str] = {}
+    left_out = list(weights.left_out)
+    for name, leaf in weights.leaves.items():
+        aliases = (alias for alias, other in weights.ties.items() if other == name)
+        # Names of one tensor may get the same new name.
+        targets = list(dict.fromkeys(taken[n] for n in (name, *aliases) if n in taken))
+        if not targets:
+            left_out.append(leaf.name)
+            continue
+        leaves[targets[0]] = leaf
+        ties |= dict.fromkeys(targets[1:], targets[0])
+    return Weights(leaves, ties, tuple(left_out))
+
+
+def cast(weights: Weights, dtype: str) -> Weights:
+    """Returns the weights with another dtype for floating-point tensors; other tensors keep theirs.
+
+    The values of the leaves are cast when they are written.
+
+    Args:
+      weights: the weights.
+      dtype: the name of the dtype in numpy or ml_dtypes.
+    """
+    leaves = {
+        name: dataclasses.replace(leaf, dtype=dtype) if leaf.dtype in _FLOATS else leaf
+        for name, leaf in weights.leaves.items()
+    }
+    return dataclasses.replace(weights, leaves=leaves)
 
 
 def _node(stored: StoredStep, place: str) -> Any:

@@ -5,11 +5,13 @@ A manifest has this form:
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
      "digests": {stored name: {"block": [dims], "xxh3_64": base64}},
-     "unchanged": {database: {"copy": 0 or 1, "xxh3_128": {stored name: base64}}}}
+     "unchanged": {database: {"copy": 0 or 1, "xxh3_128": {stored name: base64}}},
+     "assets": seal}
 
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
 are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
-share, see ``layout/unchanged.py``; it is missing if there are none.
+share, see ``layout/unchanged.py``; ``assets`` is the digest of the step's assets. A step without
+such databases or without assets lacks the key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
 ``state/pytree.py`` writes and reads the nodes, and defines their form.
@@ -70,6 +72,7 @@ class Manifest:
         depend on a version.
       digests: stored name -> the digests of the array's bytes.
       unchanged: name -> database of unchanged arrays.
+      assets: the digest of the step's assets; None if the step has no assets.
     """
 
     document: Mapping[str, Node]
@@ -77,6 +80,7 @@ class Manifest:
     versions: Mapping[str, str]
     digests: Mapping[str, Digests]
     unchanged: Mapping[str, Database] = dataclasses.field(default_factory=dict)
+    assets: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as Python values that JSON can represent."""
@@ -94,6 +98,7 @@ class Manifest:
                 }
                 for stored, known in self.digests.items()
             },
+            **({} if self.assets is None else {"assets": self.assets}),
         }
         return content | unchanged.to_json(self.unchanged, self.digests)
 
@@ -148,7 +153,10 @@ class Manifest:
         _check_plan(plan, leaves, path)
         digests = _digests(raw.get("digests"), path)
         databases, digests = unchanged.from_json(raw.get("unchanged", {}), digests, path=path)
-        return cls(document, plan, raw["versions"], digests, databases)
+        assets = raw.get("assets")
+        if assets is not None and not isinstance(assets, str):
+            raise _corrupt(path, "assets", "the digest of the assets", _brief(assets))
+        return cls(document, plan, raw["versions"], digests, databases, assets)
 
     def leaves(self) -> dict[str, dict[str, Any]]:
         """Returns a dict from leaf name to array node, for all leaves of the step."""

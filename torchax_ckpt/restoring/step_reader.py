@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Manifest, Node
 from torchax_ckpt.options import CheckpointOptions
@@ -21,6 +23,8 @@ from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import containment
 from torchax_ckpt.stored.stored_step import about, digests_of, parse_manifest, require_whole
+
+logger = logging.getLogger(__name__)
 
 
 def read_manifest(committed: CommittedStep) -> Manifest:
@@ -108,8 +112,15 @@ class StoredLeaves:
         return read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
-        """See the module's function ``is_whole``."""
-        return is_whole(self._manifest, reads, num_processes)
+        """See the module's function ``is_whole``; reads the assets, which no restore uses."""
+        if not is_whole(self._manifest, reads, num_processes):
+            return False
+        try:
+            step_files.read_assets(self.committed, self._manifest.assets)
+        except CheckpointError as error:  # the restored state is intact all the same
+            logger.warning("%s", error)
+            return False
+        return True
 
 
 def require_plausible(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.errors import AttachError
+from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.runtime.preemption import Preemption
@@ -38,6 +39,7 @@ class SaveCalls:
 
     Attributes:
       snapshotter: the argument ``snapshotter``.
+      model_files: the text files of the attached models, which each step stores.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class SaveCalls:
         self._raises = options.on_save_error == "raise"
         # Random state only, for functional training without attach.
         self._unattached = TrainingState()
+        self.model_files = ModelFiles()
 
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
@@ -158,7 +161,9 @@ class SaveCalls:
             kept = self._durable.reuse.kept(names, arrays)
         others = kept.others(names, arrays)
         snapshot = self.snapshotter.take(*others, kept.stacks)
-        return Capture(step, snapshot, document, per_process, fetch_metrics, began, kept)
+        form = captured["model"].form if "model" in captured else None
+        assets = self.model_files.encoded(form)
+        return Capture(step, snapshot, document, per_process, fetch_metrics, began, kept, assets)
 
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable tier's save, and repeats it once if it failed.

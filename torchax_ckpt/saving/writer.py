@@ -36,6 +36,7 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import write_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -57,6 +58,7 @@ class Capture:
         the save, or None; may wait for devices.
       began: ``time.perf_counter()`` when the training thread began this save.
       kept: the arrays that the save takes over from an earlier step; not in ``snapshot``.
+      assets: text files that say what the model is; None if there are none.
     """
 
     step: int
@@ -66,6 +68,7 @@ class Capture:
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float
     kept: Kept = dataclasses.field(default_factory=Kept)
+    assets: Assets | None = None
 
     def explained(self, error: BaseException) -> BaseException:
         """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
@@ -142,7 +145,7 @@ class Writer:
     ) -> tuple[CommittedStep, dict[str, Any]]:
         directory, processes = self._directory, self._processes
         progress.enter("cleaning up the directory")
-        name, existing = processes.first(lambda: self._prepare(capture.step, recover))
+        name, existing, seal = processes.first(lambda: self._prepare(capture, recover))
         self._history.refresh(committed_step.named(existing, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
@@ -171,13 +174,17 @@ class Writer:
             progress.enter("writing and committing")
             if not processes.is_first:
                 return {}
-            return Manifest(document, plan, self._versions, digests, division.databases).to_json()
+            return Manifest(
+                document, plan, self._versions, digests, division.databases, seal
+            ).to_json()
 
         summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
             **directory.run_name.for_summary(),
         }
+        # Process 0 decides for all processes whether the step has assets.
+        mine = capture.assets.content if capture.assets and processes.is_first else b""
         progress.enter("transferring the arrays from the devices")
         write_step.write_step(
             directory.path / name,
@@ -188,6 +195,7 @@ class Writer:
             self._compression.codec,
             stacks=plan.stacks,
             places=division.places,
+            assets=None if seal is None else mine,
             on_host=on_host,
             before_commit=directory.fence,
             processes=processes,
@@ -202,14 +210,18 @@ class Writer:
             self._reuse.landed(durable, division, plan, stored, digests, capture.kept)
         return durable, summary
 
-    def _prepare(self, step: int, recover: Callable[[], None]) -> tuple[str, list[Any]]:
+    def _prepare(
+        self, capture: Capture, recover: Callable[[], None]
+    ) -> tuple[str, list[Any], str | None]:
         """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
 
         The steps of the run include abandoned steps whose folders are not yet renamed or deleted.
+        The last result is the digest of the new step's assets, or None.
         """
         recover()
         known = committed_step.described(self._history.branches.in_place)
-        return self._directory.path_for(step).name, known
+        seal = capture.assets.seal if capture.assets else None
+        return self._directory.path_for(capture.step).name, known, seal
 
     def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored]]:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage.directory.committed_step import ASSETS
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 What = Literal["only_in_a", "only_in_b", "form", "bits", "content"]
@@ -58,7 +59,8 @@ class StepComparison:
 
     Attributes:
       leaves: the differences of arrays, by name.
-      values: the differences of values in the manifest: hyperparameters, counters, ties.
+      values: the differences of values in the manifest (hyperparameters, counters, ties), and of
+        assets.
       num_identical: how many leaves are identical to the bit.
     """
 
@@ -122,7 +124,7 @@ def compare(
         on_bytes(sum(leaf.nbytes for leaf in batch))
     values = tuple(
         difference
-        for difference in _values(a.manifest.document, b.manifest.document)
+        for difference in (*_values(a.manifest.document, b.manifest.document), *_assets(a, b))
         if is_wanted(difference.name)
     )
     return StepComparison(tuple(sorted(found, key=lambda d: d.name)), values, num_identical)
@@ -226,6 +228,19 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
             )
             left_text, right_text = (None if v is _ABSENT else repr(v) for v in (in_a, in_b))
             yield Difference("/".join(path), what, left_text, right_text)
+
+
+def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
+    """Yields the assets that differ; reads none if the digests in the manifests are equal."""
+    if a.manifest.assets == b.manifest.assets:
+        return
+    left, right = a.read_assets(), b.read_assets()
+    for name in sorted({*left, *right}):
+        in_a, in_b = left.get(name), right.get(name)
+        if in_a != in_b:
+            what: What = "only_in_b" if in_a is None else "only_in_a" if in_b is None else "content"
+            a_size, b_size = (t if t is None else f"{len(t)} characters" for t in (in_a, in_b))
+            yield Difference(f"{ASSETS}/{name}", what, a_size, b_size)
 
 
 def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -262,13 +262,25 @@ class StoredStep:
                 on_bytes(content.nbytes)
         return found
 
+    def read_assets(self) -> dict[str, str]:
+        """Returns the step's assets, as a dict from name to text; {} for a step without assets.
+
+        The names are relative paths that lead out of no folder (``storage/medium/assets.py``).
+
+        Raises:
+          CorruptCheckpointError: the assets are damaged.
+          DirectoryError: the assets cannot be read now.
+        """
+        with still_there(self.committed):
+            return step_files.read_assets(self.committed, self.manifest.assets)
+
     def verify(
         self,
         options: CheckpointOptions,
         processes: Processes = SINGLE_PROCESS,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Reads all leaves and compares them with their digests; returns nothing if all are intact.
+        """Reads all leaves and assets, and compares them with their digests.
 
         If there are several processes, each process reads only its share of the stored arrays.
 
@@ -276,6 +288,8 @@ class StoredStep:
           CorruptCheckpointError, DirectoryError: as in ``stream``.
         """
         with still_there(self.committed), about(self.committed):
+            if processes.is_first:
+                self.read_assets()
             wanted = self._wanted(self.leaves)
             share = itertools.islice(wanted, processes.index, None, processes.count)
             wanted = {name: wanted[name] for name in share}

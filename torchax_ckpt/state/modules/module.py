@@ -16,11 +16,10 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import UninitializedLeafError, UnsupportedLeafError
+from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
@@ -36,6 +35,8 @@ from torchax_ckpt.state.component import (
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
+from torchax_ckpt.state.meta.initial_values import AbstractTensor, on_placement, sharding_of
+from torchax_ckpt.state.meta.rebuilt_buffers import rebuilt
 from torchax_ckpt.state.modules import module_checks
 from torchax_ckpt.state.modules.declared_ties import lost_ties
 from torchax_ckpt.state.modules.module_tensors import (
@@ -309,44 +310,27 @@ class ModuleComponent:
         return write
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that fill, with ``init``, the meta tensors that are not in ``supplied``."""
-        for slot in slots(self.module).values():
-            if not slot.is_meta or slot.fqn in supplied:
-                continue
-            array = None if self._init is None else self._initial(slot)
-            if array is None:
+        """Adds writes that fill the meta tensors that are not in ``supplied``.
+
+        The module itself rebuilds non-persistent buffers if it can; ``init`` fills the rest.
+        """
+        empty = [s for s in slots(self.module).values() if s.is_meta and s.fqn not in supplied]
+        known = {} if all(s.persistent for s in empty) else rebuilt(self.module)
+        for slot in empty:
+            value = known.get(slot.fqn)
+            if value is None and self._init is not None:
+                value = self._init(self._user_name(slot.fqn), self._abstract(slot))
+            if value is None:
                 restoration.unfilled.append(self.name(slot.fqn))
                 continue
+            expected, placement = self._expected(slot), self._placement(slot)
+            array = on_placement(value, expected, placement, self.name(slot.fqn))
             restoration.writes.append(Write(_filler(slot, array)))
 
-    def _initial(self, slot: Slot) -> jax.Array | None:
-        """Calls ``init`` for a tensor; returns the array on the tensor's placement, or None."""
-        assert self._init is not None
-        placement = self._placement(slot)
-        expected = self._expected(slot)
-        sharding = None if isinstance(placement, Local) else placement
-        abstract = jax.ShapeDtypeStruct(expected.shape, expected.dtype, sharding=sharding)
-        value = self._init(self._user_name(slot.fqn), abstract)
-        if value is None:
-            return None
-        if isinstance(value, torch.Tensor):
-            on_device = torchax_backend.is_device_tensor(value)
-            with torchax_backend.native_torch():
-                value = (
-                    torchax_backend.buffer(value) if on_device else torchax_backend.to_numpy(value)
-                )
-        elif not isinstance(value, jax.Array):
-            value = np.asarray(value)
-        if not isinstance(value, jax.Array):
-            value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
-        found = Spec("jax", value.dtype.name, tuple(value.shape))
-        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            raise UninitializedLeafError(
-                f"{self.name(slot.fqn)}: init returned {found.content()}, expected "
-                f"{expected.content()}; return an array of the expected dtype and shape",
-                key_path=self.name(slot.fqn),
-            )
-        return put({"": value}, {"": placement})[""]
+    def _abstract(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        is_buffer = not isinstance(slot.tensor, torch.nn.Parameter)
+        sharding = sharding_of(self._placement(slot))
+        return AbstractTensor(self._expected(slot), sharding, is_buffer=is_buffer)
 
     # --- one slot ---
 

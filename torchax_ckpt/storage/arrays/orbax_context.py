@@ -24,7 +24,7 @@ from torchax_ckpt.options import CheckpointOptions, Codec
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.storage.arrays import chunking, compression, orbax_internals
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
+from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import location
 
 # With this size several files are written, synced and read at the same time. With Orbax's default,
@@ -57,6 +57,26 @@ class _LaterJson(ocp.handlers.JsonHandler):
 
     def is_handleable(self, checkpointable: Any) -> bool:
         return isinstance(checkpointable, concurrent.futures.Future)
+
+
+@orbax_internals.recorded_as(ocp.handlers.JsonHandler)
+class _EncodedJson(ocp.handlers.JsonHandler):
+    """Writes a JSON item that is encoded already; writes no file for an item without content.
+
+    The assets of a step may have tens of megabytes. Encoding them would hold the interpreter lock,
+    which the training thread needs, during each save.
+    """
+
+    async def save(self, directory: Any, checkpointable: bytes) -> Any:
+        return self._write(directory, checkpointable)
+
+    async def _write(self, directory: Any, content: bytes) -> None:
+        folder = await directory.await_creation()
+        if content:
+            await asyncio.to_thread((folder / "data.json").write_bytes, content)
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, bytes)
 
 
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
@@ -122,6 +142,7 @@ def for_saving(
     registry = ocp.handlers.local_registry(include_global_registry=False)
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=SUMMARY)
     registry.add(_LaterJson, checkpointable_name=MANIFEST)
+    registry.add(_EncodedJson, checkpointable_name=ASSETS)
     registry.add(orbax_internals.PyTreeInBatches, checkpointable_name=STATE)
     context = ocp.Context()
     context.checkpointables.registry = registry

@@ -21,6 +21,7 @@ from etils import epath
 
 from torchax_ckpt.storage.directory import verified
 from torchax_ckpt.storage.directory.committed_step import (
+    ASSETS,
     LOST,
     MANIFEST,
     STATE,
@@ -38,7 +39,7 @@ _RECORD = "_CHECKPOINT_METADATA"
 SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (_RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
-_PARTS = {STATE, MANIFEST, SUMMARY, verified.MARK, _RECORD, "_METADATA", "pytree"}
+_PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, verified.MARK, _RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.

@@ -1,4 +1,4 @@
-"""Defines a committed step, and the names of a step's items: arrays, manifest, summary."""
+"""Defines a committed step, and the names of a step's items: arrays, manifest, summary, assets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from etils import epath
 
-# The items of a step: its arrays, and two JSON objects.
+# The items of a step: its arrays, and three JSON objects. Not every step has assets.
 STATE = "state"
 MANIFEST = "manifest"
 SUMMARY = "summary"
+ASSETS = "assets"
 # The commit time of a step whose commit record is damaged.
 LOST = 0
 

@@ -1,4 +1,4 @@
-"""Reads the manifest of a committed step; turns read failures into this package's errors."""
+"""Reads the JSON of a committed step; turns read failures into this package's errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchax_ckpt.errors import (
     ForeignCheckpointError,
 )
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.committed_step import MANIFEST, SUMMARY, CommittedStep
-from torchax_ckpt.storage.medium import location, seals, storage_errors
+from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, SUMMARY, CommittedStep
+from torchax_ckpt.storage.medium import assets, location, seals, storage_errors
 
 
 def read_manifest(committed: CommittedStep) -> Any:
@@ -46,6 +46,23 @@ def read_manifest(committed: CommittedStep) -> Any:
         seals.read_sealed(committed.path / SUMMARY)
     with as_corrupt(committed, MANIFEST):
         return seals.read_sealed(committed.path / MANIFEST)
+
+
+def read_assets(committed: CommittedStep, seal: str | None) -> dict[str, str]:
+    """Returns the assets of a step, as a dict from name to text.
+
+    Args:
+      committed: the step.
+      seal: the digest of the assets, from the step's manifest; None if the step has no assets.
+
+    Raises:
+      CorruptCheckpointError: the assets cannot be read, or are not what was written.
+      DirectoryError: the assets cannot be read now.
+    """
+    if seal is None:
+        return {}
+    with as_corrupt(committed, ASSETS):
+        return assets.parsed(seals.read_sealed(committed.path / ASSETS, seal))
 
 
 @contextlib.contextmanager

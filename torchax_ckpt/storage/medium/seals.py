@@ -17,14 +17,22 @@ _SEAL = "xxh3_64"
 MAX_JSON_BYTES = 1 << 28
 
 
-def read_sealed(folder: epath.Path) -> dict[str, Any]:
+def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, Any]:
     """Reads the content of a sealed JSON object that Orbax's JSON handler wrote.
+
+    Args:
+      folder: the item of a step.
+      expected: the digest that the object must carry; None for any.
 
     Raises:
       OSError: the object cannot be read.
-      ValueError: the content is not what was sealed.
+      ValueError: the content is not what was sealed, or is another object than the expected one.
     """
-    return unseal(json.loads((folder / "data.json").read_text()))
+    raw = json.loads((folder / "data.json").read_text())
+    content = unseal(raw)
+    if expected is not None and raw[_SEAL] != expected:
+        raise ValueError(f"expected digest {expected!r:.40}, found {raw[_SEAL]!r:.40}")
+    return content
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,6 +51,11 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
             f"{max(content, key=lambda key: len(_text(content[key])))!r}"
         )
     return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
+
+
+def seal_of(sealed: Mapping[str, Any]) -> str:
+    """Returns the digest that a sealed JSON object carries."""
+    return str(sealed[_SEAL])
 
 
 def unseal(raw: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.storage.arrays import array_checks, chunking, orbax_context, orbax_internals
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place
-from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, SUMMARY
+from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
 from torchax_ckpt.storage.writing import host_batches
 
@@ -43,6 +43,7 @@ def write_step(
     *,
     stacks: Collection[str] = (),
     places: Mapping[str, Place] | None = None,
+    assets: bytes | None = None,
     on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
     before_commit: Callable[[], None] = lambda: None,
     processes: Processes = SINGLE_PROCESS,
@@ -51,8 +52,8 @@ def write_step(
 
     On a file system the step then still has a temporary name, until the caller renames it with
     ``RunDirectory.commit``. Do not call this function on the training thread. Each process writes
-    the shards that its devices hold. Process 0 also writes the host arrays, the manifest and the
-    summary.
+    the shards that its devices hold. Process 0 also writes the host arrays, the manifest, the
+    summary and the assets.
 
     Args:
       path: the directory of the step, which must not exist.
@@ -65,6 +66,7 @@ def write_step(
       codec: how the arrays are compressed; None for not at all.
       stacks: the names of the arrays that are stacks.
       places: name -> where an array is stored, for arrays in databases of unchanged arrays.
+      assets: the encoded assets, b"" on processes other than process 0; None for a step without.
       on_host: called for each batch of arrays, see ``host_batches.Batches``.
       before_commit: called when everything else is written, right before the commit mark is
         written. If it raises, the step is not committed.
@@ -80,7 +82,13 @@ def write_step(
         _require_readable(name, array)
     batches = host_batches.Batches(arrays, stacks, places or {}, options.max_host_bytes, on_host)
     pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
-    items = {STATE: tree or _PLACEHOLDER, MANIFEST: pending_manifest, SUMMARY: seals.seal(summary)}
+    items: dict[str, Any] = {
+        STATE: tree or _PLACEHOLDER,
+        MANIFEST: pending_manifest,
+        SUMMARY: seals.seal(summary),
+    }
+    if assets is not None:
+        items[ASSETS] = assets
     with (
         permissions.closed_while_written(path, opens=processes.is_first) as mode,
         orbax_context.for_saving(

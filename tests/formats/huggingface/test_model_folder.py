@@ -1,0 +1,217 @@
+"""Folders of a model: which files, what is refused, what is said when a folder will not load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from support.commands import run, run_json
+from support.damage import edit_json
+from support.described import AdapterConfig, Described, Tokenizer
+from typer.testing import CliRunner
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli.app import app
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.formats.huggingface.adapters import adapters_among, names_in_file
+
+NAMES = ["m.q.base_layer.weight", "m.q.lora_A.default.weight", "m.q.lora_B.b.weight", "m.k.weight"]
+
+
+def saved(directory: Path, model: Any, **attached: Any) -> Path:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(model.to("jax"), **attached)
+        ckpt.save(1, force=True)
+    return directory
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """The text files in a folder, by relative path."""
+    found = (p for p in folder.rglob("*") if p.is_file() and p.suffix != ".safetensors")
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in found}
+
+
+def test_a_folder_has_the_weights_and_what_the_model_is(directory: Path, tmp_path: Path) -> None:
+    model = Described(tie_word_embeddings=False)
+    saved(directory, model, tokenizer=Tokenizer({"tokenizer.json": "{}", "x/y.jinja": "{{ x }}"}))
+    out = tmp_path / "out"
+    result = run_json("export", directory, out, "--format", "hf", "--dtype", "bf16")
+    found = texts(out)
+    assert {str(out / name) for name in found} | {str(out / "model.safetensors")} == set(
+        result["files"]
+    )
+    assert json.loads(found["config.json"])["dtype"] == "bfloat16"
+    assert found["x/y.jinja"] == "{{ x }}"
+    assert sorted(found) == ["config.json", "generation_config.json", "tokenizer.json", "x/y.jinja"]
+    said = run("export", directory, out, "--format", "hf", code=exit_codes.UNAVAILABLE)
+    assert "exists already; nothing was written" in said
+    assert texts(out) == found
+
+
+def test_a_folder_that_will_not_load_is_said_to(directory: Path, tmp_path: Path) -> None:
+    saved(directory, torch.nn.Linear(2, 2))
+    arguments = ["export", str(directory), str(tmp_path / "out"), "--format", "hf"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "out will not load: step 1 stores no config of the model" in result.stderr
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"model_type": "linear"}')
+    (tmp_path / "config/trainer_state.json").write_text("{}")
+    (tmp_path / "config/model.safetensors.index.json").write_text("{}")
+    (tmp_path / "config/modeling.py").write_text("raise SystemExit")
+    arguments[2] = str(tmp_path / "b")
+    result = CliRunner().invoke(app, [*arguments, "--config", str(tmp_path / "config")])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert texts(tmp_path / "b").keys() == {"config.json"}
+    missing = run(*arguments, "--config", tmp_path / "no", code=exit_codes.UNAVAILABLE)
+    assert "expected a folder with config.json" in missing
+
+
+def test_weights_are_chosen_and_named(directory: Path, tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    saved(directory, model)
+
+    def names(*options: str) -> list[str]:
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+        run("export", directory, "1", out, *options)
+        return sorted(safetensors.numpy.load_file(out))
+
+    assert names("--include", "a") == ["a.bias", "a.weight"]
+    assert names("--exclude", "*.bias", "--rename", "a=c") == ["b.weight", "c.weight"]
+    for options, said in (
+        (("--include", "z"), "nothing matches include: 'z'"),
+        (("--rename", "a=b"), "would both be named"),
+        (("--rename", "a"), "rename: 'a': expected a name"),
+    ):
+        out = tmp_path / "none"
+        assert said in run("export", directory, out, *options, code=exit_codes.USAGE)
+
+
+def test_a_cast_that_would_lose_a_number_is_refused(directory: Path, tmp_path: Path) -> None:
+    state = {"w": np.array([1e5, np.inf], np.float32), "n": np.arange(3)}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state, force=True)
+    arguments = ("export", directory, tmp_path / "x", "--at", "state")
+    said = run(*arguments, "--dtype", "fp16", code=exit_codes.USAGE)
+    assert "state/w: has values that are too large for float16" in said
+    assert not list((tmp_path / "x").iterdir())
+    run(*arguments, "--dtype", "bf16")
+    found = safetensors.numpy.load_file(tmp_path / "x/model.safetensors")
+    assert found["n"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("newest", "STEP: expected a number, best:METRIC or best:METRIC:max, found 'newest'"),
+        ("best:accuracy", "no step has the metric 'accuracy'"),
+        ("best:loss:least", "STEP: expected a number"),
+        ("7", "step 7"),
+    ],
+)
+def test_a_step_that_is_not_there_is_refused(
+    directory: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    saved(directory, torch.nn.Linear(1, 1))
+    assert said in run("export", directory, text, tmp_path / "x", code=exit_codes.USAGE)
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for options, said in (
+        (("x", "--format", "pt", "--dtype", "bf16"), "--dtype needs --format"),
+        (("x", "--config", tmp_path), "--config needs --format hf or peft"),
+        (("x.safetensors", "--format", "hf"), "expected the name of a directory"),
+        (("x", "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
+        (("1", "2", "x"), "expected [STEP] OUT, found 3 arguments"),
+    ):
+        assert said in run("export", tmp_path, *options, code=exit_codes.USAGE)
+
+
+# --- adapters ---
+
+
+class Adapted(Described):
+    """A layer with two adapters, ``default`` and ``b``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A = torch.nn.ModuleDict(
+            {n: torch.nn.Linear(2, 1, False) for n in ("default", "b")}
+        )
+        config = {"peft_type": "LORA", "bias": "none"}
+        self.peft_config = {"default": AdapterConfig(**config), "b": AdapterConfig(**config)}
+
+
+def test_each_adapter_gets_a_folder(directory: Path, tmp_path: Path) -> None:
+    saved(directory, Adapted())
+    out = tmp_path / "out"
+    run("export", directory, out, "--format", "peft")
+    for folder in (out, out / "b"):
+        found = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+        assert list(found) == ["base_model.model.lora_A.weight"]
+        assert json.loads((folder / "adapter_config.json").read_text())["inference_mode"] is True
+    assert {p.name for p in out.iterdir()} == {
+        "b",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_a_model_with_adapters_is_no_plain_model(directory: Path, tmp_path: Path) -> None:
+    saved(directory, Adapted())
+    arguments = ("export", directory, tmp_path / "out", "--format", "hf")
+    said = run(*arguments, code=exit_codes.USAGE)
+    assert "found tensors of its adapters b, default" in said
+    assert not (tmp_path / "out").exists()
+    run(*arguments, "--exclude", "lora_A")
+
+
+def test_an_adapter_without_config_takes_one_from_a_folder(directory: Path, tmp_path: Path) -> None:
+    model: Any = Adapted()
+    del model.peft_config["b"]
+    saved(directory, model)
+    arguments = ("export", directory, tmp_path / "out", "--format", "peft")
+    said = run(*arguments, code=exit_codes.USAGE)
+    assert "the adapter 'b' has no adapter_config.json" in said
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "c/b").mkdir(parents=True)
+    (tmp_path / "c/b/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    run(*arguments, "--config", tmp_path / "c")
+    assert json.loads((tmp_path / "out/b/adapter_config.json").read_text()) == {"peft_type": "LORA"}
+
+
+def test_a_model_without_adapters_has_none_to_export(directory: Path, tmp_path: Path) -> None:
+    saved(directory, Described())
+    said = run("export", directory, tmp_path / "x", "--format", "peft", code=exit_codes.USAGE)
+    assert "expected tensors of PEFT's adapters, found none" in said
+
+
+def test_a_config_that_is_no_json_object_is_refused(directory: Path, tmp_path: Path) -> None:
+    saved(directory, Described())
+    path = directory / "1/assets/data.json"
+    edit_json(path, lambda content: content["files"].update({"model/config.json": "[]"}))
+    seal = json.loads(path.read_text())["xxh3_64"]
+    edit_json(directory / "1/manifest/data.json", lambda content: content.update(assets=seal))
+    said = run("export", directory, tmp_path / "x", "--format", "hf", code=exit_codes.USAGE)
+    assert "config.json: expected a JSON object" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_adapters_are_told_apart_by_name() -> None:
+    assert adapters_among(NAMES) == {"default", "b"}
+    assert names_in_file(NAMES, "b", {"peft_type": "LORA"}) == {
+        "base_model.model.m.q.lora_B.weight": "m.q.lora_B.b.weight"
+    }
+
+
+def test_a_method_whose_names_are_not_known_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedLeafError, match="found 'PREFIX_TUNING', whose tensors only PEFT"
+    ):
+        names_in_file(NAMES, "b", {"peft_type": "PREFIX_TUNING"})

@@ -1,0 +1,250 @@
+"""Writes steps as folders that transformers, PEFT and vLLM load: weights, configs, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchax_ckpt.errors import DirectoryError, MismatchError, UnsupportedLeafError
+from torchax_ckpt.formats.huggingface.adapters import adapters_among, names_in_file
+from torchax_ckpt.formats.huggingface.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    CONFIG,
+    GENERATION_CONFIG,
+    MODEL,
+    TOKENIZER,
+)
+from torchax_ckpt.formats.safetensors_io import export_safetensors
+from torchax_ckpt.formats.untrusted_files import require_regular
+from torchax_ckpt.formats.weights import Weights
+from torchax_ckpt.layout import names
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.storage.medium import assets
+from torchax_ckpt.storage.medium.assets import Assets
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# What programs that train write beside a model, and no loader reads.
+_OF_TRAINERS = ("trainer_state.json", "all_results.json", "eval_results.json", "train_results.json")
+# PEFT writes the adapter of this name into the folder itself, and others into subfolders.
+_DEFAULT_ADAPTER = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderFiles:
+    """The text files of a model's folder.
+
+    Attributes:
+      texts: name in the folder -> content: configs and the tokenizer's files.
+      adapters: name of an adapter -> its config, as JSON.
+    """
+
+    texts: Mapping[str, str]
+    adapters: Mapping[str, str]
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the folder says what the model is, which transformers needs to load it."""
+        return CONFIG in self.texts
+
+
+def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> FolderFiles:
+    """Returns the text files of a model: those that its step stores, and those of a folder.
+
+    Args:
+      stored: the step.
+      at: the model's key path in the step; None for the one attached model.
+      config: a folder whose files replace those of the step; None for none.
+
+    Raises:
+      CorruptCheckpointError: the step's assets are damaged.
+      DirectoryError: the folder cannot be read.
+    """
+    component, *keys = names.split(at or MODEL)
+    place = "/".join([MODEL, *map(assets.part_of, keys if component == MODEL else ())])
+    texts: dict[str, str] = {}
+    adapters: dict[str, str] = {}
+    for name, text in stored.read_assets().items():
+        if name.startswith(f"{TOKENIZER}/"):
+            texts[name.partition("/")[2]] = text
+        elif name.rpartition("/")[0] == place:
+            texts[name.rpartition("/")[2]] = text
+        elif name.startswith(f"{place}/{ADAPTERS}/") and name.endswith(f"/{ADAPTER_CONFIG}"):
+            adapters[name.split("/")[-2]] = text
+    if config is not None:
+        found = _texts_in(config)
+        adapters |= {
+            name.rpartition("/")[0] or _DEFAULT_ADAPTER: text
+            for name, text in found.items()
+            if name.rpartition("/")[2] == ADAPTER_CONFIG
+        }
+        texts |= {n: t for n, t in found.items() if n.rpartition("/")[2] != ADAPTER_CONFIG}
+    return FolderFiles(texts, adapters)
+
+
+def assets_of(folder: Path) -> Assets | None:
+    """Returns the text files of a model's folder as a step stores them; None without a config.
+
+    Raises:
+      DirectoryError: the files cannot be read.
+    """
+    if not (folder / CONFIG).is_file():
+        return None
+    found = _texts_in(folder)
+    places = dict.fromkeys((CONFIG, GENERATION_CONFIG), MODEL)
+    return Assets.of({f"{places.get(n, TOKENIZER)}/{n}": text for n, text in found.items()})
+
+
+def _texts_in(folder: Path) -> dict[str, str]:
+    """Returns relative path -> content of the text files in a folder and its subfolders."""
+    found: dict[str, str] = {}
+    size = 0
+    try:
+        paths = sorted([*folder.glob("*"), *folder.glob("*/*")])
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a folder")
+        for path in paths:
+            name = path.relative_to(folder).as_posix()
+            is_index = name.endswith(".index.json") or name in _OF_TRAINERS
+            if not path.is_file() or is_index or assets.why_refused(name):
+                continue
+            require_regular(path, may_be_link=True, max_bytes=assets.MAX_BYTES - size)
+            found[name] = path.read_bytes().decode()
+            size += len(found[name])
+    except (OSError, ValueError) as error:
+        raise DirectoryError(
+            f"{folder}: expected a folder with config.json and other text files: {error}",
+            path=folder,
+        ) from error
+    return found
+
+
+def export_model(
+    stored: StoredStep,
+    weights: Weights,
+    files: FolderFiles,
+    out: Path,
+    options: CheckpointOptions,
+    max_shard_bytes: int | None = None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> tuple[list[Path], list[StoredLeaf]]:
+    """Writes a folder for ``from_pretrained``; returns its files and the leaves in them.
+
+    The config gets the dtype of the weights. If the config says that the model is not tied, tied
+    weights are written under each of their names.
+
+    Raises:
+      MismatchError: the weights contain tensors of adapters.
+      DirectoryError, UnsupportedLeafError, CorruptCheckpointError: as for ``export_safetensors``.
+    """
+    if adapters := adapters_among(weights.leaves):
+        raise MismatchError(
+            f"expected the weights of a model, found tensors of its adapters "
+            f"{', '.join(sorted(adapters))}: transformers would load the model without them. "
+            "Export the adapters with --format peft"
+        )
+    texts = dict(files.texts)
+    if files.has_config:
+        config = _parsed(CONFIG, texts[CONFIG])
+        texts[CONFIG] = json.dumps({**config, **_dtype_of(weights, config)}, indent=2) + "\n"
+        if not _ties(config):
+            weights = _untied(weights)
+    paths = export_safetensors(
+        stored,
+        weights,
+        out,
+        options,
+        max_shard_bytes=max_shard_bytes,
+        texts={out / name: text for name, text in texts.items()},
+        on_bytes=on_bytes,
+    )
+    return paths, list(weights.leaves.values())
+
+
+def export_adapters(
+    stored: StoredStep,
+    weights: Weights,
+    files: FolderFiles,
+    out: Path,
+    options: CheckpointOptions,
+    max_shard_bytes: int | None = None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> tuple[list[Path], list[StoredLeaf]]:
+    """Writes each adapter as PEFT does: ``default`` into the folder, others into subfolders.
+
+    The arguments are those of ``export_model``; PEFT has no files of several shards.
+
+    Returns:
+      The files, and the leaves in them.
+
+    Raises:
+      MismatchError: the weights have no adapter, or the config of an adapter is missing.
+      UnsupportedLeafError: PEFT's method of an adapter is not known.
+      DirectoryError, CorruptCheckpointError: as for ``export_safetensors``.
+    """
+    found = sorted(adapters_among(weights.leaves))
+    if not found:
+        raise MismatchError("expected tensors of PEFT's adapters, found none; omit --format peft")
+    paths: list[Path] = []
+    leaves: list[StoredLeaf] = []
+    chosen = [_adapter(weights, files, name) for name in found]  # raises before a file is written
+    for name, (tensors, config) in zip(found, chosen, strict=True):
+        folder = out if name == _DEFAULT_ADAPTER else out / assets.part_of(name)
+        paths += export_safetensors(
+            stored,
+            tensors,
+            folder / ADAPTER_WEIGHTS,
+            options,
+            texts={folder / ADAPTER_CONFIG: config},
+            on_bytes=on_bytes,
+        )
+        leaves += tensors.leaves.values()
+    return paths, leaves
+
+
+def _adapter(weights: Weights, files: FolderFiles, name: str) -> tuple[Weights, str]:
+    text = files.adapters.get(assets.part_of(name))
+    if text is None:
+        raise MismatchError(
+            f"the adapter {name!r:.80} has no {ADAPTER_CONFIG}, without which PEFT cannot load it: "
+            "give a folder that has the file with --config"
+        )
+    config = _parsed(ADAPTER_CONFIG, text)
+    every = {**{n: n for n in weights.leaves}, **weights.ties}
+    leaves = {
+        file: weights.leaves[every[model_name]]
+        for file, model_name in names_in_file(every, name, config).items()
+    }
+    return Weights(leaves, {}, ()), text
+
+
+def _parsed(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedLeafError(f"{name}: expected JSON: {error!s:.100}") from error
+    if not isinstance(found, dict):
+        raise UnsupportedLeafError(f"{name}: expected a JSON object, found {text!r:.40}")
+    return found
+
+
+def _dtype_of(weights: Weights, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the entry of a config for the dtype of the model's first floating-point tensor."""
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    found = [leaf.dtype for leaf in weights.leaves.values() if "float" in leaf.dtype]
+    return {key: found[0]} if found else {}
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config says that the model ties weights; transformers' default is True."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return any(part.get("tie_word_embeddings", part is config) is True for part in parts)
+
+
+def _untied(weights: Weights) -> Weights:
+    leaves = {**weights.leaves, **{a: weights.leaves[n] for a, n in weights.ties.items()}}
+    return dataclasses.replace(weights, leaves=leaves, ties={})

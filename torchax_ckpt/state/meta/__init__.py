@@ -1,0 +1,1 @@
+"""Values for tensors on the meta device that no checkpoint supplies."""

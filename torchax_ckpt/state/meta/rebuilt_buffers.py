@@ -1,0 +1,126 @@
+"""Rebuilds non-persistent buffers of modules on the meta device, where the modules can do it.
+
+No checkpoint stores such a buffer, because its value follows from the module's settings: the
+frequencies of a rotary embedding, for example. There are two ways to compute the value anew, and
+both are those of transformers. The method ``_init_weights`` of a model sets the buffers of one of
+its modules. Otherwise, a module that is made from a config alone is made again. A value counts only
+if it does not depend on chance, and a module is never made from arguments that were guessed.
+
+Source: ``PreTrainedModel._init_weights`` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchax_ckpt import torchax_backend
+
+logger = logging.getLogger(__name__)
+
+_SETTER, _CONFIG = "_init_weights", "config"
+
+
+def rebuilt(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns name -> CPU tensor for the non-persistent meta buffers that can be rebuilt.
+
+    Changes neither the model nor the random state of torch.
+    """
+    root, _ = torchax_backend.unwrap_jittable(model)
+    found: dict[str, torch.Tensor] = {}
+    setters: dict[str, Callable[[Any], Any]] = {}
+    for path, module in root.named_modules():
+        above = setters.get(path.rpartition(".")[0]) if path else None
+        own = getattr(module, _SETTER, None)
+        # The innermost model around a module knows how to set the module's buffers.
+        setters[path] = own if callable(own) else above or _no_setter
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name in module._non_persistent_buffers_set and buffer.is_meta
+        }
+        has_parameters = any(p is not None for p in module._parameters.values())
+        if not buffers or has_parameters:
+            continue
+        with torchax_backend.native_torch(), torch.random.fork_rng(devices=[]):
+            values = _set(module, buffers, setters[path])
+            if not values and not any(True for _ in module.parameters()):  # else it may be large
+                values = _made_again(module, buffers)
+        found |= {f"{path}.{name}" if path else name: value for name, value in values.items()}
+    return found
+
+
+def _no_setter(module: Any) -> None:
+    """Sets nothing."""
+
+
+def _set(
+    module: torch.nn.Module,
+    buffers: Mapping[str, torch.Tensor],
+    setter: Callable[[Any], Any],
+) -> dict[str, torch.Tensor]:
+    """Returns the buffers that a setter sets in a copy of a module; {} unless it sets all of them.
+
+    Two copies begin with other contents, and one draws random numbers after the other. What is
+    equal in both afterwards was set, and not by chance.
+    """
+    results = []
+    for fill in (0, 1):
+        probe = copy.copy(module)
+        probe.__dict__["_modules"] = {}
+        probe.__dict__["_buffers"] = {
+            name: torch.full(buffer.shape, fill, dtype=buffer.dtype)
+            for name, buffer in buffers.items()
+        }
+        try:
+            setter(probe)
+        except Exception as error:  # any: it is the model's own function
+            logger.debug("%s: %s failed: %r", type(module).__name__, _SETTER, error)
+            return {}
+        results.append(dict(probe._buffers))
+    return _if_equal(buffers, *results)
+
+
+def _made_again(
+    module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns the buffers of two new modules of the same config, if both are equal; else {}."""
+    config = getattr(module, _CONFIG, None)
+    try:
+        arguments = inspect.signature(type(module)).parameters.keys() - {"device"}
+        if config is None or arguments != {_CONFIG}:
+            return {}
+        results = []
+        for _ in range(2):
+            made: Any = type(module)(config)
+            results.append({name: made._buffers.get(name) for name in buffers})
+    except Exception as error:  # any: it is the model's own class
+        logger.debug("%s: cannot be made again: %r", type(module).__name__, error)
+        return {}
+    return _if_equal(buffers, *results)
+
+
+def _if_equal(
+    buffers: Mapping[str, torch.Tensor],
+    first: Mapping[str, torch.Tensor | None],
+    second: Mapping[str, torch.Tensor | None],
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, buffer in buffers.items():
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None or a.is_meta or a.shape != buffer.shape or not _same(a, b):
+            return {}
+        # As a move of the model to this dtype would convert it.
+        found[name] = a.to(buffer.dtype)
+    return found
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torchax_backend.to_numpy(a).tobytes() == (
+        torchax_backend.to_numpy(b).tobytes()
+    )
