@@ -167,3 +167,27 @@ def test_what_is_exported_is_synced_before_it_has_its_name_and_then_the_name(
         inode for inode, *_ in syncs.before
     }
     assert out.parent.stat().st_ino in {inode for inode, *_ in syncs.after}
+
+
+def test_the_name_of_a_deleted_step_is_gone_before_its_files_are(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut could otherwise leave the step under its name, without some of its files."""
+    done: list[str] = []
+    fsync_, rmtree = os.fsync, epath.Path(directory).__class__.rmtree
+
+    def synced(opened: int) -> None:
+        fsync_(opened)
+        done.append(f"synced {os.readlink(f'/proc/self/fd/{opened}')}")
+
+    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
+        done.append(f"removed {path}")
+        rmtree(path, *args, **kwargs)
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(epath.Path(directory).__class__, "rmtree", removed)
+        ckpt.delete(1)
+    assert done == [f"synced {directory}", f"removed {directory / 'deleting-1'}"]

@@ -368,6 +368,7 @@ class RunDirectory:
         if doomed.exists():
             doomed.rmtree()
         path.rename(doomed)
+        fsync.sync(self.path)  # else a loss of power could leave the step's name without its files
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
