@@ -417,7 +417,7 @@ class TorchaxCheckpointer:
           StepError: a step below 0 or the last saved or restored step; StepTypeError: not an int.
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
-          MetricsError: a metric cannot be stored, or a best-N rule cannot rank it.
+          MetricsError: a metric cannot be stored; or, unless the save is forced, not be ranked.
           OutOfMemoryError: the devices have no memory for the copies of snapshot="copy"; nothing
             was saved or changed.
           DirectoryError: the first save finds that the directory cannot be written.
@@ -512,7 +512,7 @@ class TorchaxCheckpointer:
 
         Raises:
           SaveError: a save failed; names step, path and cause.
-          MetricsError: a best-N rule cannot rank the fetched value of a device metric.
+          MetricsError: a best-N rule cannot rank a metric of a step that was saved nevertheless.
         """
         self._tiers.check_for_errors()
 

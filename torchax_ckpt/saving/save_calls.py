@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import AttachError
+from torchax_ckpt.errors import AttachError, SaveError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.runtime.preemption import Preemption
@@ -81,7 +81,7 @@ class SaveCalls:
         # Several processes could notice a failure at different steps here, so they check it after
         # prepare().
         if self._raises and self._is_alone:
-            self._tiers.check_for_errors()
+            self._tiers.check_for_errors(SaveError)
         self._loop.require_not_passed(step, self._durable.directory.path)
         _require_state(attached, state, step)
         pending = self._loop.take_metrics(metrics)
@@ -94,10 +94,10 @@ class SaveCalls:
             return False
         began = time.perf_counter()
         ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-        fetch_metrics = step_metrics.fetching(pending, ranked, step)
+        fetch_metrics = step_metrics.fetching(pending, ranked, step, must_save=must_save)
         self._tiers.prepare(step, due)
         if self._raises:
-            self._tiers.check_for_errors()
+            self._tiers.check_for_errors(SaveError)
         try:
             parts = attached or self._unattached
             capture = self._capture(step, parts, state, fetch_metrics, began)

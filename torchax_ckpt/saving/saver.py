@@ -15,21 +15,24 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from torchax_ckpt.errors import DonatedBufferError, LeaseError, SaveError, SaveTimeoutError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    DonatedBufferError,
+    LeaseError,
+    SaveError,
+)
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
-from torchax_ckpt.saving import closing
+from torchax_ckpt.saving import closing, overdue
 from torchax_ckpt.saving.writer import Capture, Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -183,13 +186,12 @@ class Saver:
             self._telemetry.emit("failed", capture.step, error=str(error))
             raise
         try:
-            if self._options.save_timeout_secs is not None:
-                name = f"watch-save-{save.step}"
-                threading.Thread(target=self._watch, args=(save,), name=name, daemon=True).start()
+            if (limit := self._options.save_timeout_secs) is not None:
+                overdue.watch(save, limit, self.path)
             if capture.snapshot.way == "transfer" and not save.transferred.wait(
                 self._remaining_secs(save)
             ):
-                raise self._timeout_error(save)
+                raise overdue.timeout_error(save, self.path)
         finally:  # also after an interrupt, because the save's thread waits for this event
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
@@ -215,7 +217,7 @@ class Saver:
         # the thread has ended, it kills the thread inside C++ code, which aborts the process.
         save.thread.join(min(bounds, default=None))
         if save.thread.is_alive():
-            raise self._timeout_error(save)
+            raise overdue.timeout_error(save, self.path)
 
     def close(self) -> None:
         """Waits for the save in flight, then releases the lease of the directory.
@@ -244,43 +246,24 @@ class Saver:
             )
         self.wait()
 
-    def check_for_errors(self) -> None:
-        """Raises the oldest unraised failure; if none, SaveTimeoutError once per overdue save."""
-        self._failures.raise_oldest()
+    def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raises the oldest unraised failure; if none, SaveTimeoutError once per overdue save.
+
+        Only failures of the class ``kind`` count: a metric that could not be ranked is a
+        MetricsError, and did not cost its step.
+        """
+        self._failures.raise_oldest(kind)
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
             return
         if self._remaining_secs(save) == 0:
             save.is_known_overdue = True
-            raise self._timeout_error(save)
+            raise overdue.timeout_error(save, self.path)
 
     def _remaining_secs(self, save: SaveInFlight) -> float | None:
         """Returns the seconds until a save reaches ``save_timeout_secs``; None without a limit."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
-
-    def _timeout_error(self, save: SaveInFlight) -> SaveTimeoutError:
-        return SaveTimeoutError(
-            f"the save of step {save.step} to {self._directory.path} is still in flight after "
-            f"{save.age_secs:.2f} s. Current stage: {save.where()}. The save continues; earlier "
-            "steps are intact.",
-            step=save.step,
-            path=self._directory.path,
-        )
-
-    def _watch(self, save: SaveInFlight) -> None:
-        """Logs an overdue save's stage and call stack at 1, 2, 4, 8, ... times the time limit."""
-        limit = self._options.save_timeout_secs
-        assert limit is not None
-        while True:
-            save.thread.join(max(0.0, limit - save.age_secs))
-            frame = sys._current_frames().get(save.thread.ident or 0)
-            if not save.thread.is_alive() or frame is None:
-                return
-            if save.age_secs >= limit:
-                stack = "".join(traceback.format_stack(frame))
-                logger.error("%s Stack of its thread:\n%s", self._timeout_error(save), stack)
-                limit *= 2
 
     # --- on the save's own thread ---
 

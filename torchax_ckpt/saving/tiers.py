@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import PolicyError, StepNotFoundError, TierError
+from torchax_ckpt.errors import CheckpointError, PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, save_decision
 from torchax_ckpt.processes.coordination import Processes
@@ -329,10 +329,13 @@ class Tiers:
         for tier in self._tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def check_for_errors(self) -> None:
-        """Raises the durable tier's oldest unraised save failure; if none, the local tier's."""
+    def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raises the durable tier's oldest unraised failure; if none, the local tier's.
+
+        ``kind`` is as for ``Saver.check_for_errors``.
+        """
         for tier in self._tiers:
-            tier.saver.check_for_errors()
+            tier.saver.check_for_errors(kind)
 
     def open(self) -> None:
         """Lists the steps in the directory of each tier, unless the steps are listed already."""
