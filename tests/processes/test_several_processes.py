@@ -191,3 +191,42 @@ def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory:
     expected = np.arange(4096, dtype=np.float32).reshape(64, 64)
     expected[32:] += 1
     np.testing.assert_array_equal(loaded, expected)
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
+    first, second = run_processes(PROGRAMS / "refused_on_one.py", 2, str(tmp_path))
+    found = {told["name"]: (told, other) for told, other in zip(first, second, strict=True)}
+
+    def kinds(name: str) -> list[list[str]]:
+        return [[text.partition(":")[0] for text in told["found"]] for told in found[name]]
+
+    refused = {
+        "at the first save": "metric 'loss': expected a number",
+        "not to be ranked": "metric 'loss' at step 3 is nan",
+        "forced, not to be stored": "metric 'loss': expected a number",
+        "nothing to save": "save was called before anything was attached",
+        "no thread": "can't start new thread",
+    }
+    for name, why in refused.items():
+        told, other = found[name]
+        assert told["found"][0] == "True"
+        assert why in other["found"][0]
+        assert told["found"][1].startswith("SaveError: ")
+        assert "process 1: " in told["found"][1]
+        assert why in told["found"][1]
+        assert told["secs"] < 10, "process_timeout_secs is 60"
+    # What cannot be ranked costs no forced step.
+    assert kinds("forced, not to be ranked") == [["True", "None"], ["True", "MetricsError"]]
+    assert kinds("nothing wrong") == [["True", "None"]] * 2
+    assert kinds("no decision") == [
+        ["ZeroDivisionError", "ZeroDivisionError", "True"],
+        ["ProcessError", "ProcessError", "True"],
+    ]
+    assert found["no decision"][0]["steps"] == [2, 7]
+    # Both raise what one knows, at the same step, and then go on together.
+    for told in found["a failure that one knows"]:
+        raised, *after = told["found"]
+        assert "what only process 1 knows" in raised
+        assert after == ["True", "None"]
+        assert told["steps"] == [1, 3]

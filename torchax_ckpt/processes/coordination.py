@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from torchax_ckpt import errors
-from torchax_ckpt.errors import CheckpointError, ProcessError, ProcessTimeoutError
+from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
+from torchax_ckpt.processes.error_messages import from_json, to_json
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,9 +75,12 @@ class Processes:
         self._one_round = threading.Lock()
         # How often each round was entered. The keys are digests, because each step adds a round.
         self._entered: collections.Counter[int] = collections.Counter()
+        self._counting = threading.Lock()
         self._work = ""
         # Key prefixes of earlier rounds that are not deleted yet, and last of the newest round.
         self._rounds: list[str] = []
+        # Key prefixes of rounds that this process refused since it entered the newest round.
+        self._refused: list[str] = []
         self._messages = 0
         self._verdict: bytes | None = None
 
@@ -128,21 +131,30 @@ class Processes:
                     raise shared from shared.__cause__
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Makes the round ``what`` fail on the other processes; does not wait for them."""
+        """Makes the round ``what`` fail on the other processes.
+
+        Waits neither for them nor for a round of this channel that runs on another thread.
+        """
         if self.count == 1:
             return
-        with self._one_round:
-            self._enter(what)
-            kind = "verdict/0" if self.is_first else f"failed/{self.index}"
-            self._set(f"{self._here}/{kind}", _to_json(error, self.index))
+        place = self._next_place(what)
+        kind = "verdict/0" if self.is_first else f"failed/{self.index}"
+        self._set(f"{place}/{kind}", to_json(error, self.index))
+        self._refused.append(place)
 
     def _enter(self, what: str) -> None:
-        digest = _digest(what)
         self._work = what
-        self._rounds.append(f"{self._place}/{digest:016x}/{self._entered[digest]}")
-        self._entered[digest] += 1
+        self._rounds += [*self._refused, self._next_place(what)]
+        self._refused.clear()
         self._messages = 0
         self._verdict = None
+
+    def _next_place(self, what: str) -> str:
+        """Returns the key prefix of the next round of this work, and counts this round."""
+        digest = _digest(what)
+        with self._counting:
+            self._entered[digest] += 1
+            return f"{self._place}/{digest:016x}/{self._entered[digest] - 1}"
 
     def _end(self) -> None:
         """Waits for the verdict, which process 0 publishes after all processes call ``_end``."""
@@ -154,7 +166,7 @@ class Processes:
         elif not self._is_decided():
             self._set(f"{self._here}/verdict/0", _SUCCESS)
         if self._verdict:
-            raise _from_json(self._verdict)
+            raise from_json(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
         """Sends a value to process 0. Returns all values on process 0, and [] on other processes.
@@ -260,7 +272,7 @@ class Processes:
             if message is not None:
                 return message
             if self._is_decided() and self._verdict:
-                raise _from_json(self._verdict)
+                raise from_json(self._verdict)
             if time.monotonic() >= deadline:
                 raise self._timeout_error(self._missing(place))
 
@@ -319,7 +331,7 @@ class Processes:
 
         Returns None if process 0 had published success before it received the report.
         """
-        message = _to_json(error, self.index)
+        message = to_json(error, self.index)
         try:
             if self.is_first:
                 verdict = self._verdict or message
@@ -340,7 +352,7 @@ class Processes:
             return error
         if verdict == _SUCCESS:  # the work is done here too; only the verdict arrived late
             return None if isinstance(error, Exception) else error
-        return error if json.loads(verdict)["process"] == self.index else _from_json(verdict)
+        return error if json.loads(verdict)["process"] == self.index else from_json(verdict)
 
     def _forget(self) -> None:
         """Deletes messages of earlier rounds.
@@ -354,39 +366,6 @@ class Processes:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
-
-
-def _to_json(error: BaseException, index: int) -> bytes:
-    """Returns an error of this process as JSON, for other processes."""
-    cause = error.__cause__
-    # Errors of other packages may have unrelated attributes ``step`` and ``path``.
-    is_ours = isinstance(error, CheckpointError)
-    return json.dumps(
-        {
-            "process": index,
-            "kind": type(error).__name__,
-            "message": str(error),
-            "step": getattr(error, "step", None) if is_ours else None,
-            "path": getattr(error, "path", None) if is_ours else None,
-            "cause": type(cause).__name__,
-        }
-    ).encode()
-
-
-def _from_json(message: bytes) -> CheckpointError:
-    """Returns the error of another process, from its JSON."""
-    fields = json.loads(message)
-    kind, cause = getattr(errors, fields["kind"], None), getattr(errors, fields["cause"], None)
-    text = f"process {fields['process']}: {fields['message']}"
-    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-        kind, text = (
-            ProcessError,
-            f"process {fields['process']}: {fields['kind']}: {fields['message']}",
-        )
-    error = kind(text, step=fields["step"], path=fields["path"])
-    if isinstance(cause, type) and issubclass(cause, CheckpointError):
-        error.__cause__ = cause(fields["message"])
-    return error
 
 
 SINGLE_PROCESS = Processes("", 0, None, index=0, count=1)

@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torchax_ckpt.errors import ClosedError, PolicyError
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.error_messages import from_json, to_json
 
 # The duration of a window: long enough to receive the next window in time, and short compared with
 # a save. The number of steps is limited, in case steps become slower.
@@ -45,16 +46,21 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 class _Window:
     """Says for the steps ``first``, ``first + stride`` and so on to ``last`` which ones to save.
 
-    ``saved`` lists the steps of the window that are to be saved.
+    ``saved`` lists the steps of the window that are to be saved. If process 0 could not decide,
+    ``error`` is the error, as JSON, which every process raises instead.
     """
 
     first: int
     last: int
     stride: int
     saved: Sequence[int]
+    error: str = ""
 
     def holds(self, step: int) -> bool:
         return self.first <= step <= self.last and (step - self.first) % self.stride == 0
+
+
+_NOTHING = _Window(0, -1, 1, ())
 
 
 class DecisionWindows:
@@ -72,7 +78,8 @@ class DecisionWindows:
         self._background = ThreadPoolExecutor(1, "decisions")
         self._asked, self._answer = -1, False
         self._stride: int | None = None
-        self._window = _Window(0, -1, 1, ())
+        self._window = _NOTHING
+        self._error: Exception | None = None  # why process 0 could not decide
         self._next: Future[_Window] | None = None
         self._closing = threading.Event()
         self._num_windows = self._num_deleted = 0
@@ -87,6 +94,8 @@ class DecisionWindows:
         """Returns whether to save this step; the answer is the same on all processes.
 
         Raises:
+          Exception: what ``decide`` raised on process 0. Other processes raise a CheckpointError
+            that says so.
           PolicyError: process 0 has not decided ``timeout_secs`` after this process asked.
           ClosedError: called after ``close``.
         """
@@ -99,6 +108,9 @@ class DecisionWindows:
             return self._answer
         if step < self._asked or not self._window.holds(step):
             self._go_on(step)
+        if self._window.error:
+            error, self._window = self._window.error, _NOTHING
+            raise self._error or from_json(error.encode())
         self._asked, self._answer = step, step in self._window.saved
         return self._answer
 
@@ -126,7 +138,7 @@ class DecisionWindows:
             # The steps differ from the prediction, so the decisions are void.
             self._stride = step - self._asked if 0 <= self._asked < step else None
             self._window = self._result(self._begin(step, step, []), step)
-        if self._stride is not None:
+        if self._stride is not None and not self._window.error:
             (last_step, last_time), now = self._window_began, time.monotonic()
             self._window_began = step, now
             num_steps = max(1, (step - last_step) // self._stride)
@@ -149,17 +161,27 @@ class DecisionWindows:
             self._background.submit(self._acknowledge, number)
         if not self._processes.is_first:
             return self._background.submit(self._look_up, number)
-        decided: list[int] = []
-        stride = self._stride or 1
-        for step in range(first, last + 1, stride):
-            if self._decide(step, [*saved, *decided]):
-                decided.append(step)
-        window = _Window(first, last, stride, decided)
+        window = self._decided(first, last, saved)
         message = json.dumps(dataclasses.astuple(window)).encode()
         self._background.submit(self._processes.put_note, str(number), message)
         known: Future[_Window] = Future()
         known.set_result(window)
         return known
+
+    def _decided(self, first: int, last: int, saved: list[int]) -> _Window:
+        """Asks ``decide`` for the steps of a window; an error for a later step ends the window."""
+        decided: list[int] = []
+        stride = self._stride or 1
+        for step in range(first, last + 1, stride):
+            try:
+                if self._decide(step, [*saved, *decided]):
+                    decided.append(step)
+            except Exception as error:
+                if step == first:
+                    self._error = error
+                    return _Window(first, first, stride, (), to_json(error, 0).decode())
+                return _Window(first, step - stride, stride, decided)
+        return _Window(first, last, stride, decided)
 
     def _look_up(self, number: int) -> _Window:
         while not (_closing.is_set() or self._closing.is_set()):

@@ -74,6 +74,9 @@ class SaveCalls:
         """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``.
 
         A forced save, or a save at a preemption, goes to the durable tier only.
+
+        In a run of several processes, a process that cannot save the step takes part in all that
+        the others do before they begin the save, and then makes their saves fail.
         """
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
@@ -83,22 +86,31 @@ class SaveCalls:
         if self._raises and self._is_alone:
             self._tiers.check_for_errors(SaveError)
         self._loop.require_not_passed(step, self._durable.directory.path)
-        _require_state(attached, state, step)
-        pending = self._loop.take_metrics(metrics)
-        if must_save:
-            self._durable.saver.wait()  # a save of this step may be in flight, and may fail
+        refusal = _Refusal(is_alone=self._is_alone)
+        pending: Mapping[str, Any] = {}
+        with refusal:
+            _require_state(attached, state, step)
+            pending = self._loop.take_metrics(metrics)
+            if must_save:
+                self._durable.saver.wait()  # a save of this step may be in flight, and may fail
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
+            refusal.raise_error()
             if not must_save:  # otherwise the step is not skipped but saved already
                 self._durable.telemetry.skipped(step)
             return False
         began = time.perf_counter()
-        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-        fetch_metrics = step_metrics.fetching(pending, ranked, step, must_save=must_save)
-        self._tiers.prepare(step, due)
+        fetch_metrics: Callable[[], Any] = dict
+        with refusal:
+            ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
+            fetch_metrics = step_metrics.fetching(pending, ranked, step, must_save=must_save)
+        self._tiers.prepare(step)
         if self._raises:
-            self._tiers.check_for_errors(SaveError)
+            self._raise_failures(step, due)
         try:
+            refusal.raise_error()
+            for tier in due:
+                tier.saver.wait()
             parts = attached or self._unattached
             capture = self._capture(step, parts, state, fetch_metrics, began)
         except BaseException as error:
@@ -109,8 +121,15 @@ class SaveCalls:
                 _abstain(step, [*due, *again], error)
             raise
         self._loop.position = step  # set first, because the rest may raise or be interrupted
-        _begin(capture, due)
+        self._begin(capture, due)
         return self._finish(capture) if is_preempted else True
+
+    def _raise_failures(self, step: int, due: Sequence[RunTier]) -> None:
+        """Raises the oldest unraised failure of a save: on all processes at the same step."""
+        with self._tiers.processes.round(f"raising failures before step {step}"):
+            for tier in due:
+                tier.saver.wait()
+            self._tiers.check_for_errors(SaveError)
 
     def _due(
         self, step: int, *, is_forced: bool = False, is_preempted: bool = False
@@ -152,6 +171,20 @@ class SaveCalls:
         snapshot = self.snapshotter.take(names, arrays)
         return Capture(step, snapshot, document, per_process, fetch_metrics, began)
 
+    def _begin(self, capture: Capture, tiers: Sequence[RunTier]) -> None:
+        """Starts one save of a captured state to each given tier; the saves run in parallel."""
+        for number, tier in enumerate(tiers, 1):
+            tier.decisions.begun()
+            try:
+                tier.saver.begin(capture)
+            except BaseException as error:
+                if not self._is_alone:
+                    _abstain(capture.step, tiers[number:], error)
+                raise
+            # Only the first tier reports a problem with the metrics.
+            fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
+            capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
+
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable tier's save, and repeats it once if it failed.
 
@@ -164,6 +197,31 @@ class SaveCalls:
         return self._durable.history.has(capture.step)
 
 
+class _Refusal:
+    """Keeps the first error of ``with`` blocks, until this process may raise it.
+
+    In a run of one process, the blocks raise their errors at once.
+    """
+
+    def __init__(self, *, is_alone: bool) -> None:
+        self._is_alone = is_alone
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or self._is_alone:
+            return False
+        self._error = self._error or error
+        return True
+
+    def raise_error(self) -> None:
+        """Raises the error that was kept; does nothing if there is none."""
+        if self._error is not None:
+            raise self._error
+
+
 def _require_state(attached: TrainingState | None, state: Any, step: int) -> None:
     """Raises AttachError if there is nothing to save except random state."""
     if state is None and (attached is None or attached.components.keys() <= {"rng"}):
@@ -172,16 +230,6 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
             "give the state: save(step, state=...)",
             step=step,
         )
-
-
-def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
-    """Starts one save of a captured state to each given tier; the saves run in parallel."""
-    for tier in tiers:
-        tier.saver.begin(capture)
-        tier.decisions.begun()
-        # Only the first tier reports a problem with the metrics.
-        fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
-        capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:

@@ -180,6 +180,7 @@ class Saver:
         try:
             save.thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
+            self._saves.refuse(_round_of(capture.step), error)
             self._in_flight = None
             self._history.end(None)
             self._telemetry.saving(capture.step, capture.began)
@@ -199,8 +200,9 @@ class Saver:
     def abstain(self, step: int, error: BaseException) -> None:
         """Makes the save of a step fail on all processes: this process could not begin the save."""
         self._saves.refuse(_round_of(step), error)
-        self._history.begin(step)
-        self._fail(step, 0.0, error)
+        if not self.is_saving:  # an overdue save is not to be touched
+            self._history.begin(step)
+            self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; ``check_for_errors`` raises the failures of saves.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchax_ckpt import policies
@@ -291,19 +291,17 @@ class Tiers:
         for tier in self._tiers:
             tier.saver.claim(step)
 
-    def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
-        """Prepares a save of ``step`` to the given tiers.
+    def prepare(self, step: int) -> None:
+        """Prepares a save of ``step``: on all processes, or on none.
 
         Acquires the leases of all tiers and stores the run's name, unless this run has done so
-        already. Then waits until no save to the given tiers is in flight.
+        already.
         """
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False
         self.claim(step)
         if not self._is_named:
             self._name_run()
-        for tier in tiers:
-            tier.saver.wait()
 
     def _name_run(self) -> None:
         """Stores a new name of the run in both tiers.
