@@ -230,3 +230,62 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
         assert "what only process 1 knows" in raised
         assert after == ["True", "None"]
         assert told["steps"] == [1, 3]
+    # Calls that read, and attach: what the bad process raises, and what the other does.
+    for name, own, others in (
+        ("attach: on the CPU", "AttachError", "AttachError: process 1: "),
+        ("attach: no values", "ValueError", "ProcessError: process 1: ValueError: "),
+        ("attach: again", "AttachError", "AttachError: attach was called before"),
+        ("restore: tier", "TierError", "TierError: process 1: "),
+        ("restore: pattern", "SelectionError", "SelectionError: process 1: "),
+        ("restore: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("load: tier", "TierError", "TierError: process 1: "),
+        ("load: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("load: state", "MismatchError", "MismatchError: process 1: "),
+        ("verify: tier", "TierError", "TierError: process 1: "),
+        ("verify: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("delete: tier", "TierError", "TierError: process 1: "),
+        ("delete: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("delete: gone", "StepNotFoundError", "StepNotFoundError: "),
+        ("should_save: step", "StepTypeError", "False"),
+    ):
+        assert kinds(name)[1] == [own], name
+        assert found[name][0]["found"][0].startswith(others), name
+    for name, answer in {"attach": "0", "saved": "True", "restore": "2", "verify": "2"}.items():
+        assert [told["found"][0] for told in found[name]] == [answer] * 2
+    assert [told["steps"] for told in found["delete"]] == [[], []]
+    assert all(told["secs"] < 10 for pair in found.values() for told in pair)
+
+
+@pytest.mark.slow
+def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
+    first, second = run_processes(PROGRAMS / "differing_calls.py", 2, str(tmp_path))
+    found = {a["name"]: (a, b) for a, b in zip(first, second, strict=True)}
+    named = {
+        "other steps": ("save(10)", "save(12)"),
+        "restoring": ("restore(2)", "save(20)"),
+        "other restores": ("restore(1)", "restore(2)"),
+        "deleting": ("save(21)", "delete(1)"),
+        "loading": ("load(2)", "save(22)"),
+        "unforced": ("save(10)", "save(12)"),
+    }
+    for name, calls in named.items():
+        text = "process 0 called {}, but process 1 called {}.".format(*calls)
+        for told in found[name]:
+            assert text in " ".join(told["found"]), told
+            assert told["secs"] < 5, "process_timeout_secs is 20"
+    # Where one cannot know of it, or is told by its own error.
+    text = "process 0 called {}, but process 1 called {}."
+    assert text.format("save(23)", "save('23')") in found["no step"][0]["found"][1]
+    assert found["no step"][1]["found"] == ["StepTypeError: step: expected an int, found '23'"]
+    assert text.format("save(25)", "close()") in found["closing"][0]["found"][1]
+    assert text.format("save(15)", "save(16)") in " ".join(found["passed"][0]["found"])
+    # A call that was left out costs no later one.
+    assert text.format("save(14)", "save(16)") in found["left out"][0]["found"][2]
+    assert found["left out"][0]["found"][3:] == ["True", "None"]
+    assert found["left out"][1]["found"] == ["True", "None"] * 2
+    assert found["left out"][0]["steps"] == [1, 2, 13, 16, 17]
+    for name in ("nothing differs", "the same again", "at last", "unforced at last"):
+        assert [told["found"][-2:] for told in found[name]] == [["True", "None"]] * 2, name
+    assert [told["found"] for told in found["together"]] == [["2"], ["2"]]
+    assert [told["found"] for told in found["after"]] == [["False", "False"]] * 2
+    assert all(told["secs"] < 5 for pair in found.values() for told in pair)

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
+import torch
 import torchax
 from processes_program import INDEX, report
 
@@ -99,3 +101,57 @@ if IS_BAD:
     ckpt._saver._failures.report(SaveError("what only process 1 knows", step=1))
 told("a failure that one knows", save(2, force=True), save(3, force=True), ckpt._saver.wait)
 ckpt.close()
+
+# Calls that read, and attach.
+
+
+class Loader:
+    """Something to attach."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def init(name: str, abstract: Any) -> Any:
+    if IS_BAD and is_failing:
+        raise ValueError("no values")
+    return np.zeros(abstract.shape, abstract.dtype)
+
+
+def attach(place: str = "jax", **kwargs: Any) -> Any:
+    torchax.disable_globally()
+    with torch.device("cpu" if IS_BAD and place == "cpu" else "meta"):
+        model = torch.nn.Linear(2, 2)
+    torchax.enable_globally()
+    return lambda: ckpt.attach(model, init=init, stateful={"loader": Loader()}, **kwargs)
+
+
+ckpt, is_failing = opened("attached"), True
+told("attach: on the CPU", attach("cpu"))
+told("attach: no values", attach())
+is_failing = False
+told("attach", attach())
+told("attach: again", lambda: ckpt.attach() if IS_BAD else ckpt.attach(stateful={}))
+told("saved", lambda: ckpt.save(2, force=True), ckpt.wait_until_finished)
+tier: Any = "nowhere" if IS_BAD else None
+word: Any = "two" if IS_BAD else 2
+told("restore: tier", lambda: ckpt.restore(2, tier=tier))
+told("restore: pattern", lambda: ckpt.restore(2, include=3 if IS_BAD else "*"))  # type: ignore[arg-type]
+told("restore: step", lambda: ckpt.restore(word))
+told("restore", lambda: ckpt.restore(2).step)
+told("load: tier", lambda: ckpt.load(2, tier=tier))
+told("load: step", lambda: ckpt.load(word))
+told("load: state", lambda: ckpt.load(2, {"model": {"other": 1}} if IS_BAD else None))
+told("verify: tier", lambda: ckpt.verify(2, tier=tier))
+told("verify: step", lambda: ckpt.verify(word))
+told("verify", lambda: ckpt.verify(2))
+told("delete: tier", lambda: ckpt.delete(2, tier=tier))
+told("delete: step", lambda: ckpt.delete(word))
+told("delete: gone", lambda: ckpt.delete(7))
+told("should_save: step", lambda: ckpt.should_save(word))
+told("delete", lambda: ckpt.delete(2))
+jax.distributed.shutdown()
+ckpt.close()  # has nobody left to tell

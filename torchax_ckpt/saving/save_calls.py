@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import AttachError, SaveError
+from torchax_ckpt.errors import AttachError, SaveError, StepError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
+from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.runtime.preemption import Preemption
+from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving import step_metrics
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.tiers import RunTier, Tiers
@@ -50,6 +52,7 @@ class SaveCalls:
         self._tiers = tiers
         self._durable = tiers.durable
         self._is_alone = tiers.processes.count == 1
+        self._log = tiers.call_log
         self._loop = loop
         self._preemption = preemption
         self.snapshotter = snapshotter
@@ -60,9 +63,31 @@ class SaveCalls:
 
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
-        return bool(self._due(step, is_preempted=self._preemption.reached(step)))
+        self._log.step = step
+        with self._log.calling(f"save({step})", Kind.SAVE):
+            return bool(self._due(step, is_preempted=self._preemption.reached(step)))
 
     def save(
+        self,
+        step: Any,
+        attached: TrainingState | None,
+        state: Any,
+        metrics: Mapping[str, Any],
+        *,
+        force: bool,
+    ) -> bool:
+        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``."""
+        try:
+            self._log.step = number = as_step(step)
+            self._loop.require_not_passed(number, self._durable.directory.path)
+        except StepError:  # the others learn that this process comes to no step that they save
+            self._log.publish("calls", f"save({step!r:.40})", Kind.SAVE, None)
+            self._log.has_differed = True
+            raise
+        with self._log.calling(f"save({number})", Kind.SAVE):
+            return self._save(number, attached, state, metrics, force=force)
+
+    def _save(
         self,
         step: int,
         attached: TrainingState | None,
@@ -71,7 +96,7 @@ class SaveCalls:
         *,
         force: bool,
     ) -> bool:
-        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``.
+        """Implements ``save`` for a step that the run has not passed.
 
         A forced save, or a save at a preemption, goes to the durable tier only.
 
@@ -85,13 +110,13 @@ class SaveCalls:
         # prepare().
         if self._raises and self._is_alone:
             self._tiers.check_for_errors(SaveError)
-        self._loop.require_not_passed(step, self._durable.directory.path)
         refusal = _Refusal(is_alone=self._is_alone)
         pending: Mapping[str, Any] = {}
         with refusal:
             _require_state(attached, state, step)
             pending = self._loop.take_metrics(metrics)
             if must_save:
+                self._durable.saver.announce(step)
                 self._durable.saver.wait()  # a save of this step may be in flight, and may fail
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
@@ -99,6 +124,9 @@ class SaveCalls:
             if not must_save:  # otherwise the step is not skipped but saved already
                 self._durable.telemetry.skipped(step)
             return False
+        for tier in due:
+            if not must_save:
+                tier.saver.announce(step)
         began = time.perf_counter()
         fetch_metrics: Callable[[], Any] = dict
         with refusal:

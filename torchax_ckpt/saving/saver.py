@@ -28,6 +28,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies.preservation import preserved
+from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
@@ -82,6 +83,7 @@ class Saver:
         self._calls, self._saves = calls, saves
         self._on_donated = on_donated
         self._in_flight: SaveInFlight | None = None
+        self._call: Call | None = None  # of the newest save, or of the save about to begin
         self._has_tried = self._is_claimed = self._is_recovered = False
         self._releasing = threading.Lock()
         self._num_failures = 0
@@ -171,10 +173,19 @@ class Saver:
             self._history.refresh(self._directory.branches().in_place)
             self._is_recovered = True
 
+    def announce(self, step: int) -> None:
+        """Tells the other processes that this process is about to save the step.
+
+        Call ``announce`` before ``begin`` or ``abstain``, and before a wait for the save in flight.
+        """
+        lane = "local" if self._saves.is_per_host else "durable"
+        self._call = self._saves.log.publish(lane, f"save({step})", Kind.SAVE, step)
+
     def begin(self, capture: Capture) -> None:
         """Waits for the save in flight, if any, then starts a thread that writes ``capture``."""
         self.wait()
-        save = SaveInFlight(capture.step, capture.began, functools.partial(self._run, capture))
+        write = functools.partial(self._run, capture, self._call)
+        save = SaveInFlight(capture.step, capture.began, write)
         self._in_flight = save
         self._history.begin(capture.step)
         try:
@@ -269,13 +280,13 @@ class Saver:
 
     # --- on the save's own thread ---
 
-    def _run(self, capture: Capture, save: SaveInFlight) -> None:
+    def _run(self, capture: Capture, call: Call | None, save: SaveInFlight) -> None:
         if capture.snapshot.way != "transfer":
             # Otherwise this thread would take the interpreter lock, and save() would block longer.
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:
-            with self._saves.round(_round_of(capture.step)):
+            with self._saves.round(_round_of(capture.step), call):
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
@@ -293,13 +304,13 @@ class Saver:
             save.handed_over.wait()
             cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
             self._telemetry.durable(cost, durable.path)
-            self._tidy(durable)
+            self._tidy(durable, call)
             self.finished.append(cost)
         finally:
             save.transferred.set()
             del capture  # the traceback of a stored error refers to this frame
 
-    def _tidy(self, durable: CommittedStep) -> None:
+    def _tidy(self, durable: CommittedStep, call: Call | None) -> None:
         """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""
 
         def tidy() -> list[Any]:
@@ -325,7 +336,7 @@ class Saver:
             return committed_step.described(history.branches.committed)
 
         try:
-            with self._saves.round(f"tidying up after step {durable.step}"):
+            with self._saves.round(f"tidying up after step {durable.step}", call):
                 remaining = self._saves.first(tidy)
             self._history.refresh(committed_step.named(remaining, self._directory.path))
         except Exception as error:

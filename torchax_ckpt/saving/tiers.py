@@ -17,6 +17,7 @@ from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, save_decision
+from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.local_tier import HostSteps
@@ -69,6 +70,7 @@ class Tiers:
 
     Attributes:
       processes: the processes of the run, for messages between training threads.
+      call_log: the calls that the processes make, on all channels of the run.
       durable: the durable tier.
       local: the local tier, or None.
 
@@ -92,9 +94,10 @@ class Tiers:
         self._on_event = on_event
         self._on_donated = on_donated
         durable = RunDirectory(directory, read_only=options.read_only)
-        self.processes, saves = (
-            self._connect(f"{kind} {durable.path}") for kind in ("calls", "saves")
-        )
+        self.call_log = CallLog()
+        self.processes = self._connect(f"calls {durable.path}")
+        self.call_log = self.processes.log = CallLog(self.processes)
+        saves = self._connect(f"saves {durable.path}")
         self._tiers: list[RunTier] = []
         self.durable = self._tier(
             "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
@@ -159,7 +162,9 @@ class Tiers:
     def _connect(self, channel: str) -> Processes:
         """Returns a new channel for messages between the processes of the run."""
         service = orbax_context.coordination_service()
-        return Processes(channel, self._options.process_timeout_secs, service)
+        processes = Processes(channel, self._options.process_timeout_secs, service)
+        processes.log = self.call_log
+        return processes
 
     # --- finding steps ---
 
@@ -271,6 +276,10 @@ class Tiers:
     def holding(self, committed: CommittedStep) -> RunTier:
         """Returns the tier whose directory contains the given step."""
         return next(t for t in self._tiers if t.directory.path == committed.path.parent)
+
+    def require(self, name: TierName | None) -> None:
+        """Raises TierError if there is no tier of this name."""
+        self._selected_tiers(name)
 
     def _selected_tiers(self, name: TierName | None) -> list[RunTier]:
         tiers = [tier for tier in self._tiers if name in (None, tier.name)]
