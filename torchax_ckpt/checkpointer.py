@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchax_ckpt import policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
-from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
-from torchax_ckpt.restoring.fallback import newest_readable, reading
-from torchax_ckpt.restoring.load import load_state
-from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
-from torchax_ckpt.restoring.verify import verify_step
+from torchax_ckpt.processes.call_log import Kind, called
+from torchax_ckpt.restoring.restore import RestoreReport
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving.last_completed import LastCompleted
 from torchax_ckpt.saving.loop import Loop
+from torchax_ckpt.saving.read_calls import ReadCalls
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state.loaders import protocols
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.arrays import orbax_internals
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.hook import Hook
 from torchax_ckpt.telemetry.stats import Stats
@@ -119,8 +114,10 @@ class TorchaxCheckpointer:
         self._saves = SaveCalls(
             self._tiers, self._loop, self._preemption, snapshotter, self._keep_policy, self._options
         )
+        self._reads = ReadCalls(self._tiers, self._options)
         self._closing = self._tiers.closing(self._preemption.close)
         self._calls = Calls()
+        self._call_log = self._tiers.call_log
         self._attached: TrainingState | None = None
         self._is_closed = self._has_ended = False
 
@@ -132,6 +129,7 @@ class TorchaxCheckpointer:
     # --- attaching and restoring ---------------------------------------------------------------
 
     @guarded(trains=True)
+    @called(Kind.CALL)
     def attach(
         self,
         model: Any = None,
@@ -191,25 +189,32 @@ class TorchaxCheckpointer:
           DirectoryError: a step cannot be read now; it may be intact, so it is not skipped.
         """
         self._require_open()
-        if self._attached is not None:
-            raise AttachError(
-                "attach was called before on this checkpointer; attach everything in one call, or "
-                "use a second checkpointer with another directory"
+        with self._processes.round("beginning"):
+            if self._attached is not None:
+                raise AttachError(
+                    "attach was called before on this checkpointer; attach everything in one call, "
+                    "or use a second checkpointer with another directory"
+                )
+            self._tiers.wait()
+            self._tiers.take_over()
+            attached = TrainingState(
+                model,
+                optimizer,
+                lr_scheduler,
+                dataloader,
+                stateful,
+                shardings,
+                init,
+                rng,
+                redistribute,
             )
-        self._tiers.wait()
-        self._tiers.take_over()
-        attached = TrainingState(
-            model, optimizer, lr_scheduler, dataloader, stateful, shardings, init, rng, redistribute
-        )
-        self._saves.model_files = ModelFiles(model, tokenizer)
-        if candidates := self._tiers.steps() if resume else []:
-            report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, True))
-            self._loop.position = report.step
-        else:
-            fresh = attached.prepare_fresh()
-            fresh.require_filled()
-            fresh.apply({})
-            self._loop.position = None
+            self._saves.model_files = ModelFiles(model, tokenizer)
+        self._loop.position = self._reads.resume(attached) if resume else None
+        if self._loop.position is None:
+            with self._processes.round("starting anew"):
+                fresh = attached.prepare_fresh()
+                fresh.require_filled()
+                fresh.apply({}, self._processes.meet)
         self._tiers.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:
@@ -217,6 +222,7 @@ class TorchaxCheckpointer:
         return self._loop.position or 0
 
     @guarded(trains=True)
+    @called(Kind.CALL)
     def restore(
         self,
         step: int | None = None,
@@ -256,38 +262,19 @@ class TorchaxCheckpointer:
           AttachError, ForeignCheckpointError, UninitializedLeafError: as for ``attach``.
         """
         self._require_open()
-        attached = self._require_attached("restore")
-        self._tiers.wait()
-        selection = functools.partial(Selection, include, exclude, rename, optimizer_class)
-        candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
-        report, skipped = newest_readable(
-            candidates, lambda s: self._restore(s, attached, strict, selection())
+        report = self._reads.restore(
+            step,
+            functools.partial(self._require_attached, "restore"),
+            strict=strict,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            optimizer_class=optimizer_class,
+            tier=tier,
         )
         self._loop.restored(report.step)
         self._tiers.go_on_from(report.step)
-        return dataclasses.replace(report, skipped_steps=skipped)
-
-    def _restore(
-        self,
-        committed: CommittedStep,
-        attached: TrainingState,
-        strict: bool,
-        selection: Selection | None = None,
-    ) -> RestoreReport:
-        began = time.perf_counter()
-        tier = self._tiers.holding(committed)
-        with reading(committed, tier.directory, tier.processes):
-            source = self._tiers.opened(committed)
-            report = restore_attached(
-                source, attached, strict, self._options, self._processes, selection
-            )
-        secs = time.perf_counter() - began
-        where = tier.directory.path  # the step itself may be on other hosts only
-        logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
-        values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
-        self._telemetry.emit("restored", report.step, **values)
-        tier.restored(committed, is_verified=report.is_verified)
-        return dataclasses.replace(report, tier=tier.name)
+        return report
 
     def _reads_over_devices(self) -> bool:
         """Returns whether a read sends values between processes over the device network."""
@@ -295,7 +282,11 @@ class TorchaxCheckpointer:
             self._options.single_replica_restore or self._tiers.local is not None
         )
 
+    def _kind_of_read(self) -> Kind:
+        return Kind.LOAD if self._calls.is_training_thread else Kind.READ
+
     @guarded(trains=_reads_over_devices)
+    @called(_kind_of_read)
     def load(
         self,
         step: int | None = None,
@@ -323,17 +314,10 @@ class TorchaxCheckpointer:
           MismatchError: the step does not match ``abstract_state``.
           CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
         """
-        candidates = self._tiers.candidates(None if step is None else as_step(step), tier)
-        state, _ = newest_readable(candidates, lambda s: self._load(s, abstract_state))
-        return state
-
-    def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        tier = self._tiers.holding(committed)
-        with reading(committed, tier.directory, tier.processes):
-            opened = self._tiers.opened
-            return load_state(committed, opened, abstract_state, self._options, self._processes)
+        return self._reads.load(step, abstract_state, tier)
 
     @guarded(trains=False)
+    @called(_kind_of_read)
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Reads a whole step and compares every byte with the bytes that were saved.
 
@@ -353,12 +337,7 @@ class TorchaxCheckpointer:
           ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
           DirectoryError: the step cannot be read now.
         """
-        found = self._tiers.candidates(None if step is None else as_step(step), tier)
-        newest = found[-1].step
-        for committed in [s for s in found if s.step == newest]:
-            place = self._tiers.holding(committed)
-            verify_step(committed, place.directory, place.processes, self._options)
-        return newest
+        return self._reads.verify(step, tier)
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -426,7 +405,7 @@ class TorchaxCheckpointer:
           StepError: a step below 0 or the last saved or restored step; StepTypeError: not an int.
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
-          MetricsError: a metric cannot be stored, or a best-N rule cannot rank it.
+          MetricsError: a metric cannot be stored; or, unless the save is forced, not be ranked.
           OutOfMemoryError: the devices have no memory for the copies of snapshot="copy"; nothing
             was saved or changed.
           DirectoryError: the first save finds that the directory cannot be written.
@@ -435,7 +414,7 @@ class TorchaxCheckpointer:
           SaveError: an earlier save failed, with ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
-        return self._saves.save(as_step(step), self._attached, state, metrics or {}, force=force)
+        return self._saves.save(step, self._attached, state, metrics or {}, force=force)
 
     def reached_preemption(self, step: int | None = None) -> bool:
         """Returns whether this run got a preemption notice; call it after each completed step.
@@ -475,6 +454,7 @@ class TorchaxCheckpointer:
         return self._tiers.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True)
+    @called(Kind.CALL)
     def delete(self, step: int, *, tier: TierName | None = None) -> None:
         """Deletes a step, whatever the preservation policy says.
 
@@ -486,8 +466,11 @@ class TorchaxCheckpointer:
           StepNotFoundError, TierError, LeaseError: no such step or tier; another program writes.
         """
         self._require_open()
-        self._tiers.wait()
-        self._tiers.delete(as_step(step), tier)
+        with self._processes.round("beginning"):
+            self._tiers.wait()
+            self._tiers.require(tier)
+            number = as_step(step)
+        self._tiers.delete(number, tier)
 
     def stats(self) -> Stats:
         """Returns counts and times of saves and restores so far. May be called on any thread."""
@@ -509,11 +492,13 @@ class TorchaxCheckpointer:
         """Raises the oldest error of a background save that no call has raised yet.
 
         Raises:
-          SaveError, MetricsError: a save failed; a best-N rule cannot rank a metric.
+          SaveError: a save failed; names step, path and cause.
+          MetricsError: a best-N rule cannot rank a metric of a step that was saved nevertheless.
         """
         self._tiers.check_for_errors()
 
     @guarded(trains=False)
+    @called(Kind.END)
     def close(self) -> None:
         """Waits for saves in flight, then releases the directory's lease. May be called twice.
 

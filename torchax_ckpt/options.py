@@ -83,7 +83,7 @@ class CheckpointOptions:
         process 0 up to twice as long, because process 0 may first wait for one of them. The time
         must be at least the difference between the slowest and the fastest process in reading or
         writing their parts. Then the call or the save fails on all processes; the error names the
-        processes that are missing.
+        processes that are missing. Processes that made another call are not waited for.
       save_timeout_secs: after this time, the current stage of a save in flight and the stack of its
         thread are logged, and again after each doubling of the time. Callers that wait for the
         save get a SaveTimeoutError, while the save continues. None: callers wait as long as the

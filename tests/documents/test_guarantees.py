@@ -34,6 +34,13 @@ TESTED = {
     "A restore changes everything or nothing": [
         "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything",
     ],
+    "What one process gets wrong": [
+        "processes/test_coordination.py::test_an_error_of_one_is_raised_by_all",
+        "processes/test_call_log.py"
+        "::test_one_of_three_that_makes_another_call_costs_all_that_call_only",
+        "saving/test_step_metrics.py"
+        "::test_a_metric_that_cannot_be_ranked_costs_no_step_that_must_be_saved",
+    ],
     "A damaged newest step is skipped": [
         "restoring/test_going_back.py::test_an_unreadable_newest_step_is_skipped_and_then_abandoned",
         "restoring/test_going_back.py"

@@ -2,9 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from support import PROGRAMS
+from support.group import Group
 from support.processes import run_processes
+
+from torchax_ckpt.errors import PolicyError, ProcessError
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.decision_windows import DecisionWindows
+
+
+def windows(member: Processes, decide: Any) -> DecisionWindows:
+    def never(step: int, coming: Sequence[int]) -> bool:
+        raise AssertionError("only process 0 decides")
+
+    return DecisionWindows(member, decide if member.is_first else never)
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, PolicyError])
+def test_a_policy_that_fails_does_so_on_all_at_the_same_step(kind: type[Exception]) -> None:
+    def decide(step: int, coming: Sequence[int]) -> bool:
+        if step == 5:
+            raise kind("cannot decide")
+        return step % 2 == 0
+
+    def act(member: Processes) -> list[Any]:
+        asked = windows(member, decide)
+        answers: list[Any] = []
+        for step in (1, 2, 3, 4, 5, 5, 6, 7):
+            try:
+                answers.append(asked.ask(step))
+            except Exception as error:
+                answers.append(error)
+        asked.close()
+        return answers
+
+    first, *others = Group(timeout_secs=5)(act)
+    decided = [step % 2 == 0 for step in (1, 2, 3, 4, 6, 7)]
+    for answers in (first, *others):
+        assert [a for a in answers if isinstance(a, bool)] == decided
+    assert [(type(error), str(error)) for error in first[4:6]] == [(kind, "cannot decide")] * 2
+    told = "process 0: " + ("" if kind is PolicyError else "ZeroDivisionError: ") + "cannot decide"
+    told_kind = PolicyError if kind is PolicyError else ProcessError
+    for answers in others:
+        assert [(type(error), str(error)) for error in answers[4:6]] == [(told_kind, told)] * 2
 
 
 @pytest.mark.slow

@@ -200,3 +200,101 @@ def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory:
     expected = np.arange(4096, dtype=np.float32).reshape(64, 64)
     expected[32:] += 1
     np.testing.assert_array_equal(loaded, expected)
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
+    first, second = run_processes(PROGRAMS / "refused_on_one.py", 2, str(tmp_path))
+    found = {told["name"]: (told, other) for told, other in zip(first, second, strict=True)}
+
+    def kinds(name: str) -> list[list[str]]:
+        return [[text.partition(":")[0] for text in told["found"]] for told in found[name]]
+
+    refused = {
+        "at the first save": "metric 'loss': expected a number",
+        "not to be ranked": "metric 'loss' at step 3 is nan",
+        "forced, not to be stored": "metric 'loss': expected a number",
+        "nothing to save": "save was called before anything was attached",
+        "no thread": "can't start new thread",
+    }
+    for name, why in refused.items():
+        told, other = found[name]
+        assert told["found"][0] == "True"
+        assert why in other["found"][0]
+        assert told["found"][1].startswith("SaveError: ")
+        assert "process 1: " in told["found"][1]
+        assert why in told["found"][1]
+        assert told["secs"] < 10, "process_timeout_secs is 60"
+    # What cannot be ranked costs no forced step.
+    assert kinds("forced, not to be ranked") == [["True", "None"], ["True", "MetricsError"]]
+    assert kinds("nothing wrong") == [["True", "None"]] * 2
+    assert kinds("no decision") == [
+        ["ZeroDivisionError", "ZeroDivisionError", "True"],
+        ["ProcessError", "ProcessError", "True"],
+    ]
+    assert found["no decision"][0]["steps"] == [2, 7]
+    # Both raise what one knows, at the same step, and then go on together.
+    for told in found["a failure that one knows"]:
+        raised, *after = told["found"]
+        assert "what only process 1 knows" in raised
+        assert after == ["True", "None"]
+        assert told["steps"] == [1, 3]
+    # Calls that read, and attach: what the bad process raises, and what the other does.
+    for name, own, others in (
+        ("attach: on the CPU", "AttachError", "AttachError: process 1: "),
+        ("attach: no values", "ValueError", "ProcessError: process 1: ValueError: "),
+        ("attach: again", "AttachError", "AttachError: attach was called before"),
+        ("restore: tier", "TierError", "TierError: process 1: "),
+        ("restore: pattern", "SelectionError", "SelectionError: process 1: "),
+        ("restore: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("load: tier", "TierError", "TierError: process 1: "),
+        ("load: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("load: state", "MismatchError", "MismatchError: process 1: "),
+        ("verify: tier", "TierError", "TierError: process 1: "),
+        ("verify: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("delete: tier", "TierError", "TierError: process 1: "),
+        ("delete: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        ("delete: gone", "StepNotFoundError", "StepNotFoundError: "),
+        ("should_save: step", "StepTypeError", "False"),
+    ):
+        assert kinds(name)[1] == [own], name
+        assert found[name][0]["found"][0].startswith(others), name
+    for name, answer in {"attach": "0", "saved": "True", "restore": "2", "verify": "2"}.items():
+        assert [told["found"][0] for told in found[name]] == [answer] * 2
+    assert [told["steps"] for told in found["delete"]] == [[], []]
+    assert all(told["secs"] < 10 for pair in found.values() for told in pair)
+
+
+@pytest.mark.slow
+def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
+    first, second = run_processes(PROGRAMS / "differing_calls.py", 2, str(tmp_path))
+    found = {a["name"]: (a, b) for a, b in zip(first, second, strict=True)}
+    named = {
+        "other steps": ("save(10)", "save(12)"),
+        "restoring": ("restore(2)", "save(20)"),
+        "other restores": ("restore(1)", "restore(2)"),
+        "deleting": ("save(21)", "delete(1)"),
+        "loading": ("load(2)", "save(22)"),
+        "unforced": ("save(10)", "save(12)"),
+    }
+    for name, calls in named.items():
+        text = "process 0 called {}, but process 1 called {}.".format(*calls)
+        for told in found[name]:
+            assert text in " ".join(told["found"]), told
+            assert told["secs"] < 5, "process_timeout_secs is 20"
+    # Where one cannot know of it, or is told by its own error.
+    text = "process 0 called {}, but process 1 called {}."
+    assert text.format("save(23)", "save('23')") in found["no step"][0]["found"][1]
+    assert found["no step"][1]["found"] == ["StepTypeError: step: expected an int, found '23'"]
+    assert text.format("save(25)", "close()") in found["closing"][0]["found"][1]
+    assert text.format("save(15)", "save(16)") in " ".join(found["passed"][0]["found"])
+    # A call that was left out costs no later one.
+    assert text.format("save(14)", "save(16)") in found["left out"][0]["found"][2]
+    assert found["left out"][0]["found"][3:] == ["True", "None"]
+    assert found["left out"][1]["found"] == ["True", "None"] * 2
+    assert found["left out"][0]["steps"] == [1, 2, 13, 16, 17]
+    for name in ("nothing differs", "the same again", "at last", "unforced at last"):
+        assert [told["found"][-2:] for told in found[name]] == [["True", "None"]] * 2, name
+    assert [told["found"] for told in found["together"]] == [["2"], ["2"]]
+    assert [told["found"] for told in found["after"]] == [["False", "False"]] * 2
+    assert all(told["secs"] < 5 for pair in found.values() for told in pair)

@@ -30,7 +30,7 @@ from support.training import P, fsdp_mesh, fsdp_rule, place
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError, UnsupportedLeafError
-from torchax_ckpt.saving import identities
+from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import host_batches

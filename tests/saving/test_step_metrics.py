@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MetricsError
+from torchax_ckpt.runtime import preemption
 from torchax_ckpt.saving.step_metrics import check_metrics, fetch
 
 STATE = {"w": np.ones(2)}
@@ -308,6 +310,28 @@ def test_what_a_best_n_rule_cannot_rank_is_refused_at_save(directory: Path, valu
                 ckpt.save(3, state=STATE, metrics={"loss": value})
             assert caught.value.step == 3
             assert ckpt.all_steps() == []
+
+
+@pytest.mark.parametrize("value", [math.nan, "text"])
+@pytest.mark.parametrize("why", ["forced", "preempted"])
+def test_a_metric_that_cannot_be_ranked_costs_no_step_that_must_be_saved(
+    directory: Path, why: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CheckpointOptions(on_save_error="raise")  # for saves that failed, which this is not
+    best = policies.AnyPreservationPolicy([BEST, policies.LatestN(2)])
+    with TorchaxCheckpointer(directory, preservation_policy=best, options=options) as ckpt:
+        ckpt.save(1, state=STATE, metrics={"loss": 1.0}, force=True)
+        if why == "preempted":
+            monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+        metrics = {"loss": value, "a": 1}
+        assert ckpt.save(2, state=STATE, metrics=metrics, force=why == "forced")
+        assert ckpt.save(3, state=STATE, force=True)
+        with pytest.raises(MetricsError, match="'loss' at step 2"):
+            ckpt.wait_until_finished()
+        ckpt.check_for_errors()  # was raised, and is read
+        assert ckpt.all_steps() == [1, 2, 3]
+        assert ckpt.best_step() == 1
+        assert ckpt.metrics(2)["a"] == 1
 
 
 def test_metrics_that_no_rule_ranks_may_be_nan(directory: Path) -> None:

@@ -87,7 +87,7 @@ def killed_before_setting_aside(directory: Path) -> None:
     ckpt = TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll())
     ckpt.attach()
     ckpt.restore(10)
-    ckpt._saver._tidy = lambda durable: None  # type: ignore[method-assign]
+    ckpt._saver._tidy = lambda *_: None  # type: ignore[method-assign]
     ckpt.save(11, state=fill, force=True)
     ckpt.close()
     assert entries(directory) == {"10", "11", "20", "30"}

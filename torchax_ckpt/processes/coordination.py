@@ -26,26 +26,27 @@ from typing import Any, TypeVar
 
 import jax
 
-from torchax_ckpt import errors
-from torchax_ckpt.errors import CheckpointError, ProcessError, ProcessTimeoutError
+from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
+from torchax_ckpt.processes.call_log import Call, CallLog
+from torchax_ckpt.processes.error_messages import from_json, to_json
+from torchax_ckpt.processes.messages import POLL_SECS, Messages
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The time within which a waiting process notices the failure of another process, or Ctrl-C.
-_POLL_SECS = 0.5
 _made: collections.Counter[str] = collections.Counter()
 # The verdict on a round that succeeded on all processes.
 _SUCCESS = b""
 
 
-class Processes:
+class Processes(Messages):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
     Attributes:
       index: the index of this process.
       count: the number of processes.
       timeout_secs: how long to wait for another process.
+      log: the calls of the processes; by default an empty one, which is never compared.
 
     Args:
       name: the name of the channel. Channels with equal names are numbered in the order of their
@@ -67,6 +68,7 @@ class Processes:
         self.index = jax.process_index() if index is None else index
         self.count = jax.process_count() if count is None else count
         self.timeout_secs = timeout_secs
+        self.log = CallLog()
         if self.count == 1:
             return
         self._client = client
@@ -75,11 +77,17 @@ class Processes:
         self._one_round = threading.Lock()
         # How often each round was entered. The keys are digests, because each step adds a round.
         self._entered: collections.Counter[int] = collections.Counter()
+        self._counting = threading.Lock()
         self._work = ""
         # Key prefixes of earlier rounds that are not deleted yet, and last of the newest round.
         self._rounds: list[str] = []
+        # Key prefixes of rounds that this process refused since it entered the newest round.
+        self._refused: list[str] = []
         self._messages = 0
         self._verdict: bytes | None = None
+        # The call that the newest round belongs to, and whether waiting for others was in vain.
+        self._call: Call | None = None
+        self._is_in_vain = False
 
     @property
     def is_first(self) -> bool:
@@ -96,7 +104,7 @@ class Processes:
         return None
 
     @contextlib.contextmanager
-    def round(self, what: str) -> Iterator[None]:
+    def round(self, what: str, call: Call | None = None) -> Iterator[None]:
         """Runs the ``with`` block as a round, in which the processes exchange messages.
 
         The round succeeds on all processes, or raises the same error on all. If another thread is
@@ -105,18 +113,25 @@ class Processes:
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
             of some work on one process meets the n-th round of that work on the others. So if one
-            process omits a round, rounds of other work are not affected.
+            process omits a round, rounds of other work are not affected. A process that was told
+            that its calls differed does not count the rounds that others entered in vain.
+          call: the call that the work belongs to; default: the call of this thread, whose text then
+            precedes ``what``.
 
         Raises:
           CheckpointError: the error of another process. It has the same type if that is an error
             class of this package, else the type is ProcessError.
+          ProcessError: another process made a call that rules out this one; names both calls.
           ProcessTimeoutError: a process did not arrive in time; names it.
         """
         if self.count == 1:
             yield
             return
+        if call is None and (call := self.log.current) is not None:
+            what = f"{call.text}: {what}"
         with self._one_round:
             self._enter(what)
+            self._call, self._is_in_vain = call, False
             try:
                 yield
                 self._end()
@@ -128,21 +143,35 @@ class Processes:
                     raise shared from shared.__cause__
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Makes the round ``what`` fail on the other processes; does not wait for them."""
+        """Makes the round ``what`` fail on the other processes.
+
+        Waits neither for them nor for a round of this channel that runs on another thread.
+        """
         if self.count == 1:
             return
-        with self._one_round:
-            self._enter(what)
-            kind = "verdict/0" if self.is_first else f"failed/{self.index}"
-            self._set(f"{self._here}/{kind}", _to_json(error, self.index))
+        place = self._next_place(what)
+        kind = "verdict/0" if self.is_first else f"failed/{self.index}"
+        self._set(f"{place}/{kind}", to_json(error, self.index))
+        self._refused.append(place)
 
     def _enter(self, what: str) -> None:
-        digest = _digest(what)
         self._work = what
-        self._rounds.append(f"{self._place}/{digest:016x}/{self._entered[digest]}")
-        self._entered[digest] += 1
+        self._rounds += [*self._refused, self._next_place(what)]
+        self._refused.clear()
         self._messages = 0
         self._verdict = None
+
+    def _next_place(self, what: str) -> str:
+        """Returns the key prefix of the next round of this work, and counts this round."""
+        digest = _digest(what)
+        work = f"{self._place}/{digest:016x}"
+        left_out = []
+        if self.log.has_differed:
+            found = self._client.key_value_dir_get_bytes(f"{work}/left out/")
+            left_out = [int(message) for _, message in found]
+        with self._counting:
+            self._entered[digest] = max(self._entered[digest], *left_out, 0) + 1
+            return f"{work}/{self._entered[digest] - 1}"
 
     def _end(self) -> None:
         """Waits for the verdict, which process 0 publishes after all processes call ``_end``."""
@@ -154,7 +183,7 @@ class Processes:
         elif not self._is_decided():
             self._set(f"{self._here}/verdict/0", _SUCCESS)
         if self._verdict:
-            raise _from_json(self._verdict)
+            raise from_json(self._verdict)
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
         """Sends a value to process 0. Returns all values on process 0, and [] on other processes.
@@ -210,24 +239,6 @@ class Processes:
         self.share(json.dumps(value).encode())
         return value
 
-    # --- notes: messages outside of rounds, for any process ---
-
-    def put_note(self, key: str, message: bytes) -> None:
-        """Writes or replaces a note, which is a message that belongs to no round."""
-        self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
-
-    def wait_for_note(self, key: str) -> bytes | None:
-        """Returns the note ``key``, or None if no process writes it within half a second."""
-        return self._wait(f"{self._place}/{key}", _POLL_SECS)
-
-    def notes(self, folder: str) -> list[bytes]:
-        """Returns the messages of all notes whose keys begin with ``folder`` and a slash."""
-        return [m for _, m in self._client.key_value_dir_get_bytes(f"{self._place}/{folder}/")]
-
-    def remove_note(self, key: str) -> None:
-        """Removes a note."""
-        self._client.key_value_delete(f"{self._place}/{key}")
-
     # --- messages ---
 
     @property
@@ -256,21 +267,27 @@ class Processes:
           place: the folder of keys that shows which processes have not arrived.
         """
         while True:
-            message = self._wait(key, min(deadline - time.monotonic(), _POLL_SECS))
+            message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
             if message is not None:
                 return message
             if self._is_decided() and self._verdict:
-                raise _from_json(self._verdict)
+                raise from_json(self._verdict)
+            others = self._missing(place) if self.is_first else [0]
+            if (error := self._difference(others)) is not None:
+                self._is_in_vain = True
+                raise error
             if time.monotonic() >= deadline:
+                self._is_in_vain = True
                 raise self._timeout_error(self._missing(place))
 
-    def _wait(self, key: str, secs: float) -> bytes | None:
-        try:
-            return self._client.blocking_key_value_get_bytes(key, max(1, int(secs * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise self._service_error(error) from error
-            return None
+    def _difference(self, others: list[int]) -> ProcessError | None:
+        """Returns an error if one of ``others`` made a call that rules out this round."""
+        error = None if self._call is None else self.log.difference(self._call, others)
+        if error is not None:  # the processes that left out this round make up for it
+            work, _, number = self._here.rpartition("/")
+            key, message = f"{work}/left out/{self.index}", str(int(number) + 1).encode()
+            self._client.key_value_set_bytes(key, message, allow_overwrite=True)
+        return error
 
     def _is_decided(self) -> bool:
         """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
@@ -279,18 +296,6 @@ class Processes:
             found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
             self._verdict = next((message for _, message in sorted(found)), None)
         return self._verdict is not None
-
-    def _set(self, key: str, message: bytes) -> None:
-        try:
-            self._client.key_value_set_bytes(key, message)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._service_error(error) from error
-
-    def _service_error(self, error: BaseException) -> ProcessError:
-        return ProcessError(
-            f"{self._work}: JAX's coordination service, which process 0 runs, does not answer "
-            f"process {self.index}: {error}"
-        )
 
     def _missing(self, place: str) -> list[int]:
         """Returns the indices of the processes that the others wait for at ``place``.
@@ -319,7 +324,7 @@ class Processes:
 
         Returns None if process 0 had published success before it received the report.
         """
-        message = _to_json(error, self.index)
+        message = to_json(error, self.index)
         try:
             if self.is_first:
                 verdict = self._verdict or message
@@ -327,12 +332,13 @@ class Processes:
             else:
                 if self._verdict is None:
                     self._set(f"{self._here}/failed/{self.index}", message)
-                    # No wait after a timeout, because process 0 may not answer at all.
-                    deadline = time.monotonic() + (
-                        0 if isinstance(error, ProcessTimeoutError) else 2 * self.timeout_secs
-                    )
+                    # No wait for a process 0 that may not answer at all.
+                    secs = 0 if self._is_in_vain else 2 * self.timeout_secs
+                    deadline = time.monotonic() + secs
                     while not self._is_decided() and time.monotonic() < deadline:
-                        time.sleep(_POLL_SECS / 10)
+                        time.sleep(POLL_SECS / 10)
+                        if self._difference([0]) is not None:
+                            return error  # process 0 does not come to this round
                 verdict = message if self._verdict is None else self._verdict
         except (ProcessError, jax.errors.JaxRuntimeError) as problem:
             text = "%s failed, and the other processes cannot be informed: %s"
@@ -340,7 +346,7 @@ class Processes:
             return error
         if verdict == _SUCCESS:  # the work is done here too; only the verdict arrived late
             return None if isinstance(error, Exception) else error
-        return error if json.loads(verdict)["process"] == self.index else _from_json(verdict)
+        return error if json.loads(verdict)["process"] == self.index else from_json(verdict)
 
     def _forget(self) -> None:
         """Deletes messages of earlier rounds.
@@ -354,39 +360,6 @@ class Processes:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
-
-
-def _to_json(error: BaseException, index: int) -> bytes:
-    """Returns an error of this process as JSON, for other processes."""
-    cause = error.__cause__
-    # Errors of other packages may have unrelated attributes ``step`` and ``path``.
-    is_ours = isinstance(error, CheckpointError)
-    return json.dumps(
-        {
-            "process": index,
-            "kind": type(error).__name__,
-            "message": str(error),
-            "step": getattr(error, "step", None) if is_ours else None,
-            "path": getattr(error, "path", None) if is_ours else None,
-            "cause": type(cause).__name__,
-        }
-    ).encode()
-
-
-def _from_json(message: bytes) -> CheckpointError:
-    """Returns the error of another process, from its JSON."""
-    fields = json.loads(message)
-    kind, cause = getattr(errors, fields["kind"], None), getattr(errors, fields["cause"], None)
-    text = f"process {fields['process']}: {fields['message']}"
-    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-        kind, text = (
-            ProcessError,
-            f"process {fields['process']}: {fields['kind']}: {fields['message']}",
-        )
-    error = kind(text, step=fields["step"], path=fields["path"])
-    if isinstance(cause, type) and issubclass(cause, CheckpointError):
-        error.__cause__ = cause(fields["message"])
-    return error
 
 
 SINGLE_PROCESS = Processes("", 0, None, index=0, count=1)

@@ -24,8 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torchax_ckpt.errors import ClosedError, PolicyError
+from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
+from torchax_ckpt.processes.call_log import Kind, different
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.error_messages import from_json, to_json
+from torchax_ckpt.processes.messages import POLL_SECS
 
 # The duration of a window: long enough to receive the next window in time, and short compared with
 # a save. The number of steps is limited, in case steps become slower.
@@ -45,16 +48,23 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 class _Window:
     """Says for the steps ``first``, ``first + stride`` and so on to ``last`` which ones to save.
 
-    ``saved`` lists the steps of the window that are to be saved.
+    ``saved`` lists the steps of the window that are to be saved. If process 0 could not decide,
+    ``error`` is the error, as JSON, which every process raises instead. If not ``is_predicted``,
+    process 0 has asked for the step ``first``.
     """
 
     first: int
     last: int
     stride: int
     saved: Sequence[int]
+    error: str = ""
+    is_predicted: bool = False
 
     def holds(self, step: int) -> bool:
         return self.first <= step <= self.last and (step - self.first) % self.stride == 0
+
+
+_NOTHING = _Window(0, -1, 1, ())
 
 
 class DecisionWindows:
@@ -72,9 +82,11 @@ class DecisionWindows:
         self._background = ThreadPoolExecutor(1, "decisions")
         self._asked, self._answer = -1, False
         self._stride: int | None = None
-        self._window = _Window(0, -1, 1, ())
+        self._window = _NOTHING
+        self._error: Exception | None = None  # why process 0 could not decide
         self._next: Future[_Window] | None = None
         self._closing = threading.Event()
+        self._has_differed = False  # whether this process's newest step was not process 0's
         self._num_windows = self._num_deleted = 0
         self._window_began = (0, 0.0)  # step and time.monotonic()
 
@@ -87,6 +99,10 @@ class DecisionWindows:
         """Returns whether to save this step; the answer is the same on all processes.
 
         Raises:
+          ProcessError: process 0 asked for another step; or it made another call, and so decides
+            nothing.
+          Exception: what ``decide`` raised on process 0. Other processes raise a CheckpointError
+            that says so.
           PolicyError: process 0 has not decided ``timeout_secs`` after this process asked.
           ClosedError: called after ``close``.
         """
@@ -97,8 +113,15 @@ class DecisionWindows:
             )
         if step == self._asked:
             return self._answer
+        left = self._window
         if step < self._asked or not self._window.holds(step):
             self._go_on(step)
+        if any(self._asked < saved < step for saved in (*left.saved, *self._window.saved)):
+            # Process 0, if it saves this earlier step, learns that it waits in vain.
+            self._processes.log.at(step)
+        if self._window.error:
+            error, self._window = self._window.error, _NOTHING
+            raise self._error or from_json(error.encode())
         self._asked, self._answer = step, step in self._window.saved
         return self._answer
 
@@ -126,7 +149,16 @@ class DecisionWindows:
             # The steps differ from the prediction, so the decisions are void.
             self._stride = step - self._asked if 0 <= self._asked < step else None
             self._window = self._result(self._begin(step, step, []), step)
-        if self._stride is not None:
+            while not self._window.holds(step):  # never so on process 0
+                is_behind = self._window.is_predicted or (
+                    self._has_differed and self._window.last < step
+                )
+                if not is_behind:
+                    self._has_differed = True
+                    raise self._differing(step, self._window.first)
+                self._window = self._result(self._begin(step, step, []), step)
+            self._has_differed = False
+        if self._stride is not None and not self._window.error:
             (last_step, last_time), now = self._window_began, time.monotonic()
             self._window_began = step, now
             num_steps = max(1, (step - last_step) // self._stride)
@@ -134,14 +166,18 @@ class DecisionWindows:
             ahead = max(1, min(_MAX_STEPS, math.ceil(_WINDOW_SECS / secs_per_step)))
             first = self._window.last + self._stride
             last = first + (ahead - 1) * self._stride
-            self._next = self._begin(first, last, [s for s in self._window.saved if s >= step])
+            coming = [s for s in self._window.saved if s >= step]
+            self._next = self._begin(first, last, coming, is_predicted=True)
 
-    def _begin(self, first: int, last: int, saved: list[int]) -> Future[_Window]:
+    def _begin(
+        self, first: int, last: int, saved: list[int], *, is_predicted: bool = False
+    ) -> Future[_Window]:
         """Returns a future of the next window: process 0 decides and publishes it, others read it.
 
         Args:
           first, last: the first and the last step of the window; used on process 0 only.
           saved: earlier steps that will be saved, but whose saves have not begun.
+          is_predicted: whether process 0 has not asked for the step ``first`` yet.
         """
         number = self._num_windows
         self._num_windows += 1
@@ -149,17 +185,27 @@ class DecisionWindows:
             self._background.submit(self._acknowledge, number)
         if not self._processes.is_first:
             return self._background.submit(self._look_up, number)
-        decided: list[int] = []
-        stride = self._stride or 1
-        for step in range(first, last + 1, stride):
-            if self._decide(step, [*saved, *decided]):
-                decided.append(step)
-        window = _Window(first, last, stride, decided)
+        window = dataclasses.replace(self._decided(first, last, saved), is_predicted=is_predicted)
         message = json.dumps(dataclasses.astuple(window)).encode()
         self._background.submit(self._processes.put_note, str(number), message)
         known: Future[_Window] = Future()
         known.set_result(window)
         return known
+
+    def _decided(self, first: int, last: int, saved: list[int]) -> _Window:
+        """Asks ``decide`` for the steps of a window; an error for a later step ends the window."""
+        decided: list[int] = []
+        stride = self._stride or 1
+        for step in range(first, last + 1, stride):
+            try:
+                if self._decide(step, [*saved, *decided]):
+                    decided.append(step)
+            except Exception as error:
+                if step == first:
+                    self._error = error
+                    return _Window(first, first, stride, (), to_json(error, 0).decode())
+                return _Window(first, step - stride, stride, decided)
+        return _Window(first, last, stride, decided)
 
     def _look_up(self, number: int) -> _Window:
         while not (_closing.is_set() or self._closing.is_set()):
@@ -171,14 +217,27 @@ class DecisionWindows:
         )
 
     def _result(self, window: Future[_Window], step: int) -> _Window:
-        secs = self._processes.timeout_secs
-        try:
-            return window.result(secs)
-        except TimeoutError:
-            raise PolicyError(
-                f"process 0 has not decided whether to save step {step}, {secs:g} s after this "
-                "process asked; every process must call save at the same steps"
-            ) from None
+        secs, log = self._processes.timeout_secs, self._processes.log
+        deadline = time.monotonic() + secs
+        while True:
+            left_secs = deadline - time.monotonic()
+            try:
+                return window.result(max(0.0, min(left_secs, POLL_SECS)))
+            except TimeoutError:
+                self._next = window  # comes before every later window
+                if (error := log.difference(log.at(step), [0])) is not None:
+                    raise error from None
+                if left_secs <= POLL_SECS:
+                    raise PolicyError(
+                        f"process 0 has not decided whether to save step {step}, {secs:g} s after "
+                        "this process asked; every process must call save at the same steps"
+                    ) from None
+
+    def _differing(self, step: int, first: int) -> ProcessError:
+        """Returns the error for a step other than process 0's, and tells process 0 of the step."""
+        self._processes.log.has_differed = True
+        mine = self._processes.log.publish("calls", f"save({step})", Kind.SAVE, step)
+        return different(self._processes.index, mine.text, 0, f"save({first})")
 
     def _acknowledge(self, number: int) -> None:
         """Reports that this process has read all windows before ``number``.

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 
+from torchax_ckpt.processes.call_log import Call
 from torchax_ckpt.processes.coordination import Processes
 
 
@@ -25,6 +26,7 @@ class PerHostProcesses(Processes):
     def __init__(self, processes: Processes) -> None:
         super().__init__("", 0, None, index=0, count=1)
         self._processes = processes
+        self.log = processes.log
 
     @property
     def is_per_host(self) -> bool:
@@ -32,9 +34,9 @@ class PerHostProcesses(Processes):
         return self._processes.count > 1
 
     @contextlib.contextmanager
-    def round(self, what: str) -> Iterator[None]:
+    def round(self, what: str, call: Call | None = None) -> Iterator[None]:
         """Runs a round of all processes; see ``Processes.round``."""
-        with self._processes.round(what):
+        with self._processes.round(what, call):
             yield
 
     def refuse(self, what: str, error: BaseException) -> None:

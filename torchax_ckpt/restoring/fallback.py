@@ -54,7 +54,7 @@ def newest_readable(
             if left == 0:
                 break
             skipped.append(committed.step)
-            user_warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=4)
+            user_warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=6)
     assert first_error is not None, "called with no candidates"
     raise first_error
 

@@ -54,6 +54,11 @@ class Calls:
         self._training_thread: threading.Thread | None = None
         self._running: dict[threading.Thread, _Call] = {}
 
+    @property
+    def is_training_thread(self) -> bool:
+        """Whether this is the training thread; False if no call has yet shown which one that is."""
+        return threading.current_thread() is self._training_thread
+
     def begin(self, call: _Call, *, trains: bool) -> None:
         """Marks a call as running.
 

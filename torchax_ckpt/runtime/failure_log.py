@@ -49,7 +49,9 @@ class FailureLog:
         """Records that the action succeeded, so that its next failure counts as new."""
         self._known.pop(action, None)
 
-    def raise_oldest(self) -> None:
-        """Raises the oldest failure that was not raised yet; does nothing if there is none."""
-        if self.unread:
-            raise self.unread.pop(0)
+    def raise_oldest(self, kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raises the oldest failure of this class that was not raised yet; nothing without one."""
+        for failure in self.unread:
+            if isinstance(failure, kind):
+                self.unread.remove(failure)
+                raise failure

@@ -7,8 +7,8 @@ import dataclasses
 from torchax_ckpt.options import TierName
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.decisions import Decisions
-from torchax_ckpt.saving.reuse import Reuse
 from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import AttachError
+from torchax_ckpt.errors import AttachError, SaveError, StepError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
+from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.runtime.preemption import Preemption
+from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving import step_metrics
-from torchax_ckpt.saving.identities import Kept
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
+from torchax_ckpt.saving.unchanged.identities import Kept
 from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
@@ -54,6 +56,7 @@ class SaveCalls:
         self._tiers = tiers
         self._durable = tiers.durable
         self._is_alone = tiers.processes.count == 1
+        self._log = tiers.call_log
         self._loop = loop
         self._preemption = preemption
         self.snapshotter = snapshotter
@@ -65,9 +68,31 @@ class SaveCalls:
 
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
-        return bool(self._due(step, is_preempted=self._preemption.reached(step)))
+        self._log.step = step
+        with self._log.calling(f"save({step})", Kind.SAVE):
+            return bool(self._due(step, is_preempted=self._preemption.reached(step)))
 
     def save(
+        self,
+        step: Any,
+        attached: TrainingState | None,
+        state: Any,
+        metrics: Mapping[str, Any],
+        *,
+        force: bool,
+    ) -> bool:
+        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``."""
+        try:
+            self._log.step = number = as_step(step)
+            self._loop.require_not_passed(number, self._durable.directory.path)
+        except StepError:  # the others learn that this process comes to no step that they save
+            self._log.publish("calls", f"save({step!r:.40})", Kind.SAVE, None)
+            self._log.has_differed = True
+            raise
+        with self._log.calling(f"save({number})", Kind.SAVE):
+            return self._save(number, attached, state, metrics, force=force)
+
+    def _save(
         self,
         step: int,
         attached: TrainingState | None,
@@ -76,9 +101,12 @@ class SaveCalls:
         *,
         force: bool,
     ) -> bool:
-        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``.
+        """Implements ``save`` for a step that the run has not passed.
 
         A forced save, or a save at a preemption, goes to the durable tier only.
+
+        In a run of several processes, a process that cannot save the step takes part in all that
+        the others do before they begin the save, and then makes their saves fail.
         """
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
@@ -86,24 +114,36 @@ class SaveCalls:
         # Several processes could notice a failure at different steps here, so they check it after
         # prepare().
         if self._raises and self._is_alone:
-            self._tiers.check_for_errors()
-        self._loop.require_not_passed(step, self._durable.directory.path)
-        _require_state(attached, state, step)
-        pending = self._loop.take_metrics(metrics)
-        if must_save:
-            self._durable.saver.wait()  # a save of this step may be in flight, and may fail
+            self._tiers.check_for_errors(SaveError)
+        refusal = _Refusal(is_alone=self._is_alone)
+        pending: Mapping[str, Any] = {}
+        with refusal:
+            _require_state(attached, state, step)
+            pending = self._loop.take_metrics(metrics)
+            if must_save:
+                self._durable.saver.announce(step)
+                self._durable.saver.wait()  # a save of this step may be in flight, and may fail
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:
+            refusal.raise_error()
             if not must_save:  # otherwise the step is not skipped but saved already
                 self._durable.telemetry.skipped(step)
             return False
+        for tier in due:
+            if not must_save:
+                tier.saver.announce(step)
         began = time.perf_counter()
-        ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-        fetch_metrics = step_metrics.fetching(pending, ranked, step)
-        self._tiers.prepare(step, due)
+        fetch_metrics: Callable[[], Any] = dict
+        with refusal:
+            ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
+            fetch_metrics = step_metrics.fetching(pending, ranked, step, must_save=must_save)
+        self._tiers.prepare(step)
         if self._raises:
-            self._tiers.check_for_errors()
+            self._raise_failures(step, due)
         try:
+            refusal.raise_error()
+            for tier in due:
+                tier.saver.wait()
             parts = attached or self._unattached
             capture = self._capture(step, parts, state, fetch_metrics, began)
         except BaseException as error:
@@ -114,8 +154,15 @@ class SaveCalls:
                 _abstain(step, [*due, *again], error)
             raise
         self._loop.position = step  # set first, because the rest may raise or be interrupted
-        _begin(capture, due)
+        self._begin(capture, due)
         return self._finish(capture) if is_preempted else True
+
+    def _raise_failures(self, step: int, due: Sequence[RunTier]) -> None:
+        """Raises the oldest unraised failure of a save: on all processes at the same step."""
+        with self._tiers.processes.round(f"raising failures before step {step}"):
+            for tier in due:
+                tier.saver.wait()
+            self._tiers.check_for_errors(SaveError)
 
     def _due(
         self, step: int, *, is_forced: bool = False, is_preempted: bool = False
@@ -165,6 +212,20 @@ class SaveCalls:
         assets = self.model_files.encoded(form)
         return Capture(step, snapshot, document, per_process, fetch_metrics, began, kept, assets)
 
+    def _begin(self, capture: Capture, tiers: Sequence[RunTier]) -> None:
+        """Starts one save of a captured state to each given tier; the saves run in parallel."""
+        for number, tier in enumerate(tiers, 1):
+            tier.decisions.begun()
+            try:
+                tier.saver.begin(capture)
+            except BaseException as error:
+                if not self._is_alone:
+                    _abstain(capture.step, tiers[number:], error)
+                raise
+            # Only the first tier reports a problem with the metrics.
+            fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
+            capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
+
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable tier's save, and repeats it once if it failed.
 
@@ -177,6 +238,31 @@ class SaveCalls:
         return self._durable.history.has(capture.step)
 
 
+class _Refusal:
+    """Keeps the first error of ``with`` blocks, until this process may raise it.
+
+    In a run of one process, the blocks raise their errors at once.
+    """
+
+    def __init__(self, *, is_alone: bool) -> None:
+        self._is_alone = is_alone
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or self._is_alone:
+            return False
+        self._error = self._error or error
+        return True
+
+    def raise_error(self) -> None:
+        """Raises the error that was kept; does nothing if there is none."""
+        if self._error is not None:
+            raise self._error
+
+
 def _require_state(attached: TrainingState | None, state: Any, step: int) -> None:
     """Raises AttachError if there is nothing to save except random state."""
     if state is None and (attached is None or attached.components.keys() <= {"rng"}):
@@ -185,16 +271,6 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
             "give the state: save(step, state=...)",
             step=step,
         )
-
-
-def _begin(capture: Capture, tiers: Sequence[RunTier]) -> None:
-    """Starts one save of a captured state to each given tier; the saves run in parallel."""
-    for tier in tiers:
-        tier.saver.begin(capture)
-        tier.decisions.begun()
-        # Only the first tier reports a problem with the metrics.
-        fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
-        capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:

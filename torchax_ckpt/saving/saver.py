@@ -15,22 +15,26 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from torchax_ckpt.errors import DonatedBufferError, LeaseError, SaveError, SaveTimeoutError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    DonatedBufferError,
+    LeaseError,
+    SaveError,
+)
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies.preservation import preserved
+from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
-from torchax_ckpt.saving import closing
-from torchax_ckpt.saving.reuse import Reuse
+from torchax_ckpt.saving import closing, overdue
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture, Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -82,6 +86,7 @@ class Saver:
         self._calls, self._saves = calls, saves
         self._on_donated = on_donated
         self._in_flight: SaveInFlight | None = None
+        self._call: Call | None = None  # of the newest save, or of the save about to begin
         self._has_tried = self._is_claimed = self._is_recovered = False
         self._releasing = threading.Lock()
         self._num_failures = 0
@@ -172,28 +177,37 @@ class Saver:
             self._history.refresh(self._directory.branches().in_place)
             self._is_recovered = True
 
+    def announce(self, step: int) -> None:
+        """Tells the other processes that this process is about to save the step.
+
+        Call ``announce`` before ``begin`` or ``abstain``, and before a wait for the save in flight.
+        """
+        lane = "local" if self._saves.is_per_host else "durable"
+        self._call = self._saves.log.publish(lane, f"save({step})", Kind.SAVE, step)
+
     def begin(self, capture: Capture) -> None:
         """Waits for the save in flight, if any, then starts a thread that writes ``capture``."""
         self.wait()
-        save = SaveInFlight(capture.step, capture.began, functools.partial(self._run, capture))
+        write = functools.partial(self._run, capture, self._call)
+        save = SaveInFlight(capture.step, capture.began, write)
         self._in_flight = save
         self._history.begin(capture.step)
         try:
             save.thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
+            self._saves.refuse(_round_of(capture.step), error)
             self._in_flight = None
             self._history.end(None)
             self._telemetry.saving(capture.step, capture.began)
             self._telemetry.emit("failed", capture.step, error=str(error))
             raise
         try:
-            if self._options.save_timeout_secs is not None:
-                name = f"watch-save-{save.step}"
-                threading.Thread(target=self._watch, args=(save,), name=name, daemon=True).start()
+            if (limit := self._options.save_timeout_secs) is not None:
+                overdue.watch(save, limit, self.path)
             if capture.snapshot.way == "transfer" and not save.transferred.wait(
                 self._remaining_secs(save)
             ):
-                raise self._timeout_error(save)
+                raise overdue.timeout_error(save, self.path)
         finally:  # also after an interrupt, because the save's thread waits for this event
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
@@ -201,8 +215,9 @@ class Saver:
     def abstain(self, step: int, error: BaseException) -> None:
         """Makes the save of a step fail on all processes: this process could not begin the save."""
         self._saves.refuse(_round_of(step), error)
-        self._history.begin(step)
-        self._fail(step, 0.0, error)
+        if not self.is_saving:  # an overdue save is not to be touched
+            self._history.begin(step)
+            self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; ``check_for_errors`` raises the failures of saves.
@@ -219,7 +234,7 @@ class Saver:
         # the thread has ended, it kills the thread inside C++ code, which aborts the process.
         save.thread.join(min(bounds, default=None))
         if save.thread.is_alive():
-            raise self._timeout_error(save)
+            raise overdue.timeout_error(save, self.path)
 
     def close(self) -> None:
         """Waits for the save in flight, then releases the lease of the directory.
@@ -248,53 +263,34 @@ class Saver:
             )
         self.wait()
 
-    def check_for_errors(self) -> None:
-        """Raises the oldest unraised failure; if none, SaveTimeoutError once per overdue save."""
-        self._failures.raise_oldest()
+    def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raises the oldest unraised failure; if none, SaveTimeoutError once per overdue save.
+
+        Only failures of the class ``kind`` count: a metric that could not be ranked is a
+        MetricsError, and did not cost its step.
+        """
+        self._failures.raise_oldest(kind)
         save = self._in_flight
         if save is None or not save.thread.is_alive() or save.is_known_overdue:
             return
         if self._remaining_secs(save) == 0:
             save.is_known_overdue = True
-            raise self._timeout_error(save)
+            raise overdue.timeout_error(save, self.path)
 
     def _remaining_secs(self, save: SaveInFlight) -> float | None:
         """Returns the seconds until a save reaches ``save_timeout_secs``; None without a limit."""
         limit = self._options.save_timeout_secs
         return None if limit is None else max(0.0, limit - save.age_secs)
 
-    def _timeout_error(self, save: SaveInFlight) -> SaveTimeoutError:
-        return SaveTimeoutError(
-            f"the save of step {save.step} to {self._directory.path} is still in flight after "
-            f"{save.age_secs:.2f} s. Current stage: {save.where()}. The save continues; earlier "
-            "steps are intact.",
-            step=save.step,
-            path=self._directory.path,
-        )
-
-    def _watch(self, save: SaveInFlight) -> None:
-        """Logs an overdue save's stage and call stack at 1, 2, 4, 8, ... times the time limit."""
-        limit = self._options.save_timeout_secs
-        assert limit is not None
-        while True:
-            save.thread.join(max(0.0, limit - save.age_secs))
-            frame = sys._current_frames().get(save.thread.ident or 0)
-            if not save.thread.is_alive() or frame is None:
-                return
-            if save.age_secs >= limit:
-                stack = "".join(traceback.format_stack(frame))
-                logger.error("%s Stack of its thread:\n%s", self._timeout_error(save), stack)
-                limit *= 2
-
     # --- on the save's own thread ---
 
-    def _run(self, capture: Capture, save: SaveInFlight) -> None:
+    def _run(self, capture: Capture, call: Call | None, save: SaveInFlight) -> None:
         if capture.snapshot.way != "transfer":
             # Otherwise this thread would take the interpreter lock, and save() would block longer.
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:
-            with self._saves.round(_round_of(capture.step)):
+            with self._saves.round(_round_of(capture.step), call):
                 durable, summary = self._writer.write(capture, save, self._recover)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
@@ -312,13 +308,13 @@ class Saver:
             save.handed_over.wait()
             cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
             self._telemetry.durable(cost, durable.path)
-            self._tidy(durable)
+            self._tidy(durable, call)
             self.finished.append(cost)
         finally:
             save.transferred.set()
             del capture  # the traceback of a stored error refers to this frame
 
-    def _tidy(self, durable: CommittedStep) -> None:
+    def _tidy(self, durable: CommittedStep, call: Call | None) -> None:
         """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""
 
         def tidy() -> list[Any]:
@@ -346,7 +342,7 @@ class Saver:
             return committed_step.described(history.branches.committed)
 
         try:
-            with self._saves.round(f"tidying up after step {durable.step}"):
+            with self._saves.round(f"tidying up after step {durable.step}", call):
                 remaining = self._saves.first(tidy)
             self._history.refresh(committed_step.named(remaining, self._directory.path))
         except Exception as error:

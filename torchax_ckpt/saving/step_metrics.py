@@ -106,22 +106,27 @@ def fetch(pending: Pending) -> dict[str, Any]:
 
 
 def fetching(
-    pending: Pending, ranked: Sequence[str], step: int
+    pending: Pending, ranked: Sequence[str], step: int, *, must_save: bool
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
     """Returns a function that fetches a step's metrics and checks those that a best-N rule ranks.
 
     ``fetching`` itself copies device scalars, because a jitted step could donate their buffers
-    before the returned function fetches them.
+    before the returned function fetches them. The problem of a metric that cannot be ranked is an
+    error of the call if that costs only a save that the policy can make up for at a later step.
+    Otherwise the returned function returns it, as it does for every device scalar.
 
     Args:
       pending: the metrics.
       ranked: names of the metrics that a best-N rule ranks.
       step: completed optimizer steps.
+      must_save: whether the save is forced, or made at a preemption.
 
     Raises:
-      MetricsError: a metric in ``ranked`` that needs no fetch cannot be ranked.
+      MetricsError: unless ``must_save``, a metric in ``ranked`` that needs no fetch cannot be
+        ranked.
     """
-    require_ranking(pending, ranked, step)
+    if not must_save:
+        require_ranking(pending, ranked, step)
     return functools.partial(fetch_ranked, hold(pending), ranked, step)
 
 

@@ -9,22 +9,23 @@ because local storage is closer to the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import PolicyError, StepNotFoundError, TierError
+from torchax_ckpt.errors import CheckpointError, PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, save_decision
+from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.closing import Closing, take_over
 from torchax_ckpt.saving.decisions import Decisions
-from torchax_ckpt.saving.reuse import Reuse
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -49,6 +50,7 @@ class Tiers:
 
     Attributes:
       processes: the processes of the run, for messages between training threads.
+      call_log: the calls that the processes make, on all channels of the run.
       durable: the durable tier.
       local: the local tier, or None.
 
@@ -73,9 +75,10 @@ class Tiers:
         self._on_event = on_event
         self._on_donated, self._on_still = on_donated, on_still
         durable = RunDirectory(directory, read_only=options.read_only)
-        self.processes, saves = (
-            self._connect(f"{kind} {durable.path}") for kind in ("calls", "saves")
-        )
+        self.call_log = CallLog()
+        self.processes = self._connect(f"calls {durable.path}")
+        self.call_log = self.processes.log = CallLog(self.processes)
+        saves = self._connect(f"saves {durable.path}")
         self._tiers: list[RunTier] = []
         self.durable = self._tier(
             "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
@@ -151,7 +154,9 @@ class Tiers:
     def _connect(self, channel: str) -> Processes:
         """Returns a new channel for messages between the processes of the run."""
         service = orbax_context.coordination_service()
-        return Processes(channel, self._options.process_timeout_secs, service)
+        processes = Processes(channel, self._options.process_timeout_secs, service)
+        processes.log = self.call_log
+        return processes
 
     # --- finding steps ---
 
@@ -264,6 +269,10 @@ class Tiers:
         """Returns the tier whose directory contains the given step."""
         return next(t for t in self._tiers if t.directory.path == committed.path.parent)
 
+    def require(self, name: TierName | None) -> None:
+        """Raises TierError if there is no tier of this name."""
+        self._selected_tiers(name)
+
     def _selected_tiers(self, name: TierName | None) -> list[RunTier]:
         tiers = [tier for tier in self._tiers if name in (None, tier.name)]
         if not tiers:
@@ -283,19 +292,17 @@ class Tiers:
         for tier in self._tiers:
             tier.saver.claim(step)
 
-    def prepare(self, step: int, tiers: Sequence[RunTier]) -> None:
-        """Prepares a save of ``step`` to the given tiers.
+    def prepare(self, step: int) -> None:
+        """Prepares a save of ``step``: on all processes, or on none.
 
         Acquires the leases of all tiers and stores the run's name, unless this run has done so
-        already. Then waits until no save to the given tiers is in flight.
+        already.
         """
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False
         self.claim(step)
         if not self._is_named:
             self._name_run()
-        for tier in tiers:
-            tier.saver.wait()
 
     def _name_run(self) -> None:
         """Stores a new name of the run in both tiers.
@@ -321,10 +328,13 @@ class Tiers:
         for tier in self._tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def check_for_errors(self) -> None:
-        """Raises the durable tier's oldest unraised save failure; if none, the local tier's."""
+    def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raises the durable tier's oldest unraised failure; if none, the local tier's.
+
+        ``kind`` is as for ``Saver.check_for_errors``.
+        """
         for tier in self._tiers:
-            tier.saver.check_for_errors()
+            tier.saver.check_for_errors(kind)
 
     def open(self) -> None:
         """Lists the steps in the directory of each tier, unless the steps are listed already."""

@@ -23,8 +23,8 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
-from torchax_ckpt.saving.identities import Kept
-from torchax_ckpt.saving.reuse import Division, Reuse
+from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.saving.unchanged.reuse import Division, Reuse
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored

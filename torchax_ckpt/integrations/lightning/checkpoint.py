@@ -86,9 +86,6 @@ class TorchaxCheckpoint(Checkpoint):
             best = policies.BestN(metric=monitor, mode=mode, n=num_best)
             others = preservation_policy or policies.LatestN(3)
             preservation_policy = policies.AnyPreservationPolicy([others, best])
-        # With on_save_error="raise" a NaN metric would end the training. Metrics are therefore
-        # fetched and checked before the save.
-        self._raises = options is not None and options.on_save_error == "raise"
         self._make = lambda: TorchaxCheckpointer(
             directory,
             save_decision_policy=save_decision_policy,
@@ -169,7 +166,7 @@ class TorchaxCheckpoint(Checkpoint):
             self._position.hold()
             self._open.save(
                 trainer.global_step,
-                metrics=self._rankable(trainer.callback_metrics, waits=self._raises),
+                metrics=self._rankable(trainer.callback_metrics),
             )
             if self._open.reached_preemption():
                 raise SIGTERMException(_SIGTERM_EXIT_CODE)
@@ -270,7 +267,7 @@ class TorchaxCheckpoint(Checkpoint):
         # Metrics are read at every step. Otherwise a metric that an earlier step logged would be
         # taken for a metric of this step.
         fresh = self._fresh(trainer) if is_due or was_measured else {}
-        metrics = self._rankable(fresh, waits=was_measured or self._raises)
+        metrics = self._rankable(fresh, waits=was_measured)
         is_ranked = was_measured and self.monitor in metrics
         is_saved = is_due and ckpt.save(
             position.step, metrics=metrics, force=is_ranked or position.is_over

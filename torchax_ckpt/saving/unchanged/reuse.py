@@ -30,9 +30,9 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.layout.unchanged import Database
-from torchax_ckpt.saving import identities, known_databases
-from torchax_ckpt.saving.identities import Identity, Kept
-from torchax_ckpt.saving.known_databases import Content, KnownDatabase
+from torchax_ckpt.saving.unchanged import identities, known_databases
+from torchax_ckpt.saving.unchanged.identities import Identity, Kept
+from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place

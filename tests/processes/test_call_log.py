@@ -1,0 +1,192 @@
+"""Processes learn at once which calls of theirs differ, and wait for those that are only behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.group import Group
+
+from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.processes.call_log import Call, CallLog, Kind, _instead
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.decision_windows import DecisionWindows
+
+
+def save(step: int, lane: str = "durable") -> Call:
+    return Call(lane, f"save({step})", 1, Kind.SAVE, step)
+
+
+def call(text: str, kind: Kind = Kind.CALL, *, after: int | None = None, number: int = 1) -> Call:
+    return Call("calls", text, number, kind, after)
+
+
+def at(step: int) -> Call:
+    return Call("at", f"save({step})", 1, Kind.AT, step)
+
+
+RESTORE, LOAD, READ = call("restore(5)"), call("load(5)", Kind.LOAD), call("load(5)", Kind.READ)
+END = call("close()", Kind.END, after=9)
+
+
+@pytest.mark.parametrize(
+    ("mine", "own", "theirs"),
+    [
+        (save(10), [save(8)], []),
+        (save(10), [save(8)], [save(8)]),
+        (save(10), [save(8)], [save(8), save(10), save(12)]),
+        (save(10), [], [save(10), *(save(step, "local") for step in range(11, 15))]),
+        (save(10), [RESTORE], [RESTORE]),
+        (save(10), [], [READ]),
+        (READ, [], [save(10)]),
+        (READ, [], [END]),
+        # The same calls in another order, each of which waits for nobody else.
+        (save(10), [save(10), LOAD], [LOAD]),
+        (save(10), [], [at(9)]),
+        (call("restore(5)", after=9), [], [at(9)]),
+        (at(12), [save(10)], [save(10)]),
+        (at(12), [RESTORE], [RESTORE]),
+        (at(12), [], [save(12)]),
+        (at(12), [], [at(10)]),
+    ],
+)
+def test_who_is_behind_or_busy_is_waited_for(
+    mine: Call, own: Sequence[Call], theirs: Sequence[Call]
+) -> None:
+    made = own if mine in own or mine.kind is Kind.AT else [*own, mine]
+    assert _instead(mine, made, theirs) is None
+
+
+@pytest.mark.parametrize(
+    ("mine", "own", "theirs"),
+    [
+        (save(10), [save(8)], [save(8), save(12)]),
+        (save(12), [save(8)], [save(8), save(10)]),
+        (save(10), [save(10), save(12)], [save(8), save(12)]),  # left out
+        (save(10), [save(10), RESTORE], [RESTORE]),
+        (save(10), [], [RESTORE]),
+        (save(10), [], [LOAD]),
+        (save(10), [], [END]),
+        (RESTORE, [], [save(10)]),
+        (RESTORE, [], [END]),
+        (RESTORE, [], [call("restore(7)")]),
+        (RESTORE, [], [LOAD]),
+        (RESTORE, [], [READ]),
+        (READ, [], [call("load(7)", Kind.READ)]),
+        (call("restore(5)", number=2), [RESTORE], [RESTORE, save(10)]),
+        (save(10), [], [at(11)]),
+        (call("restore(5)", after=9), [], [at(10)]),
+        (call("attach()"), [], [at(10)]),
+        (at(12), [], [save(10)]),
+        (at(12), [], [call("restore(5)", after=11)]),
+        (at(12), [], [END]),
+    ],
+)
+def test_a_call_that_rules_out_the_awaited_one_is_found(
+    mine: Call, own: Sequence[Call], theirs: Sequence[Call]
+) -> None:
+    made = own if mine in own or mine.kind is Kind.AT else [*own, mine]
+    assert _instead(mine, made, theirs) == theirs[-1]
+
+
+def with_logs(group: Group) -> Group:
+    for member in group.members:
+        member.log = CallLog(member)
+    return group
+
+
+def outcome(action: Any) -> str:
+    try:
+        return repr(action())
+    except ProcessError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_one_of_three_that_makes_another_call_costs_all_that_call_only(odd: int) -> None:
+    # Otherwise the odd one, if told first, makes the same call while the others still wait.
+    all_are_told = threading.Barrier(3)
+
+    def act(member: Processes) -> list[str]:
+        def calling(text: str) -> Any:
+            all_are_told.wait(20)
+            with member.log.calling(text, Kind.CALL), member.round("beginning"):
+                return member.share(b"done")
+
+        first = "delete(3)" if member.index == odd else "restore(5)"
+        texts = first, "restore(5)", "verify(5)"
+        return [outcome(lambda text=text: calling(text)) for text in texts]
+
+    began = time.monotonic()
+    told = with_logs(Group())(act)
+    assert time.monotonic() - began < 5, "the timeout is 30 s"
+    for index, (differing, *after) in enumerate(told):
+        assert "the processes do not make the same calls" in differing
+        assert f"process {odd} called delete(3)" in differing, index
+        assert "called restore(5)" in differing
+        assert after == [repr(b"done")] * 2
+
+
+def test_a_slow_process_is_waited_for() -> None:
+    def act(member: Processes) -> str:
+        def calling(text: str) -> Any:
+            with member.log.calling(text, Kind.CALL), member.round("beginning"):
+                return member.share(b"done")
+
+        first = outcome(lambda: calling("restore(5)"))
+        time.sleep(1.2 * (member.index == 1))
+        return first + outcome(lambda: calling("restore(6)"))
+
+    assert with_logs(Group())(act) == [repr(b"done") * 2] * 3
+
+
+def test_who_asks_for_another_step_than_process_0_is_told_and_catches_up() -> None:
+    at_step_5 = threading.Barrier(3)
+
+    def act(member: Processes) -> list[str]:
+        windows = DecisionWindows(member, lambda step, coming: step % 3 == 0)
+        steps = [1, 2, 12, 13, 14, 15] if member.index == 1 else [1, 2, 10, 13, 14, 15]
+        answers = []
+        for step in steps:
+            if step == 13:
+                at_step_5.wait(20)
+            answers.append(outcome(lambda step=step: windows.ask(step)))
+        windows.close()
+        return answers
+
+    first, odd, other = with_logs(Group())(act)
+    assert first == other == ["False", "False", "False", "False", "False", "True"]
+    assert "process 0 called save(10), but process 1 called save(12)" in odd[2]
+    assert [*odd[:2], *odd[3:]] == ["False", "False", "False", "False", "True"]
+
+
+def test_who_waits_for_a_decision_learns_what_process_0_called_instead() -> None:
+    def act(member: Processes) -> list[str]:
+        windows = DecisionWindows(member, lambda step, coming: False)
+        answers = []
+        for step in (1, 2):
+            member.log.step = step
+            answers.append(outcome(lambda step=step: windows.ask(step)))
+        if member.is_first:
+
+            def restoring() -> None:
+                with member.log.calling("restore(1)", Kind.CALL), member.round("beginning"):
+                    pass
+
+            answers.append(outcome(restoring))
+        else:
+            for step in range(3, 300):
+                answers.append(outcome(lambda step=step: windows.ask(step)))
+                if answers[-1] != "False":
+                    break
+        windows.close()
+        return answers
+
+    began = time.monotonic()
+    for answers in with_logs(Group())(act):
+        named = [a for a in answers if "process 0 called restore(1), but process" in a]
+        assert named, answers[-1]
+    assert time.monotonic() - began < 10

@@ -1,0 +1,63 @@
+"""Single messages between processes, by keys of JAX's coordination service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from torchax_ckpt.errors import ProcessError
+
+# The time within which a waiting process notices what another process did, or Ctrl-C.
+POLL_SECS = 0.5
+
+
+class Messages:
+    """The messages of one channel. A note is a message that belongs to no round.
+
+    Attributes:
+      index: the index of this process.
+      count: the number of processes.
+    """
+
+    index: int
+    count: int
+    _client: Any
+    _place: str  # precedes the keys of the channel
+    _work: str  # for messages of errors
+
+    def put_note(self, key: str, message: bytes) -> None:
+        """Writes or replaces a note."""
+        self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
+
+    def wait_for_note(self, key: str) -> bytes | None:
+        """Returns the note ``key``, or None if no process writes it within half a second."""
+        return self._wait(f"{self._place}/{key}", POLL_SECS)
+
+    def notes(self, folder: str) -> list[bytes]:
+        """Returns the messages of all notes whose keys begin with ``folder`` and a slash."""
+        return [m for _, m in self._client.key_value_dir_get_bytes(f"{self._place}/{folder}/")]
+
+    def remove_note(self, key: str) -> None:
+        """Removes a note."""
+        self._client.key_value_delete(f"{self._place}/{key}")
+
+    def _wait(self, key: str, secs: float) -> bytes | None:
+        try:
+            return self._client.blocking_key_value_get_bytes(key, max(1, int(secs * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise self._service_error(error) from error
+            return None
+
+    def _set(self, key: str, message: bytes) -> None:
+        try:
+            self._client.key_value_set_bytes(key, message)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._service_error(error) from error
+
+    def _service_error(self, error: BaseException) -> ProcessError:
+        return ProcessError(
+            f"{self._work}: JAX's coordination service, which process 0 runs, does not answer "
+            f"process {self.index}: {error}"
+        )
