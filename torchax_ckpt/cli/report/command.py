@@ -39,14 +39,14 @@ def report(directory: str, out: Path, *, as_json: bool) -> int:
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()
-    steps = steps_of(run)
+    steps, num_bytes = steps_of(run)
     runs = runs_of(read_events(run.path), is_running=_is_held(run))
     contents = Contents(
         title=str(run.path),
         now_secs=now_secs,
         runs=runs,
         steps=steps,
-        num_bytes=sum(step["size_bytes"] for step in steps),
+        num_bytes=num_bytes,
         is_cut=bool(runs) and not runs[0].named("started"),
     )
     _write(out, page(contents))

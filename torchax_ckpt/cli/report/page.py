@@ -34,7 +34,7 @@ class Contents:
       now_secs: when the directory was read, in seconds since the epoch.
       runs: the recorded programs, oldest first; may be empty.
       steps: the steps in the directory, as ``ls --json`` prints them; oldest first.
-      num_bytes: the size of all steps.
+      num_bytes: the size of all steps; bytes that several steps share count once.
       is_cut: True if the oldest events were deleted.
     """
 
@@ -111,7 +111,10 @@ def _figures(contents: Contents, saves: Sequence[Save]) -> list[tuple[str, str, 
         verified = next((s["step"] for s in reversed(contents.steps) if s["verified"]), None)
         note = "none is verified" if verified is None else f"newest verified: {verified:,}"
         figures.append(("newest step", f"{newest['step']:,}", note))
-    figures.append(("on storage", size(contents.num_bytes), f"{len(contents.steps)} steps"))
+    note = f"{len(contents.steps)} steps"
+    if any(step["shared_bytes"] for step in contents.steps):
+        note += "; shared bytes count once"
+    figures.append(("on storage", size(contents.num_bytes), note))
     if saves:
         num_lost = sum(map(_is_lost, saves))
         figures.append(("durable saves", f"{len(durable):,}", f"{num_lost:,} failed or cut off"))
