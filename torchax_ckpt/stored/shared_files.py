@@ -33,6 +33,11 @@ def _walk(folder: epath.Path) -> dict[str, os.stat_result]:
     return {}
 
 
+def files(folder: epath.Path) -> dict[File, os.stat_result]:
+    """Returns the files below a local folder, and their status."""
+    return {file_of(status): status for status in _walk(folder).values()}
+
+
 def file_of(status: os.stat_result) -> File:
     """Returns what identifies a file, whatever its path."""
     return status.st_dev, status.st_ino

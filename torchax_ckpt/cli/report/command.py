@@ -81,6 +81,8 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
         "blocking_secs": quantiles([save.blocking_secs for save in run.saves]),
         "durable_secs": quantiles([save.durable_secs for save in run.saves]),
         "interval_secs": quantiles([save.interval_secs for save in run.saves]),
+        "num_bytes": quantiles([save.num_bytes for save in run.saves]),
+        "new_bytes": quantiles([save.new_bytes for save in run.saves]),
     }
 
 

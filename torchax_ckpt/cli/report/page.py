@@ -125,6 +125,12 @@ def _figures(contents: Contents, saves: Sequence[Save]) -> list[tuple[str, str, 
     ):
         if (found := Quantiles.of(values)) is not None:
             figures.append((label, duration(found.p50), f"p90 {duration(found.p90)}"))
+    if any(save.new_bytes != save.num_bytes for save in durable if save.new_bytes is not None):
+        found = Quantiles.of([s.new_bytes for s in durable if s.new_bytes is not None])
+        whole = Quantiles.of([s.num_bytes for s in durable if s.num_bytes is not None])
+        if found is not None and whole is not None:
+            note = f"of {size(int(whole.p50))} in a step"
+            figures.append(("new in a save", size(int(found.p50)), note))
     steps = Quantiles.of([s.interval_steps for s in saves if s.interval_steps is not None])
     if steps is not None:
         figures.append(("steps between", f"{steps.p50:,.0f}", f"p90 {steps.p90:,.0f}"))
