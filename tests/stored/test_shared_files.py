@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -170,3 +172,60 @@ def test_a_restore_that_skips_a_step_names_all_that_share_the_file(directory: Pa
         assert float(ckpt.load()["x"]) == 7
     assert "skipping an unreadable checkpoint: step 8" in str(said[0].message)
     assert "damaged too: 4, 6." in str(said[0].message)
+
+
+# --- copies ---
+
+
+def groups(directory: Path) -> dict[str, tuple[str, ...]]:
+    """For each file that several steps have, which ones."""
+    steps: dict[int, list[str]] = {}
+    for path in directory.rglob("*"):
+        if path.is_file():
+            steps.setdefault(path.stat().st_ino, []).append(str(path.relative_to(directory)))
+    return {names[0]: tuple(names) for names in map(sorted, steps.values()) if len(names) > 1}
+
+
+def test_copies_of_steps_share_what_the_steps_share(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    copied = run_json("copy", saved, target)
+    assert groups(target) == groups(saved) != {}
+    assert copied["num_bytes"] == sum(found(*steps_in(target)).values())
+    assert not found(target).keys() & found(saved).keys()
+    one = tmp_path / "one"
+    run("copy", saved / "8", one)  # complete by itself
+    run("verify", one, 8)
+    assert groups(one) == {}
+
+
+def test_nothing_is_linked_from_a_copy_that_was_left_out(directory: Path, tmp_path: Path) -> None:
+    """Step 3 is damaged in a file of its own, which is found after its files were copied."""
+    folder = directory / "3" / "state" / "ocdbt.process_0" / "d"
+    path = max(folder.iterdir(), key=lambda p: p.stat().st_size)
+    flip_bit(path, path.stat().st_size // 2)
+    target = tmp_path / "copy"
+    run("copy", directory, target, code=exit_codes.FOUND)
+    run("verify", target, "--all")
+    sharing = {tuple(int(name[0]) for name in names) for names in groups(target).values()}
+    assert sharing == {(5, 7), (4, 6, 8)}
+
+
+def test_the_copy_of_a_damaged_file_is_linked_by_none(directory: Path, tmp_path: Path) -> None:
+    flip_bit(shared_file(directory, 7), BASE_BYTES // 2)
+    target = tmp_path / "copy"
+    run("copy", directory, target, code=exit_codes.FOUND)
+    assert sorted(path.name for path in steps_in(target)) == ["1", "2", "4", "6", "8"]
+    run("verify", target, "--all")
+
+
+def test_where_links_are_refused_copies_share_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    target = tmp_path / "copy"
+    run("copy", saved, target)
+    assert groups(target) == {}
+    run("verify", target, "--all")

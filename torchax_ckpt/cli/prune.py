@@ -15,7 +15,7 @@ from torchax_ckpt.policies import described, preservation
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.copy import copy_steps
 from torchax_ckpt.stored.shared_files import Usage
 
@@ -99,23 +99,27 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
     """Runs ``torchax-ckpt copy``; returns the exit code."""
     steps = named_or_all(source)
     run = RunDirectory(target)
-    sizes = {committed.step: containment.stored_bytes(committed.path) for committed in steps}
+    usage = Usage(steps)
+    is_bucket = location.is_bucket(run.path)  # there the copies share nothing
+    total = sum(map(usage.num_bytes, steps)) if is_bucket else usage.total_bytes
     left_out: list[CheckpointError] = []
-    with progress.bar("copying", lambda: sum(sizes.values())) as on_bytes:
+    with progress.bar("copying", lambda: total) as on_bytes:
         options = CheckpointOptions(max_host_bytes=max_bytes)
         copied = copy_steps(steps, run, options, on_bytes, left_out.append)
     for error in left_out:
         output.note(f"not copied: {error}")
-    total = sum(sizes[committed.step] for committed in copied)
+    copied_bytes = Usage(copied).total_bytes
     if as_json:
         output.print_json(
             {
                 "directory": str(run.path),
                 "steps": [committed.step for committed in copied],
-                "num_bytes": total,
+                "num_bytes": copied_bytes,
             }
         )
     else:
         listed = ", ".join(str(committed.step) for committed in copied)
-        output.print_line(f"copied to {run.path}, and verified: {listed}, {output.size(total)}")
+        output.print_line(
+            f"copied to {run.path}, and verified: {listed}, {output.size(copied_bytes)}"
+        )
     return FOUND if any(isinstance(error, CorruptCheckpointError) for error in left_out) else OK
