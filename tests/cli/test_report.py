@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,18 @@ def test_storage_over_time_counts_linked_bytes_once() -> None:
         *(100, 110, 100, 140, 150, 150, 100, 150),
         *(250, 300, 250, 320, 290, 370, 200),
     ]
+
+
+def test_a_hostile_journal_of_links_is_read_in_time() -> None:
+    """Each step claims another number of bytes of one save; the largest is deleted first."""
+    count = 40_000
+    events = [of_step(0, 0, count)]
+    events += [of_step(n, n, count, {0: count - n}) for n in range(1, count)]
+    events += [Event("deleted", count + n, None, {"steps": [n]}) for n in range(count)]
+    began = time.perf_counter()
+    curve = bytes_over_time(runs_of({"a": events}, is_running=False))
+    assert time.perf_counter() - began < 5
+    assert curve[-1][1] == 0
 
 
 @hypothesis.given(

@@ -89,9 +89,11 @@ def test_ls_says_what_of_a_step_is_shared_and_counts_a_byte_once(saved: Path) ->
 
 
 def test_the_report_counts_a_shared_byte_once(saved: Path, tmp_path: Path) -> None:
-    run("report", saved, tmp_path / "page.html")
+    (of_run,) = run_json("report", saved, tmp_path / "page.html")["runs"]
+    assert of_run["new_bytes"]["p50"] < 0.9 * of_run["num_bytes"]["p50"]
     page = (tmp_path / "page.html").read_text()
     assert "8 steps; shared bytes count once" in page
+    assert f"of {size(int(of_run['num_bytes']['p50']))} in a step" in page
     assert f"now {size(sum(found(*steps_in(saved)).values()))}" in page
 
 

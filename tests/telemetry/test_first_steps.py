@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from etils import epath
 from support.events import recorded
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.events import Event, bounded
 from torchax_ckpt.telemetry.first_steps import FirstSteps
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.timeline import bytes_over_time, runs_of
@@ -145,3 +146,16 @@ def test_links_to_other_files_of_a_step_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "1" / "state" / "data").write_bytes(b"1")
     os.link(tmp_path / "1" / "state" / "data", tmp_path / "backup")
     assert steps.first_steps.linked(1, epath.Path(tmp_path / "1")) == {}
+
+
+@pytest.mark.parametrize("linked", [[[1]], [["1", 2]], [[1, -2]], {"1": 2}, [[1, 2]] * 21, 1])
+def test_what_is_no_list_of_links_is_left_out(linked: Any) -> None:
+    values = {"num_bytes": 3, "linked": linked}
+    line = json.dumps({"at": 1.0, "event": "durable", "step": 1, **values}).encode()
+    assert Event.of_line(line) == Event("durable", 1.0, 1, {"num_bytes": 3})
+
+
+def test_more_links_than_a_reader_accepts_are_cut() -> None:
+    (links,) = bounded({"linked": [[n, 1] for n in range(50)]}).values()
+    event = Event("durable", 1.0, 1, {"linked": links})
+    assert Event.of_line(event.to_line()) == event

@@ -16,7 +16,7 @@ from typing import Any
 _MAX_TEXT = 1000
 MAX_STEPS = 1000
 _MAX_RULES = 50
-_MAX_LINKS = 100
+_MAX_LINKS = 20
 _MAX_NUMBER = 2**63
 _MAX_TIME = 253_402_300_800  # the year 10,000, which dates cannot express
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -178,6 +179,32 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
 _Parts = Sequence[tuple[int, int]]
 
 
+# If a step links files of more saves than this, the rest counts as its own. Only a journal that
+# somebody made up says this; its report must not take hours.
+_MAX_PARTS = 20
+
+
+class _Largest:
+    """The largest number of a changing collection of numbers; 0 if the collection is empty."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[int] = collections.Counter()
+        self._heap: list[int] = []  # negative, and with numbers that were removed
+
+    def change(self, number: int, count: int) -> None:
+        """Adds a number, or removes it if ``count`` is -1."""
+        self._counts[number] += count
+        if count > 0:
+            heapq.heappush(self._heap, -number)
+        while self._heap and not self._counts[-self._heap[0]]:
+            del self._counts[-heapq.heappop(self._heap)]
+
+    @property
+    def value(self) -> int:
+        """The largest number."""
+        return -self._heap[0] if self._heap else 0
+
+
 class _Storage:
     """The bytes that the recorded steps take together; bytes that steps share count once."""
 
@@ -187,10 +214,10 @@ class _Storage:
         self._recorded: dict[int, tuple[str, _Parts]] = {}
         self._present: dict[int, _Parts] = {}
         self._num_saves = 0
-        # For each save, how many present steps have how many of the bytes that it wrote. Of the
-        # bytes that a save wrote, a later step links what did not change since. The step that has
-        # the most bytes therefore has all that any step has.
-        self._written: dict[int, collections.Counter[int]] = {}
+        # For each save, how many of the bytes that it wrote the present steps have. Of the bytes
+        # that a save wrote, a later step links what did not change since. The step that has the
+        # most bytes therefore has all that any step has.
+        self._written: collections.defaultdict[int, _Largest] = collections.defaultdict(_Largest)
 
     def add(self, event: Event, run: str) -> None:
         """Adds the step of a ``durable`` event of a run; replaces a step of the same number."""
@@ -206,8 +233,9 @@ class _Storage:
             # knows only that the step has them; most of them that step has linked itself.
             for save, nbytes in known[::-1] if by == run else known:
                 taken = min(linked, nbytes)
-                if taken:
-                    parts[save] += taken
+                if not taken or (save not in parts and len(parts) == _MAX_PARTS):
+                    continue
+                parts[save] += taken
                 linked -= taken
                 left -= taken
         found = (*parts.items(), (self._num_saves, left))
@@ -232,14 +260,10 @@ class _Storage:
         self.remove(self._present.keys() - set(steps))
 
     def _count(self, save: int, nbytes: int, change: int) -> None:
-        counts = self._written.setdefault(save, collections.Counter())
-        before = max(counts, default=0)
-        counts[nbytes] += change
-        if not counts[nbytes]:
-            del counts[nbytes]
-        if not counts:
-            del self._written[save]
-        self.total_bytes += max(counts, default=0) - before
+        largest = self._written[save]
+        self.total_bytes -= largest.value
+        largest.change(nbytes, change)
+        self.total_bytes += largest.value
 
 
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
