@@ -94,6 +94,17 @@ def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
     assert "(measured)" in run("plan", "--measured", directory)
 
 
+def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> None:
+    sizes = {"num_bytes": 10_000, "new_bytes": 100, "linked_bytes": 9_900}
+    values = {"blocking_secs": 0.1, "durable_secs": 2.0, **sizes}
+    synthetic.write(directory, [[Event("durable", synthetic.BEGAN_SECS, 1, values)]])
+    said = run_json("plan", "--measured", directory, "--chips", 4)
+    assert said["checkpoint_bytes"] == 10_000
+    assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 50
+    said = run_json("plan", "--measured", directory, "--chips", 4, "--size", "1GB")
+    assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 5e8
+
+
 def test_what_a_local_tier_restored_says_nothing_of_the_durable_one(directory: Path) -> None:
     told = synthetic.run(first=25, last=500, at_secs=synthetic.BEGAN_SECS)
     local = [

@@ -10,12 +10,15 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from etils import epath
+from hypothesis import strategies as st
 from support import TESTS, synthetic
 from support.commands import run, run_json
 from support.waiting import wait_until
@@ -133,6 +136,90 @@ def test_storage_over_time_counts_what_comes_and_goes() -> None:
     runs = runs_of({"a": events, "b": later}, is_running=False)
     curve = [(1, 100), (2, 150), (3, 50), (4, 50), (5, 120), (6, 50), (7, 60)]
     assert bytes_over_time(runs) == curve
+
+
+def of_step(at: float, step: int, num_bytes: int, linked: dict[int, int] | None = None) -> Event:
+    pairs = [list(pair) for pair in (linked or {}).items()]
+    return Event("durable", at, step, {"num_bytes": num_bytes, "linked": pairs})
+
+
+def test_storage_over_time_counts_linked_bytes_once() -> None:
+    events = [
+        of_step(1, 1, 100),
+        of_step(2, 3, 100, {1: 90}),
+        Event("deleted", 3, None, {"steps": [1]}),  # frees 10
+        of_step(4, 5, 100, {1: 60}),  # wrote 30 of the 90 again
+        of_step(5, 7, 100, {1: 60, 5: 30}),
+        Event("set_aside", 6, None, {"steps": [3]}),
+        Event("deleted", 7, None, {"steps": [5, 7]}),  # step 3 still has its 90
+        of_step(8, 9, 100, {1: 50, 2: 20, 9: 20}),  # nothing is known of 2 and 9
+    ]
+    # The next program knows a step that has the bytes, but not which step wrote them.
+    later = [
+        of_step(11, 10, 100),
+        of_step(12, 11, 100, {9: 50}),
+        Event("deleted", 13, None, {"steps": [9]}),  # had linked the 50 itself
+        of_step(14, 13, 90, {11: 20}),
+        Event("deleted", 15, None, {"steps": [11]}),  # wrote the 20 itself
+    ]
+    newest = [of_step(21, 14, 100, {13: 20}), Event("started", 22, None, {"steps": [14]})]
+    runs = runs_of({"a": events, "b": later, "c": newest}, is_running=False)
+    assert [nbytes for _, nbytes in bytes_over_time(runs)] == [
+        *(100, 110, 100, 140, 150, 150, 100, 150),
+        *(250, 300, 250, 320, 290, 370, 200),
+    ]
+
+
+def test_a_hostile_journal_of_links_is_read_in_time() -> None:
+    """Each step claims another number of bytes of one save; the largest is deleted first."""
+    count = 40_000
+    events = [of_step(0, 0, count)]
+    events += [of_step(n, n, count, {0: count - n}) for n in range(1, count)]
+    events += [Event("deleted", count + n, None, {"steps": [n]}) for n in range(count)]
+    began = time.perf_counter()
+    curve = bytes_over_time(runs_of({"a": events}, is_running=False))
+    assert time.perf_counter() - began < 5
+    assert curve[-1][1] == 0
+
+
+@hypothesis.given(
+    saves=st.lists(
+        st.tuples(st.sampled_from([0, 0, 0, 1, 2, 4]), st.lists(st.integers(0, 9), max_size=3)),
+        min_size=6,
+        max_size=20,
+    )
+)
+def test_storage_over_time_equals_the_files_that_exist(saves: list[Any]) -> None:
+    """Each save writes some of three databases again; then some of the steps are deleted."""
+    files: dict[int, dict[tuple[int, int], int]] = {}  # step -> (database, writing step) -> bytes
+    copies: list[dict[int, int]] = [{}, {}]  # database -> the step that wrote it
+    events: list[Event] = []
+    expected: list[int] = []
+
+    def happened(event: Event) -> None:
+        events.append(event)
+        union = {file: size for held in files.values() for file, size in held.items()}
+        expected.append(sum(union.values()))
+
+    for step, (changed, doomed) in enumerate(saves):
+        copy = copies[step % 2]
+        for database in range(3):
+            if database not in copy or changed >> database & 1:
+                for other in copies:
+                    other.pop(database, None)
+                copy[database] = step
+        files[step] = {(-1, step): 7} | {(n, copy[n]): 100 + n for n in copy}
+        linked: dict[int, int] = {}
+        for database, writer in copy.items():
+            if writer != step:
+                linked[writer] = linked.get(writer, 0) + 100 + database
+        happened(of_step(len(events), step, sum(files[step].values()), linked))
+        gone = sorted({list(files)[index] for index in doomed if index < len(files)})
+        for old in gone:
+            del files[old]
+        happened(Event("deleted", len(events), None, {"steps": gone}))
+    runs = runs_of({"a": events}, is_running=False)
+    assert [nbytes for _, nbytes in bytes_over_time(runs)] == expected
 
 
 # --- the command ---

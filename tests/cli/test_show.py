@@ -206,8 +206,19 @@ def test_ls_lists_the_steps(saved: Path) -> None:
     files = [p for p in (saved / "2").rglob("*") if p.is_file()]
     assert listed["steps"][1]["size_bytes"] == sum(p.stat().st_size for p in files)
     table = run("ls", saved).splitlines()
-    assert table[0].split() == ["step", "age", "size", "verified", "kept", "by", "metrics"]
-    assert re.fullmatch(r" *2 +\d+ s +[\d.]+ kB +no +LatestN\(3\), newest +loss=0.5 *", table[2])
+    assert table[0].split() == [
+        "step",
+        "age",
+        "size",
+        "shared",
+        "verified",
+        "kept",
+        "by",
+        "metrics",
+    ]
+    assert re.fullmatch(
+        r" *2 +\d+ s +[\d.]+ kB +0 B +no +LatestN\(3\), newest +loss=0.5 *", table[2]
+    )
 
 
 def test_ls_of_an_empty_directory_is_no_error(tmp_path: Path) -> None:

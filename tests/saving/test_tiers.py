@@ -194,7 +194,7 @@ def test_a_step_is_found_verified_and_deleted_in_either_tier(
         assert (directory / "2" / "verified").exists()
         assert (ramdisk / "2" / "verified").exists()
         for place, spares in ((directory, True), (ramdisk, False)):
-            kept = [rule for s in steps_of(RunDirectory(place)) for rule in s["kept_by"] or ()]
+            kept = [rule for s in steps_of(RunDirectory(place))[0] for rule in s["kept_by"] or ()]
             assert ("newest verified" in kept) == spares
         ckpt.delete(2, tier="local")
         assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([1, 3], [2])

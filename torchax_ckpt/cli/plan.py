@@ -71,6 +71,9 @@ def plan(asked: Asked, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt plan``; returns the exit code."""
     known = {} if asked.measured is None else _measured(asked.measured)
     num_bytes = _num_bytes(asked, known)
+    # A measured run may have written less than a whole checkpoint with each save.
+    is_given = asked.params is not None or asked.size is not None
+    new_bytes = num_bytes if is_given else known.get("new_bytes", num_bytes)
     run = _run(asked, known)
     mtbf_secs, tier = run.cluster.mtbf_secs, run.durable
     best = planning.best_interval(
@@ -98,7 +101,7 @@ def plan(asked: Asked, *, as_json: bool) -> int:
             num_copies=LocalTier.keep + 1,
         ),
         # Every slice has the whole state, and the hosts of all slices share the writing.
-        "write_bytes_per_sec_and_host": num_bytes / run.cluster.num_hosts / tier.durable_secs,
+        "write_bytes_per_sec_and_host": new_bytes / run.cluster.num_hosts / tier.durable_secs,
         "mtbf_secs": mtbf_secs,
         "restart_secs": run.cluster.restart_secs,
         **dataclasses.asdict(tier),
@@ -188,6 +191,7 @@ def _measured(directory: str) -> dict[str, float]:
     found = {}
     for name, key, known_as in (
         ("durable", "num_bytes", "num_bytes"),
+        ("durable", "new_bytes", "new_bytes"),
         ("durable", "blocking_secs", "blocking_secs"),
         ("durable", "durable_secs", "durable_secs"),
         ("restored", "secs", "restore_secs"),

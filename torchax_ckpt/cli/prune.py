@@ -15,8 +15,9 @@ from torchax_ckpt.policies import described, preservation
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.copy import copy_steps
+from torchax_ckpt.stored.shared_files import Usage
 
 
 def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) -> int:
@@ -32,14 +33,15 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
         try:
             run.claim()
             steps = run.steps()  # listed under the lease, so that no other program changes them
-            to_delete, sizes = _steps_to_delete(run, steps, policy)
+            to_delete, usage = _steps_to_delete(run, steps, policy)
             keep = [committed not in to_delete for committed in steps]
             run.prune(keep, steps)
         finally:
             run.release()
     else:
         steps = run.steps()
-        to_delete, sizes = _steps_to_delete(run, steps, policy)
+        to_delete, usage = _steps_to_delete(run, steps, policy)
+    freed_bytes = usage.freed_bytes(to_delete)
     kept = [committed.step for committed in steps if committed not in to_delete]
     deleted = [committed.step for committed in to_delete]
     if as_json:
@@ -49,15 +51,18 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
                 "dry_run": not delete,
                 "kept": kept,
                 "deleted": deleted,
-                "freed_bytes": sum(sizes),
+                "freed_bytes": freed_bytes,
             }
         )
         return OK
     verb = "deleted" if delete else "would delete"
-    for step, nbytes in zip(deleted, sizes, strict=True):
-        output.print_line(f"{verb} step {step}, {output.size(nbytes)}")
+    for committed in to_delete:
+        shared = usage.shared_bytes(committed)
+        text = f", of which {output.size(shared)} are shared with other steps" if shared else ""
+        nbytes = output.size(usage.num_bytes(committed))
+        output.print_line(f"{verb} step {committed.step}, {nbytes}{text}")
     output.print_line(
-        f"{verb} {len(deleted)} of {len(steps)} steps, {output.size(sum(sizes))}; kept: "
+        f"{verb} {len(deleted)} of {len(steps)} steps, freeing {output.size(freed_bytes)}; kept: "
         f"{', '.join(map(str, kept)) or 'none'}"
     )
     if deleted and not delete:
@@ -67,8 +72,8 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
 
 def _steps_to_delete(
     run: RunDirectory, steps: Sequence[CommittedStep], policy: Any
-) -> tuple[list[CommittedStep], list[int]]:
-    """Returns the steps that no rule keeps, and the size of each on storage, in bytes.
+) -> tuple[list[CommittedStep], Usage]:
+    """Returns the steps that no rule keeps, and the bytes that the steps take on storage.
 
     The newest verified step is never among the returned steps.
 
@@ -87,31 +92,34 @@ def _steps_to_delete(
     keep = preservation.preserved(policy, infos, damaged)
     to_delete = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
     spared = run.verified.newest_of(to_delete, steps)
-    to_delete = [committed for committed in to_delete if committed is not spared]
-    return to_delete, [containment.stored_bytes(committed.path) for committed in to_delete]
+    return [committed for committed in to_delete if committed is not spared], Usage(steps)
 
 
 def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> int:
     """Runs ``torchax-ckpt copy``; returns the exit code."""
     steps = named_or_all(source)
     run = RunDirectory(target)
-    sizes = {committed.step: containment.stored_bytes(committed.path) for committed in steps}
+    usage = Usage(steps)
+    is_bucket = location.is_bucket(run.path)  # there the copies share nothing
+    total = sum(map(usage.num_bytes, steps)) if is_bucket else usage.total_bytes
     left_out: list[CheckpointError] = []
-    with progress.bar("copying", lambda: sum(sizes.values())) as on_bytes:
+    with progress.bar("copying", lambda: total) as on_bytes:
         options = CheckpointOptions(max_host_bytes=max_bytes)
         copied = copy_steps(steps, run, options, on_bytes, left_out.append)
     for error in left_out:
         output.note(f"not copied: {error}")
-    total = sum(sizes[committed.step] for committed in copied)
+    copied_bytes = Usage(copied).total_bytes
     if as_json:
         output.print_json(
             {
                 "directory": str(run.path),
                 "steps": [committed.step for committed in copied],
-                "num_bytes": total,
+                "num_bytes": copied_bytes,
             }
         )
     else:
         listed = ", ".join(str(committed.step) for committed in copied)
-        output.print_line(f"copied to {run.path}, and verified: {listed}, {output.size(total)}")
+        output.print_line(
+            f"copied to {run.path}, and verified: {listed}, {output.size(copied_bytes)}"
+        )
     return FOUND if any(isinstance(error, CorruptCheckpointError) for error in left_out) else OK

@@ -17,7 +17,8 @@ from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.stored import shared_files
+from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
@@ -25,9 +26,9 @@ from torchax_ckpt.telemetry.journal import latest_start
 def list_steps(directory: str, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt ls``; returns the exit code."""
     run = existing(directory)
-    steps = steps_of(run)
+    steps, total_bytes = steps_of(run)
     if as_json:
-        output.print_json({"directory": str(run.path), "steps": steps})
+        output.print_json({"directory": str(run.path), "size_bytes": total_bytes, "steps": steps})
     elif not steps:
         output.print_line(f"{run.path}: there are no checkpoints")
     else:
@@ -36,36 +37,45 @@ def list_steps(directory: str, *, as_json: bool) -> int:
                 step["step"],
                 output.age(step["committed"]),
                 output.size(step["size_bytes"]),
+                output.size(step["shared_bytes"]),
                 "yes" if step["verified"] else "no",
                 "?" if step["kept_by"] is None else ", ".join(step["kept_by"]),
                 " ".join(f"{k}={output.number(v)}" for k, v in step["metrics"].items()),
             )
             for step in steps
         ]
-        columns = ("step", "age", "size", "verified", "kept by", "metrics")
-        output.print_table(columns, rows, right=("step", "age", "size"))
+        columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
+        output.print_table(columns, rows, right=("step", "age", "size", "shared"))
+        if any(step["shared_bytes"] for step in steps):
+            text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
+            output.print_line(text)
     return OK
 
 
-def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """Describes each step of a run, oldest first, as JSON.
+def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:
+    """Describes each step of a run, oldest first, as JSON; also returns the bytes of all steps.
 
+    ``shared_bytes`` of a step are those of its ``size_bytes`` that other steps have too, by links
+    to the same files. They count once in the bytes of all steps.
     ``committed``, the time of the commit, is None if the file that states it is damaged.
     ``kept_by`` is None if it is unknown which preservation rules the newest program has.
     """
     found = run.steps()
     kept_by = _kept_by(run, found)
-    return [
+    usage = Usage(found)
+    described_steps = [
         {
             "step": committed.step,
             "committed": output.committed_at(committed),
-            "size_bytes": containment.stored_bytes(committed.path),
+            "size_bytes": usage.num_bytes(committed),
+            "shared_bytes": usage.shared_bytes(committed),
             "metrics": run.metrics(committed),
             "verified": committed in run.verified,
             "kept_by": None if kept_by is None else kept_by[index],
         }
         for index, committed in enumerate(found)
     ]
+    return described_steps, usage.total_bytes
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
@@ -227,14 +237,19 @@ def _verify_one(
     except StepNotFoundError:
         raise
     except CheckpointError as error:
-        if isinstance(error, CorruptCheckpointError) and not read_only:
-            run.verified.note(committed, is_sound=False)
-            run.verified.mark([committed])
+        sharing = []
+        if isinstance(error, CorruptCheckpointError):
+            sharing = shared_files.damaged_too(error.message, committed, run.steps())
+            for damaged in (committed, *sharing):
+                run.verified.note(damaged, is_sound=False)
+            if not read_only:
+                run.verified.mark((committed, *sharing))
         return {
             **result,
             "ok": False,
-            "error": " ".join(str(error).split()),
+            "error": " ".join(shared_files.naming(str(error), sharing).split()),
             "leaf": error.key_path,
+            "damaged_too": [damaged.step for damaged in sharing],
             "code": code_of(error),
         }
     if not (read_only or committed in run.verified):

@@ -56,6 +56,11 @@ def folder_of(name: str) -> str:
     return f"{_PREFIX}{name}"
 
 
+def is_folder(name: str) -> bool:
+    """Returns whether a folder of this name has a database of unchanged arrays."""
+    return name.startswith(_PREFIX) and _NAME.fullmatch(name.removeprefix(_PREFIX)) is not None
+
+
 def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -> dict[str, Any]:
     """Returns the manifest's field ``unchanged``, or nothing if there are no databases."""
     if not databases:

@@ -17,6 +17,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.stored_step import still_there
 
 T = TypeVar("T")
@@ -65,9 +66,10 @@ def reading(
 ) -> Iterator[None]:
     """Runs the ``with`` block, which reads a step, within a round of the processes.
 
-    If the step is damaged, ``reading`` records this in ``directory.verified``. If the step is
-    damaged or storage cannot read the step, the error's message also lists the other steps of the
-    directory. If each host has its own directory, ``reading`` neither records damage nor lists
+    If the step is damaged, ``reading`` records this in ``directory.verified``, also for the steps
+    that share the damaged file, and the error's message names these steps. If the step is damaged
+    or storage cannot read the step, the message also lists the other steps of the directory. If
+    each host has its own directory, ``reading`` neither records damage nor lists
     steps, because the failure of another host does not mean that this host's copy is damaged.
 
     Args:
@@ -91,6 +93,11 @@ def reading(
         # If storage cannot list the other steps, the error of the read still has to be raised.
         with contextlib.suppress(Exception):
             others = [s for s in directory.steps() if s.step != committed.step]
+            if is_damage(error):
+                sharing = shared_files.damaged_too(error.message, committed, others)
+                for other in sharing:
+                    directory.verified.note(other, is_sound=False)
+                error.message = shared_files.naming(error.message, sharing)
             text = f". Other steps in the directory: {directory.verified.named(others)}."
             error.message = error.message.rstrip(".") + text
         raise

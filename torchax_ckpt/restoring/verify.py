@@ -5,6 +5,9 @@ The run uses this record to decide which steps to keep, and so do later runs in 
 
 from __future__ import annotations
 
+import contextlib
+
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import reading
@@ -46,6 +49,11 @@ def verify_step(
                     _compare(committed, processes, options)
         if is_here:
             verified.note(committed, is_sound=True)
+    except CorruptCheckpointError:
+        if processes.is_first and not options.read_only:
+            with contextlib.suppress(Exception):  # the damage is the error to raise
+                verified.mark(directory.steps())  # others may share the damaged file
+        raise
     finally:
         if processes.is_first and not options.read_only:
             verified.mark([committed])

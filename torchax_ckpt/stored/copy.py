@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etils import epath
 
@@ -22,7 +22,9 @@ from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
-from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.storage.medium import fsync, links, location, permissions
+from torchax_ckpt.stored import shared_files
+from torchax_ckpt.stored.shared_files import File
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
 
 _CHUNK_BYTES = 16 << 20
@@ -41,7 +43,8 @@ def copy_steps(
 
     A copy becomes visible only after every byte of it was read and compared with the digests taken
     when the step was saved. The comparison also reveals damage of the original. A step that is
-    damaged, or that another program deletes meanwhile, is not copied; the other steps are.
+    damaged, or that another program deletes meanwhile, is not copied; the other steps are. A file
+    that several steps share is copied once, and their copies share it too, except on a bucket.
 
     Args:
       steps: the steps, of one directory.
@@ -85,9 +88,10 @@ def copy_steps(
         target.claim()
         _require_absent(sound, target)  # again: only from now on no other program writes
         target.recover()
+        first_copies: dict[File, epath.Path] = {}
         for committed in sound:
             with leaving_out_lost():
-                copied.append(_copy(committed, target, options, on_bytes))
+                copied.append(_copy(committed, target, options, first_copies, on_bytes))
     finally:
         target.release()
     if not copied:
@@ -99,13 +103,21 @@ def _copy(
     committed: CommittedStep,
     target: RunDirectory,
     options: CheckpointOptions,
+    first_copies: dict[File, epath.Path],
     on_bytes: Callable[[int], None],
 ) -> CommittedStep:
+    """Copies a step.
+
+    Args:
+      first_copies: the copies of files that several steps have; gets those of this step.
+    """
     path = target.path_for(committed.step)
     try:
         with still_there(committed), permissions.closed_while_written(path) as mode:
             path.mkdir(parents=True, exist_ok=True, mode=0o777 if mode is None else mode)
-            _copy_files(committed.path, path, on_bytes)
+            shared = _shared_files(committed, target)
+            known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
+            _copy_files(committed.path, path, known, on_bytes)
             written = dataclasses.replace(committed, path=path)
             try:
                 StoredStep(written).verify(options)
@@ -133,9 +145,25 @@ def _copy(
                 f"cannot copy step {committed.step} to {target.path}: {error}", path=target.path
             ) from error
         raise
+    for name, file in shared.items():
+        first_copies.setdefault(file, done.path / name)
     target.verified.note(done, is_sound=True)
     target.verified.mark([done])
     return done
+
+
+def _shared_files(committed: CommittedStep, target: RunDirectory) -> dict[str, File]:
+    """Returns the files of a step that have other links, by their relative paths.
+
+    Returns nothing if the target is on a bucket, which has no links.
+    """
+    if location.is_bucket(target.path):
+        return {}
+    found = shared_files.linked_files(committed.path)
+    return {
+        os.path.relpath(path, committed.path): shared_files.file_of(status)
+        for path, status in found.items()
+    }
 
 
 def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
@@ -158,10 +186,18 @@ def _files(step: epath.Path, below: str = "") -> Iterator[str]:
             yield name
 
 
-def _copy_files(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
+def _copy_files(
+    source: epath.Path,
+    target: epath.Path,
+    known: Mapping[str, epath.Path],
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Copies the files of a step, or links those of which ``known`` has a copy."""
     with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
         copies = [
-            pool.submit(_copy_file, source / file, target / file, on_bytes)
+            pool.submit(_link_file, known[file], target / file)
+            if file in known
+            else pool.submit(_copy_file, source / file, target / file, on_bytes)
             for file in _files(source)
         ]
         try:
@@ -170,6 +206,11 @@ def _copy_files(source: epath.Path, target: epath.Path, on_bytes: Callable[[int]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _link_file(source: epath.Path, target: epath.Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    links.link_file(source, target)
 
 
 def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 _MAX_TEXT = 1000
 MAX_STEPS = 1000
 _MAX_RULES = 50
+_MAX_LINKS = 20
 _MAX_NUMBER = 2**63
 _MAX_TIME = 253_402_300_800  # the year 10,000, which dates cannot express
 
@@ -45,6 +46,14 @@ def _is_rules(value: Any) -> bool:
     )
 
 
+def _is_links(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_LINKS
+        and all(_is_steps(pair) and len(pair) == 2 for pair in value)
+    )
+
+
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -61,7 +70,14 @@ _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "restored": {"secs": _is_number, "is_verified": _is_flag, "tier": _is_text},
     "reached": {"num_skipped": _is_count},
     "saving": {"num_skipped": _is_count, "num_steps": _is_count, "interval_secs": _is_number},
-    "durable": {"blocking_secs": _is_number, "durable_secs": _is_number, "num_bytes": _is_count},
+    "durable": {
+        "blocking_secs": _is_number,
+        "durable_secs": _is_number,
+        "num_bytes": _is_count,
+        "new_bytes": _is_count,
+        "linked_bytes": _is_count,
+        "linked": _is_links,
+    },
     "failed": {"secs": _is_number, "error": _is_text},
     "deleted": {"steps": _is_steps},
     "set_aside": {"steps": _is_steps},
@@ -81,7 +97,10 @@ class Event:
         checkpointer was closed).
       time_secs: when it happened, in seconds since the epoch.
       step: completed optimizer steps; None if the event concerns no single step.
-      values: details of the event: numbers (``..._secs``, ``num_...``), text, lists.
+      values: details of the event: numbers (``..._secs``, ``num_...``, ``..._bytes``), text, lists.
+        Of a durable save, ``num_bytes`` are the bytes of the step, ``new_bytes`` those that the
+        save wrote, ``linked_bytes`` those in files of earlier steps, and ``linked`` the pairs of an
+        earlier step and the bytes in files that this step had first.
     """
 
     name: str
@@ -122,7 +141,8 @@ class Event:
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an event's values without those that are None, cut to lengths that readers accept.
 
-    A longer text is cut at its end. The list ``steps`` keeps its last ``MAX_STEPS`` members.
+    A longer text is cut at its end. The list ``steps`` keeps its last ``MAX_STEPS`` members, the
+    list ``linked`` its first ``_MAX_LINKS``.
     """
     cut = {}
     for key, value in values.items():
@@ -132,5 +152,7 @@ def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
             value = value[: _MAX_TEXT - 3] + "..."
         elif key == "steps":
             value = [int(step) for step in value][-MAX_STEPS:]
+        elif key == "linked":
+            value = value[:_MAX_LINKS]
         cut[key] = value
     return cut

@@ -29,6 +29,7 @@ from torchax_ckpt.runtime.save_in_flight import SaveCost
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import containment
 from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
+from torchax_ckpt.telemetry.first_steps import FirstSteps
 from torchax_ckpt.telemetry.journal import Journal
 from torchax_ckpt.telemetry.stats import Stats, Tally
 
@@ -83,6 +84,7 @@ class Telemetry:
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = False
         self._num_reported = 0  # skipped saves that events have reported
+        self._first_steps = FirstSteps(directory.path)
         self._saving: tuple[float, int] | None = None
 
     @property
@@ -126,10 +128,20 @@ class Telemetry:
     def durable(self, cost: SaveCost, path: epath.Path) -> None:
         """Records that a step was committed.
 
-        The event thread then measures how many bytes the step takes on storage.
+        Process 0 looks here which files of the step are links to files of earlier steps. Later,
+        these steps may be deleted. The event thread then measures how many bytes the step takes on
+        storage.
         """
-        costs = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
-        self._take("durable", cost.step, 0.0, costs, path)
+        values: dict[str, Any] = {
+            "blocking_secs": cost.blocking_secs,
+            "durable_secs": cost.durable_secs,
+        }
+        if self._worker.may_write:
+            with contextlib.suppress(OSError):  # the next save reports failures of the storage
+                linked = self._first_steps.linked(cost.step, path)
+                values["linked_bytes"] = sum(linked.values())
+                values["linked"] = [list(pair) for pair in sorted(linked.items())] or None
+        self._take("durable", cost.step, 0.0, values, path)
 
     @_logs_errors
     def steps_gone(self, name: str, steps: Sequence[int]) -> None:
@@ -295,9 +307,13 @@ class _Worker:
             num_bytes = containment.stored_bytes(path) or containment.stored_bytes(settled)
         if not num_bytes:
             return event
+        sizes = {"num_bytes": num_bytes}
+        if "linked_bytes" in event.values:
+            sizes["new_bytes"] = max(0, num_bytes - event.values["linked_bytes"])
         with self._lock:
-            self._tally.measured("durable", "num_bytes", num_bytes)
-        return dataclasses.replace(event, values={**event.values, "num_bytes": num_bytes})
+            for key, value in sizes.items():
+                self._tally.measured("durable", key, value)
+        return dataclasses.replace(event, values={**event.values, **sizes})
 
     def _deliver(self, event: Event) -> None:
         if self._on_event is None:

@@ -52,6 +52,8 @@ class Stats:
       interval_secs: seconds from one snapshot to the next.
       interval_steps: training steps from one snapshot to the next.
       num_bytes: bytes a step takes on storage; only process 0 measures them, after the save.
+      new_bytes: those of them that the save wrote.
+      linked_bytes: those of them in files of earlier steps, which the save linked.
       restore_secs: seconds that a restore took.
     """
 
@@ -65,6 +67,8 @@ class Stats:
     interval_secs: Quantiles | None
     interval_steps: Quantiles | None
     num_bytes: Quantiles | None
+    new_bytes: Quantiles | None
+    linked_bytes: Quantiles | None
     restore_secs: Quantiles | None
 
 
@@ -105,5 +109,7 @@ class Tally:
             interval_secs=quantiles("saving", "interval_secs"),
             interval_steps=quantiles("saving", "num_steps"),
             num_bytes=quantiles("durable", "num_bytes"),
+            new_bytes=quantiles("durable", "new_bytes"),
+            linked_bytes=quantiles("durable", "linked_bytes"),
             restore_secs=quantiles("restored", "secs"),
         )

@@ -50,14 +50,14 @@ def report(directory: str, argument: Path | None, option: Path | None, *, as_jso
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()
-    steps = steps_of(run)
+    steps, num_bytes = steps_of(run)
     runs = runs_of(read_events(run.path), is_running=_is_held(run))
     contents = Contents(
         title=str(run.path),
         now_secs=now_secs,
         runs=runs,
         steps=steps,
-        num_bytes=sum(step["size_bytes"] for step in steps),
+        num_bytes=num_bytes,
         is_cut=bool(runs) and not runs[0].named("started"),
     )
     _write(out, page(contents))
@@ -92,6 +92,8 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
         "blocking_secs": quantiles([save.blocking_secs for save in run.saves]),
         "durable_secs": quantiles([save.durable_secs for save in run.saves]),
         "interval_secs": quantiles([save.interval_secs for save in run.saves]),
+        "num_bytes": quantiles([save.num_bytes for save in run.saves]),
+        "new_bytes": quantiles([save.new_bytes for save in run.saves]),
     }
 
 

@@ -34,7 +34,7 @@ class Contents:
       now_secs: when the directory was read, in seconds since the epoch.
       runs: the recorded programs, oldest first; may be empty.
       steps: the steps in the directory, as ``ls --json`` prints them; oldest first.
-      num_bytes: the size of all steps.
+      num_bytes: the size of all steps; bytes that several steps share count once.
       is_cut: True if the oldest events were deleted.
     """
 
@@ -111,7 +111,10 @@ def _figures(contents: Contents, saves: Sequence[Save]) -> list[tuple[str, str, 
         verified = next((s["step"] for s in reversed(contents.steps) if s["verified"]), None)
         note = "none is verified" if verified is None else f"newest verified: {verified:,}"
         figures.append(("newest step", f"{newest['step']:,}", note))
-    figures.append(("on storage", size(contents.num_bytes), f"{len(contents.steps)} steps"))
+    note = f"{len(contents.steps)} steps"
+    if any(step["shared_bytes"] for step in contents.steps):
+        note += "; shared bytes count once"
+    figures.append(("on storage", size(contents.num_bytes), note))
     if saves:
         num_lost = sum(map(_is_lost, saves))
         figures.append(("durable saves", f"{len(durable):,}", f"{num_lost:,} failed or cut off"))
@@ -122,6 +125,12 @@ def _figures(contents: Contents, saves: Sequence[Save]) -> list[tuple[str, str, 
     ):
         if (found := Quantiles.of(values)) is not None:
             figures.append((label, duration(found.p50), f"p90 {duration(found.p90)}"))
+    if any(save.new_bytes != save.num_bytes for save in durable if save.new_bytes is not None):
+        found = Quantiles.of([s.new_bytes for s in durable if s.new_bytes is not None])
+        whole = Quantiles.of([s.num_bytes for s in durable if s.num_bytes is not None])
+        if found is not None and whole is not None:
+            note = f"of {size(int(whole.p50))} in a step"
+            figures.append(("new in a save", size(int(found.p50)), note))
     steps = Quantiles.of([s.interval_steps for s in saves if s.interval_steps is not None])
     if steps is not None:
         figures.append(("steps between", f"{steps.p50:,.0f}", f"p90 {steps.p90:,.0f}"))

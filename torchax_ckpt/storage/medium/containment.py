@@ -32,7 +32,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
     if location.is_bucket(step_path):
         return  # a bucket has no links and no special files
     try:
-        found = list(_walk(os.fspath(step_path)))
+        found = list(walk(step_path))
     except OSError as error:  # the step was deleted meanwhile
         if storage_errors.is_unavailable(error):
             raise
@@ -51,9 +51,9 @@ def require_contained(step_path: epath.Path, step: int) -> None:
             raise corrupt(step, path, expected, f"{status.st_size}")
 
 
-def _walk(top: str) -> Iterator[tuple[str, os.stat_result]]:
+def walk(top: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
     """Yields path and status of all non-folders at and below a path; does not follow links."""
-    folders = [top]
+    folders = [os.fspath(top)]
     while folders:
         folder = folders.pop()
         status = os.lstat(folder)
@@ -73,7 +73,7 @@ def stored_bytes(step_path: epath.Path) -> int:
     if location.is_bucket(step_path):
         return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
     try:
-        return sum(status.st_size for _, status in _walk(os.fspath(step_path)))
+        return sum(status.st_size for _, status in walk(step_path))
     except FileNotFoundError:
         return 0
 

@@ -41,7 +41,7 @@ def link_folder(source: epath.Path, target: epath.Path) -> None:
         new = os.path.join(target, os.path.relpath(folder, source))
         os.makedirs(new, exist_ok=True)
         for name in files:
-            _link(os.path.join(folder, name), os.path.join(new, name))
+            link_file(os.path.join(folder, name), os.path.join(new, name))
         fsync.sync(new)
 
 
@@ -49,7 +49,14 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _link(source: str, target: str) -> None:
+def link_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Gives a file a second name; where the file system refuses the link, copies the file.
+
+    The new name is not durable when the function returns.
+
+    Raises:
+      OSError: the file is missing, or there is no space.
+    """
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
@@ -61,9 +68,9 @@ def _link(source: str, target: str) -> None:
             logger.warning(
                 "%s: cannot be linked from %s (%s). Unchanged arrays are copied from step to step "
                 "in place of links, which takes time and space",
-                target,
-                source,
+                os.fspath(target),
+                os.fspath(source),
                 error.strerror,
             )
         shutil.copyfile(source, target, follow_symlinks=False)
-        fsync.sync(target)
+        fsync.sync(epath.Path(target))
