@@ -30,6 +30,7 @@ def test_flipped_bits_are_detected_or_harmless() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_flips_that_come_back_wrong_are_found() -> None:
     code, found, output = outcomes("--flips", "32", "--seed", "1", "--reader", "orbax")
     assert code == 1, output

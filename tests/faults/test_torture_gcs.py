@@ -24,6 +24,7 @@ def test_killed_at_random_moments_under_faults_a_bucket_loses_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_lies_is_found_out() -> None:
     code, table, output = run_torture(
         PROGRAM,
