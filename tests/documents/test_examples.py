@@ -104,7 +104,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     "example",
     [
         pytest.param(DIGITS, marks=pytest.mark.slow, id="digits"),
-        pytest.param(GPT, id="gpt"),
+        pytest.param(GPT, marks=pytest.mark.slow, id="gpt"),
         pytest.param(LIGHTNING, marks=pytest.mark.slow, id="lightning"),
     ],
 )

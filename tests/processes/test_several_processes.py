@@ -181,6 +181,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
             CheckpointOptions(process_timeout_secs=secs)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_load_belongs_to_the_training_thread_where_processes_send_each_other_what_they_read(
     tmp_path: Path,
 ) -> None:

@@ -210,8 +210,9 @@ def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("example", "first"),
-    [("train_digits", 50), pytest.param("train_gpt", 20, marks=pytest.mark.slow)],
+    [("train_digits", 50), pytest.param("train_gpt", 20, marks=pytest.mark.long)],
 )
+@pytest.mark.slow
 def test_a_preempted_example_asks_to_be_started_again(
     example: str, first: int, tmp_path: Path
 ) -> None:

@@ -201,7 +201,7 @@ def test_an_array_that_changes_under_its_identity_is_written(directory: Path) ->
         assert arrays["state/w"].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_number_of_kept_steps_is_enough(directory: Path, keep: int) -> None:
     states = [still_state(x=step) for step in range(8)]
     save_all(directory, states, preservation_policy=policies.LatestN(keep))
@@ -397,9 +397,9 @@ def test_where_links_are_refused_files_are_copied(
     [
         {"compression": "blosc-zstd"},
         {"max_host_bytes": 1 << 20},
-        {"read_back": True},
-        {"layout": "stacked"},
-        {"snapshot": "offload"},
+        pytest.param({"read_back": True}, marks=pytest.mark.slow),
+        pytest.param({"layout": "stacked"}, marks=pytest.mark.slow),
+        pytest.param({"snapshot": "offload"}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -462,7 +462,10 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.usefixtures("identity_proves")
-@pytest.mark.parametrize("mode", ["copy", "reference", "offload", "auto"])
+@pytest.mark.parametrize(
+    "mode",
+    ["copy", *(pytest.param(m, marks=pytest.mark.slow) for m in ("reference", "offload", "auto"))],
+)
 def test_arrays_that_are_the_same_objects_are_neither_copied_nor_fetched(
     mode: Any, directory: Path, fetched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,9 +45,9 @@ class Run:
     scope="module",
     params=[
         {},
-        {"layout": "stacked"},
-        {"layout": "flat"},
-        *({"compression": codec} for codec in get_args(Codec)),
+        pytest.param({"layout": "stacked"}, marks=pytest.mark.slow),
+        pytest.param({"layout": "flat"}, marks=pytest.mark.slow),
+        *(pytest.param({"compression": c}, marks=pytest.mark.slow) for c in get_args(Codec)),
     ],
     ids=["auto", "stacked", "flat", *get_args(Codec)],
 )

@@ -153,9 +153,9 @@ class Writer:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
         document, plan, stored = self._stored(capture)
-        progress.enter("comparing the arrays with earlier steps")
         division = Division()
         if self._reuse:
+            progress.enter("comparing the arrays with earlier steps")
             division = self._reuse.divide(plan, stored, capture.kept)
             gone = capture.kept.arrays.keys() - division.linked.keys()
             stored = {**stored, **capture.kept.stored(gone)}

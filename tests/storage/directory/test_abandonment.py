@@ -249,9 +249,9 @@ class Run:
             set_aside(list(steps)[: int(how == "half")])
             raise OSError(5, "killed")
 
-        def only_while_tidying(durable: Any, tidy: Any = tier.saver._tidy) -> None:
+        def only_while_tidying(*args: Any, tidy: Any = tier.saver._tidy) -> None:
             with mock.patch.object(directory, "set_aside", stopped):
-                tidy(durable)
+                tidy(*args)
 
         stack.enter_context(mock.patch.object(tier.saver, "_tidy", only_while_tidying))
 
