@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from etils import epath
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from orbax import checkpoint as v0
@@ -30,8 +31,12 @@ from support.training import P, fsdp_mesh, fsdp_rule, place
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError, UnsupportedLeafError
+from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.saving.unchanged import identities
+from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.snapshot import snapshotter
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import host_batches
 
@@ -422,6 +427,37 @@ def test_a_copy_that_no_step_has_any_more_is_kept_aside(directory: Path) -> None
     assert_resumes(directory, 6, state)
     run(directory, range(7, 10), **ALL)
     assert not (directory / "unchanged").exists()
+
+
+def test_databases_of_several_steps_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """What is kept aside is of one step; the other database goes with its step."""
+    steps = [CommittedStep(n, epath.Path(tmp_path / str(n)), n) for n in (1, 2)]
+    known: dict[str, KnownDatabase] = {}
+    for committed in steps:
+        name = f"w{committed.step}"
+        content = Content((name,), (1,), "float32", Digests((1,), bytes(8), bytes(16)))
+        known[name] = KnownDatabase(committed.key, "unchanged0", {name: content}, is_verified=True)
+        for folder in ("manifest", "state/ocdbt.process_unchanged0"):
+            (committed.path / folder).mkdir(parents=True)
+            (committed.path / folder / "file").write_text(name)
+    reuse = Reuse(epath.Path(tmp_path), True, True, list, lambda leaves: None)
+    reuse._copies[0].update(known)
+    reuse.retain(steps)
+    place = tmp_path / "unchanged" / "state" / "ocdbt.process_unchanged0"
+    assert (place / "file").read_text() == "w2"
+    assert {name: stored.step for name, stored in reuse._copies[0].items()} == {
+        "w1": (1, 1),
+        "w2": None,
+    }
+
+
+def test_orbax_does_not_list_what_is_kept_aside(directory: Path) -> None:
+    run(directory, range(1, 6), preservation_policy=policies.LatestN(1))
+    assert (directory / "unchanged").is_dir()
+    with ocp.training.Checkpointer(directory) as checkpointer:
+        assert [checkpoint.step for checkpoint in checkpointer.checkpoints] == [5]
+    with v0.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == [5]
 
 
 def test_a_damaged_manifest_field_is_refused(directory: Path) -> None:

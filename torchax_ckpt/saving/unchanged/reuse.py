@@ -279,12 +279,13 @@ class Reuse:
         steps = {committed.key: committed for committed in doomed}
         self._take_turn()  # of the next save
         copy = self._copies[self._turn]
-        needed = [s for s in known_databases.distinct(copy.values()) if s.step in steps]
-        if needed and needed[0].step is not None:
-            # One save wrote or took over all databases of a copy, so they are in one step.
-            retained.keep(self._directory, steps[needed[0].step], [s.name for s in needed])
-            for stored in needed:
-                kept = dataclasses.replace(stored, step=None)
+        stored = known_databases.distinct(copy.values())
+        if needed := {s.step for s in stored if s.step is not None and s.step in steps}:
+            newest = max(needed)  # the folder takes databases of one step only
+            held = [s for s in stored if s.step == newest]
+            retained.keep(self._directory, steps[newest], [s.name for s in held])
+            for database in held:
+                kept = dataclasses.replace(database, step=None)
                 copy |= dict.fromkeys(kept.contents, kept)
         elif all(stored.step is not None for part in self._copies for stored in part.values()):
             retained.remove(self._directory)
@@ -342,9 +343,10 @@ class Reuse:
         contents = dict(known_databases.contents_of(manifest))
         for name, database in manifest.unchanged.items():
             held = {stored: contents[stored] for stored in database.arrays}
-            known = KnownDatabase(key, name, held, is_verified)
-            for array in held:
-                self._copies[database.copy].setdefault(array, known)
+            copy = self._copies[database.copy]
+            # A step has each array once, so it could not take over two databases with one array.
+            if copy.keys().isdisjoint(held):
+                copy |= dict.fromkeys(held, KnownDatabase(key, name, held, is_verified))
             if key is not None:
                 self._copy_in[key] = database.copy
 

@@ -17,7 +17,7 @@ from etils import epath
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, CommittedStep
-from torchax_ckpt.storage.medium import fsync, links, seals
+from torchax_ckpt.storage.medium import containment, fsync, links, seals
 
 NAME = "unchanged"
 
@@ -68,5 +68,6 @@ def read_manifest(directory: epath.Path) -> Manifest:
     Raises:
       OSError, ValueError, CorruptCheckpointError: there is none, or it is damaged.
     """
+    containment.require_contained(path_of(directory), 0)
     path = path_of(directory) / MANIFEST
     return Manifest.from_json(seals.read_sealed(path), path=str(path))
