@@ -133,7 +133,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), pairs())
+@pytest.mark.parametrize(("source", "target"), list(pairs()))
 def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Trained) -> None:
     directory, expected = saved[source]
     net, optimizer = on_jax(LAYOUTS[target])

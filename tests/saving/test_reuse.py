@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
-from support.compare import assert_trees_identical, bits, training_state
+from support.compare import assert_trees_identical, bits, entries, training_state
 from support.damage import edit_json, flip_bit
 from support.own_orbax import abstract
 from support.training import P, fsdp_mesh, fsdp_rule, place
@@ -37,6 +37,7 @@ from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import host_batches
 
@@ -440,9 +441,11 @@ def test_databases_of_several_steps_are_not_taken_for_each_other(tmp_path: Path)
         for folder in ("manifest", "state/ocdbt.process_unchanged0"):
             (committed.path / folder).mkdir(parents=True)
             (committed.path / folder / "file").write_text(name)
-    reuse = Reuse(epath.Path(tmp_path), True, True, list, lambda leaves: None)
+    directory = RunDirectory(tmp_path)
+    reuse = Reuse(directory, True, True, list, lambda leaves: None)
     reuse._copies[0].update(known)
     reuse.retain(steps)
+    directory.release()
     place = tmp_path / "unchanged" / "state" / "ocdbt.process_unchanged0"
     assert (place / "file").read_text() == "w2"
     assert {name: stored.step for name, stored in reuse._copies[0].items()} == {
@@ -690,3 +693,64 @@ def test_any_sequence_of_changes_saves_and_restarts_stores_what_was_saved(
 def test_other_values_of_the_option_are_refused() -> None:
     with pytest.raises(ValueError, match="reuse: expected True, False or 'one-copy', found 'two'"):
         CheckpointOptions(reuse="two")  # type: ignore[arg-type]
+
+
+def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.device_put(np.zeros(shape, dtype), jax.devices()[0])
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_stack_is_taken_over_only_if_it_has_the_same_leaves(directory: Path) -> None:
+    """Equal values in leaves of other names have equal digests."""
+    layers = {str(i): zeros(1 << 18) + (i == 0) for i in range(3)}
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 14):
+            if step < 5:
+                layers["3"] = zeros(1 << 18) + step
+            elif step == 5:
+                layers["3"] = zeros(1 << 18)
+            elif step == 6:
+                layers["0"] = zeros(1 << 18)
+            elif step > 6:
+                layers["0"] = zeros(1 << 18) + step
+            ckpt.save(step, state={"h": dict(layers)}, force=True)
+            ckpt.wait_until_finished()
+    assert_holds(directory, 13, {"h": layers})
+    assert_holds(directory, 12, {"h": layers | {"0": zeros(1 << 18) + 12}})
+
+
+@pytest.mark.usefixtures("identity_proves")
+@pytest.mark.parametrize(("shape", "dtype"), [((1024, 512), "int32"), ((512, 1024), "float32")])
+def test_an_array_of_another_form_and_equal_bytes_is_written(
+    shape: tuple[int, ...], dtype: str, directory: Path
+) -> None:
+    state = {"w": zeros(1024, 512)}
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 12):
+            state = {"w": zeros(*shape, dtype=dtype)} if step == 7 else state
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+    for step in (7, 8, 9, 10, 11):
+        assert_holds(directory, step, state)
+
+
+def test_steps_are_deleted_if_nothing_can_be_kept_aside(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without links, no files are copied for it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    state = run(directory, range(1, 6), preservation_policy=policies.LatestN(1))
+    assert entries(directory) == {"5"}
+    assert_resumes(directory, 5, state)
+
+
+def test_what_is_kept_aside_goes_when_reuse_is_off(directory: Path) -> None:
+    latest = {"preservation_policy": policies.LatestN(1)}
+    run(directory, range(1, 6), **latest)
+    assert "unchanged" in entries(directory)
+    run(directory, range(6, 7), options=CheckpointOptions(), **latest)
+    assert "unchanged" not in entries(directory)

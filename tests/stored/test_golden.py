@@ -139,8 +139,7 @@ def test_weights_that_processes_have_saved_together_are_read_by_name(version: st
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["processes", APART])
+@pytest.mark.parametrize("kind", ["processes", pytest.param(APART, marks=pytest.mark.slow)])
 def test_each_process_has_its_own_state_of_a_golden_checkpoint_again(
     kind: str, version: str, tmp_path: Path
 ) -> None:

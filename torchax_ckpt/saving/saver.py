@@ -91,7 +91,6 @@ class Saver:
         self._releasing = threading.Lock()
         self._num_failures = 0
         self._failures = FailureLog()
-        self._reuse = reuse
         self._writer = Writer(directory, history, options, saves, self._failures, reuse)
         self.newest_failure: SaveError | None = None
         # Bounded, because nothing removes the costs if every save is forced.
@@ -334,8 +333,7 @@ class Saver:
             damaged = [not is_per_host and verified.is_damaged(s) for s in steps]
             keep = preserved(self._preservation_policy, infos, damaged)
             verified.mark(steps)
-            if self._reuse:
-                self._reuse.retain(s for s, kept in zip(steps, keep, strict=True) if not kept)
+            self._writer.retain([s for s, kept in zip(steps, keep, strict=True) if not kept])
             gone = self._directory.prune(keep, steps)
             self._telemetry.steps_gone("deleted", gone)
             history.forget(gone)

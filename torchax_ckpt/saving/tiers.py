@@ -126,7 +126,7 @@ class Tiers:
         can_link = calls.count == 1 and not location.is_bucket(directory.path)
         if self._options.reuse and name == "durable" and can_link:
             reuse = Reuse(
-                directory.path,
+                directory,
                 self._options.reuse != "one-copy",
                 self._options.verify != "never",
                 lambda: history.branches.committed,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,8 +36,9 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import retained, write_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # Each host's message to the others about its part of a step: committed, or not.
@@ -75,6 +76,7 @@ class Capture:
         if "has been deleted" in str(error):
             try:
                 self.snapshot.require_alive()
+                self.kept.require_alive()
             except DonatedBufferError as donated:
                 return donated.with_traceback(None)
         return error
@@ -209,6 +211,14 @@ class Writer:
         if self._reuse:
             self._reuse.landed(durable, division, plan, stored, digests, capture.kept)
         return durable, summary
+
+    def retain(self, doomed: Sequence[CommittedStep]) -> None:
+        """Keeps what later saves take over from steps that are about to be deleted."""
+        directory = self._directory
+        if self._reuse:
+            self._reuse.retain(doomed)
+        elif not location.is_bucket(directory.path):  # there is none on a bucket
+            retained.remove(directory.path, directory.fence)
 
     def _prepare(
         self, capture: Capture, recover: Callable[[], None]

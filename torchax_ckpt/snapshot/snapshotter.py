@@ -149,13 +149,7 @@ class Snapshot:
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if an array that the snapshot holds by reference is deleted."""
-        for name, array in zip(self.names, self._arrays, strict=False):
-            if isinstance(array, jax.Array) and array.is_deleted():
-                raise DonatedBufferError(
-                    f"{name}: its buffer was donated or deleted before it could be saved. Use "
-                    'CheckpointOptions(snapshot="copy"), or "auto", for programs that donate.',
-                    key_path=name,
-                )
+        require_alive(zip(self.names, self._arrays, strict=False))
 
 
 class Snapshotter:
@@ -372,6 +366,17 @@ class Snapshotter:
         if (way, why) not in self._logged:
             self._logged.add((way, why))
             logger.info("snapshots are taken by %s: %s", way, why)
+
+
+def require_alive(leaves: Iterable[tuple[str, Array]]) -> None:
+    """Raises DonatedBufferError if one of these leaves, names and arrays, is deleted."""
+    for name, array in leaves:
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise DonatedBufferError(
+                f"{name}: its buffer was donated or deleted before it could be saved. Use "
+                'CheckpointOptions(snapshot="copy"), or "auto", for programs that donate.',
+                key_path=name,
+            )
 
 
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:

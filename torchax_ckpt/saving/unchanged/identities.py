@@ -1,9 +1,9 @@
 """Leaves that a save takes over without looking at their values, because they are the same arrays.
 
-The buffer of a JAX array on an accelerator never changes, so an array that is the same object as at
-an earlier save has the same values. Its values are then neither copied nor fetched nor compared. An
-array on the CPU may share memory with an array of numpy, so there the identity of the array proves
-nothing.
+The buffer of a JAX array on a TPU never changes, so an array that is the same object as at an
+earlier save has the same values. Its values are then neither copied nor fetched nor compared. On
+the CPU and on GPUs an array may share memory with an array of another library, so there the
+identity of the array proves nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import jax
 from jax.sharding import Sharding
 
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.saving.unchanged.known_databases import Content
 from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.snapshot.snapshotter import require_alive
 from torchax_ckpt.snapshot.stacking import Array, execute
 
 
@@ -27,20 +29,20 @@ class Identity:
     """The leaves whose values are stored in an array.
 
     Attributes:
-      members: references to the leaves in the stored array, in order.
-      long: the long digests of the stored array.
+      content: what the stored array holds.
+      references: references to the leaves in the stored array, in order.
       announced: its shape, dtype and sharding.
     """
 
-    members: tuple[tuple[str, weakref.ref[jax.Array]], ...]
-    long: bytes | None
+    content: Content
+    references: tuple[weakref.ref[jax.Array], ...]
     announced: HostArray
 
     def is_of(self, leaves: Mapping[str, Array]) -> bool:
         """Returns whether the leaves are still the same objects."""
         return all(
             (leaf := leaves.get(name)) is not None and reference() is leaf
-            for name, reference in self.members
+            for name, reference in zip(self.content.members, self.references, strict=True)
         )
 
 
@@ -50,7 +52,7 @@ class Kept:
 
     Attributes:
       arrays: stored name -> the array's shape, dtype and sharding.
-      stacks: the stacks among them: stored name -> members.
+      contents: stored name -> what the array holds.
       leaves: name -> leaf, for all leaves in the arrays. They are held until the save ends, because
         the step that has their values may be deleted before the save begins to write.
       references: references to the other leaves that did not change at earlier saves, and whose
@@ -58,9 +60,18 @@ class Kept:
     """
 
     arrays: Mapping[str, HostArray] = dataclasses.field(default_factory=dict)
-    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    contents: Mapping[str, Content] = dataclasses.field(default_factory=dict)
     leaves: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     references: Mapping[str, weakref.ref[jax.Array]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def stacks(self) -> dict[str, tuple[str, ...]]:
+        """The stacks among the arrays: stored name -> members."""
+        return {n: c.members for n, c in self.contents.items() if c.members != (n,)}
+
+    def require_alive(self) -> None:
+        """Raises DonatedBufferError if a leaf was donated or deleted."""
+        require_alive(self.leaves.items())
 
     def others(
         self, names: Sequence[str], arrays: Sequence[Array]
@@ -90,12 +101,16 @@ def references(leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]
 
 
 def is_proof(array: jax.Array) -> bool:
-    """Returns whether the identity of an array proves that its values did not change."""
-    return "cpu" not in platforms(array.sharding)
+    """Returns whether the identity of an array proves that its values did not change.
+
+    On a GPU, DLPack lets an array share memory with another library, which may change it. Memory of
+    the host may be shared as well.
+    """
+    return _is_on_tpu(array.sharding)
 
 
 @functools.lru_cache(maxsize=256)
-def platforms(sharding: Sharding) -> frozenset[str]:
-    """Returns the platforms of the devices of a sharding."""
+def _is_on_tpu(sharding: Sharding) -> bool:
     devices: Iterable[Any] = sharding.device_set
-    return frozenset(device.platform for device in devices)
+    in_device_memory = sharding.memory_kind in (None, "device")
+    return in_device_memory and all(device.platform == "tpu" for device in devices)

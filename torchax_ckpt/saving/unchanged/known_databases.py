@@ -60,6 +60,9 @@ class KnownDatabase:
 
 def is_sound(stored: KnownDatabase, folder: epath.Path) -> bool:
     """Reads a database that this run does not know; returns whether it may be taken over."""
+    if not databases.has_only(folder, stored.contents):
+        logger.warning("%s has other arrays than it should: they are written again", folder)
+        return False
     for name, content in stored.contents.items():
         if not databases.holds(folder, name, content.shape, content.dtype, content.digests):
             logger.warning("%s is damaged: the unchanged arrays are written again", folder)
@@ -68,9 +71,10 @@ def is_sound(stored: KnownDatabase, folder: epath.Path) -> bool:
 
 
 def contents_of(manifest: Manifest) -> Iterator[tuple[str, Content]]:
-    """Yields stored name and content of each array of a step that has digests."""
+    """Yields stored name and content of each array of a step that has digests that fit."""
     for name, (shape, dtype) in manifest.stored(manifest.leaves()).items():
-        if (digests := manifest.digests.get(name)) is not None:
+        digests = manifest.digests.get(name)
+        if digests is not None and block_digests.fit(digests, shape):
             yield name, Content(members_of(manifest.plan, name), shape, dtype, digests)
 
 

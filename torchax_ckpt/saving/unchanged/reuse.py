@@ -7,8 +7,8 @@ a database over from an earlier step instead of writing it.
 
 That a leaf is still decides only where it is stored. Before a save takes a database over, it
 compares the 128-bit digests of the arrays that it saves with those of the stored arrays. The save
-computes these digests itself, from the bytes that it would write, except for arrays on accelerators
-that are the same objects as before (``identities.py``).
+computes these digests itself, from the bytes that it would write, except for arrays on TPUs that
+are the same objects as before (``identities.py``).
 
 There are two copies of each database. Steps take them in turn, so two steps that follow each other
 share no files. This run takes over only what it wrote, or what it read and compared.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -38,6 +39,7 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import databases, host_batches, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
 
@@ -84,7 +86,7 @@ class Reuse:
 
     def __init__(
         self,
-        directory: epath.Path,
+        directory: RunDirectory,
         alternates: bool,
         searches: bool,
         steps: Callable[[], Sequence[CommittedStep]],
@@ -146,7 +148,7 @@ class Reuse:
         for stored in known_databases.distinct(self._copies[self._turn].values()):
             if stored.is_verified and all(
                 (identity := self._identities.get(name)) is not None
-                and identity.long == content.digests.long
+                and identity.content == content
                 and identity.is_of(leaves)
                 for name, content in stored.contents.items()
             ):
@@ -154,7 +156,7 @@ class Reuse:
         same = {leaf: leaves.pop(leaf) for content in found.values() for leaf in content.members}
         return Kept(
             {name: self._identities[name].announced for name in found},
-            {n: content.members for n, content in found.items() if content.members != (n,)},
+            found,
             same,
             identities.references(leaves),
         )
@@ -181,7 +183,7 @@ class Reuse:
             and self._still.issuperset(known_databases.members_of(plan, name))
         }
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
-        paths[None] = retained.path_of(self._directory)
+        paths[None] = retained.path_of(self._directory.path)
         copy = self._copies[self._turn]
         parts: dict[str, Database] = {}
         places: dict[str, Place] = {}
@@ -192,10 +194,12 @@ class Reuse:
                 continue
             source = path / STATE / unchanged.folder_of(stored.name)
             is_equal = all(
-                name in kept.arrays
-                or known_databases.is_equal(content, plan, name, still.get(name))
+                kept.contents[name] == content
+                if name in kept.contents
+                else known_databases.is_equal(content, plan, name, still.get(name))
                 for name, content in stored.contents.items()
             )
+            gc.collect(0)  # JAX frees memory that numpy has viewed only then
             if is_equal and (stored.is_verified or known_databases.is_sound(stored, source)):
                 name = unchanged.name_of(len(parts))
                 parts[name] = Database(self._turn, tuple(stored.contents))
@@ -248,8 +252,8 @@ class Reuse:
         same = {n: self._identities[n] for n in kept.arrays if n in division.linked}
         self._identities = same | {
             name: Identity(
-                tuple((leaf, kept.references[leaf]) for leaf in contents[name].members),
-                contents[name].digests.long,
+                contents[name],
+                tuple(kept.references[leaf] for leaf in contents[name].members),
                 host_batches.to_announce(on_device[name]),
             )
             for name in division.places
@@ -278,17 +282,23 @@ class Reuse:
         """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
         steps = {committed.key: committed for committed in doomed}
         self._take_turn()  # of the next save
+        directory = self._directory
         copy = self._copies[self._turn]
         stored = known_databases.distinct(copy.values())
         if needed := {s.step for s in stored if s.step is not None and s.step in steps}:
             newest = max(needed)  # the folder takes databases of one step only
             held = [s for s in stored if s.step == newest]
-            retained.keep(self._directory, steps[newest], [s.name for s in held])
+            try:
+                names = [s.name for s in held]
+                retained.keep(directory.path, steps[newest], names, directory.fence)
+            except OSError as error:  # the next save writes these arrays
+                logger.info("%s: no unchanged arrays are kept aside: %s", newest, error)
+                return
             for database in held:
                 kept = dataclasses.replace(database, step=None)
                 copy |= dict.fromkeys(kept.contents, kept)
         elif all(stored.step is not None for part in self._copies for stored in part.values()):
-            retained.remove(self._directory)
+            retained.remove(directory.path, directory.fence)
 
     def _be_still(self, leaves: frozenset[str]) -> None:
         if leaves != self._still:
@@ -334,7 +344,7 @@ class Reuse:
             self._know(committed.key, manifest)
             found = found or _leaves_in(manifest)
         with contextlib.suppress(OSError, ValueError, CheckpointError):
-            self._know(None, retained.read_manifest(self._directory))
+            self._know(None, retained.read_manifest(self._directory.path))
         if not self._still:
             self._be_still(found)
 
@@ -342,6 +352,8 @@ class Reuse:
         is_verified = key is not None and key == self._verified
         contents = dict(known_databases.contents_of(manifest))
         for name, database in manifest.unchanged.items():
+            if not contents.keys() >= set(database.arrays):
+                continue  # damaged
             held = {stored: contents[stored] for stored in database.arrays}
             copy = self._copies[database.copy]
             # A step has each array once, so it could not take over two databases with one array.

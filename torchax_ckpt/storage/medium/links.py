@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 
 from etils import epath
 
@@ -27,21 +28,27 @@ _REFUSALS = {
 _has_warned = False
 
 
-def link_folder(source: epath.Path, target: epath.Path) -> None:
+def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
     """Creates a folder whose files are hard links to the files of another folder, at any depth.
 
     Where the file system refuses a link, the file is copied, which is logged once. When the
     function returns, the names of the new files are durable; ``target`` itself is not, because its
     name is stored in the folder above.
 
+    Args:
+      source: the folder with the files.
+      target: the new folder.
+      may_copy: whether to copy files that cannot be linked.
+
     Raises:
-      OSError: a file is missing, or there is no space.
+      OSError: a file is missing or no regular file, there is no space, or, without ``may_copy``,
+        the file system refuses a link.
     """
     for folder, _, files in os.walk(source, onerror=_raise):
         new = os.path.join(target, os.path.relpath(folder, source))
         os.makedirs(new, exist_ok=True)
         for name in files:
-            link_file(os.path.join(folder, name), os.path.join(new, name))
+            link_file(os.path.join(folder, name), os.path.join(new, name), may_copy=may_copy)
         fsync.sync(new)
 
 
@@ -49,18 +56,22 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def link_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def link_file(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, may_copy: bool = True
+) -> None:
     """Gives a file a second name; where the file system refuses the link, copies the file.
 
     The new name is not durable when the function returns.
 
     Raises:
-      OSError: the file is missing, or there is no space.
+      OSError: the file is missing or no regular file, or there is no space.
     """
+    if not stat.S_ISREG(os.lstat(source).st_mode):
+        raise OSError(errno.ELOOP, "expected a regular file", os.fspath(source))
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _REFUSALS:
+        if error.errno not in _REFUSALS or not may_copy:
             raise
         global _has_warned
         if not _has_warned:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -72,6 +72,18 @@ class Linked(Place):
             target = epath.Path(spec["kvstore"]["base"]["path"]).parent
             target = target / unchanged.folder_of(self.name)
             await asyncio.to_thread(links.link_folder, self.source, target)
+
+
+def has_only(folder: epath.Path, names: Iterable[str]) -> bool:
+    """Returns whether a database has no other arrays than those with the given stored names."""
+    known = {array_checks.stored_key(name) for name in names}
+    spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
+    try:
+        found = ts.KvStore.open(spec, context=location.reading_context()).result().list().result()
+    except (ValueError, OSError, RuntimeError) as error:  # TensorStore's errors
+        logger.info("%s cannot be read: %s", folder, error)
+        return False
+    return {key.decode(errors="replace").rpartition("/")[0] for key in found} <= known
 
 
 def holds(folder: epath.Path, name: str, shape: Sequence[int], dtype: str, known: Digests) -> bool:

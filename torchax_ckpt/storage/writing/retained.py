@@ -10,7 +10,7 @@ not a step: its name is not a number, and it has no commit mark.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from etils import epath
 
@@ -27,34 +27,48 @@ def path_of(directory: epath.Path) -> epath.Path:
     return directory / NAME
 
 
-def keep(directory: epath.Path, committed: CommittedStep, names: Iterable[str]) -> None:
+def keep(
+    directory: epath.Path,
+    committed: CommittedStep,
+    names: Iterable[str],
+    fence: Callable[[], None],
+) -> None:
     """Replaces the folder by one that has databases of a step, as links.
 
     Args:
       directory: the directory of the run.
       committed: the step.
       names: the names of the databases.
+      fence: raises if this program may no longer write to the directory.
 
     Raises:
       OSError: the files cannot be linked.
+      LeaseError: from ``fence``.
     """
     draft = directory / f"writing-{committed.step}-{NAME}"  # a name that a cleanup knows
     if draft.exists():
         draft.rmtree()
-    for name in names:
-        folder = unchanged.folder_of(name)
-        links.link_folder(committed.path / STATE / folder, draft / STATE / folder)
-    links.link_folder(committed.path / MANIFEST, draft / MANIFEST)
-    for folder in (draft / STATE, draft):
-        fsync.sync(folder)
-    remove(directory)
+    try:
+        for name in names:
+            folder = unchanged.folder_of(name)
+            source = committed.path / STATE / folder
+            links.link_folder(source, draft / STATE / folder, may_copy=False)
+        links.link_folder(committed.path / MANIFEST, draft / MANIFEST, may_copy=False)
+        for folder in (draft / STATE, draft):
+            fsync.sync(folder)
+    except OSError:
+        draft.rmtree(missing_ok=True)
+        raise
+    remove(directory, fence)
+    fence()
     draft.rename(path_of(directory))
     fsync.sync(directory)
 
 
-def remove(directory: epath.Path) -> None:
-    """Removes the folder, if there is one."""
+def remove(directory: epath.Path, fence: Callable[[], None]) -> None:
+    """Removes the folder, if there is one; ``fence`` as for ``keep``."""
     if (path := path_of(directory)).exists():
+        fence()
         doomed = directory / f"deleting-0-{NAME}"
         if doomed.exists():
             doomed.rmtree()
