@@ -178,6 +178,7 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
     program = """
         import os, signal, sys

@@ -120,6 +120,7 @@ def test_a_check_without_libtpu_says_what_to_install(tmp_path: Path, example: Pa
     assert not directory.exists()
 
 
+@pytest.mark.slow
 def test_a_check_of_a_product_names_its_topology(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     outcome = train(GPT, directory, "--check-topology", "v5litepod-8")

@@ -42,10 +42,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[] if path.stem == "2-reshard" else pytest.mark.slow, id=path.stem)
-        for path in execute.NOTEBOOKS
-    ],
+    [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in execute.NOTEBOOKS],
 )
 def test_a_notebook_runs_and_keeps_what_that_gives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ def test_killed_at_random_moments_nothing_durable_is_lost_and_nothing_wrong_rest
 
 
 def test_a_few_kills_at_random_moments_lose_nothing() -> None:
-    assert_nothing_is_lost("--kills", "3", "--seconds", "9", "--seed", "5", at_least=1)
+    assert_nothing_is_lost("--kills", "2", "--seconds", "6", "--seed", "5", at_least=1)
 
 
 def assert_nothing_is_lost(*args: str, at_least: int) -> None:

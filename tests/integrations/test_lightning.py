@@ -191,7 +191,11 @@ def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("epoch", "batch", "saved"), [(1, 4, 6), (1, 0, 4)], ids=["within-an-epoch", "across-epochs"]
+    ("epoch", "batch", "saved"),
+    [
+        pytest.param(1, 4, 6, id="within-an-epoch"),
+        pytest.param(1, 0, 4, id="across-epochs", marks=pytest.mark.slow),
+    ],
 )
 def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
     epoch: int, batch: int, saved: int, directory: Path
@@ -229,6 +233,7 @@ def test_a_run_that_was_stopped_goes_on(directory: Path) -> None:
     assert steps_of(directory) == [6, 28]
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_and_saves_nothing(directory: Path) -> None:
     run = Run(max_epochs=1)
     finished = train(run, 1, run.checkpoint(directory))

@@ -271,7 +271,10 @@ def test_a_thousand_steps_cost_no_more_than_one(
         assert listed == 0  # the writer knows what is there
 
 
-@pytest.mark.parametrize(("moment", "step"), [("set_aside", 3), ("set_aside", 5), ("settle", 3)])
+@pytest.mark.parametrize(
+    ("moment", "step"),
+    [("set_aside", 3), pytest.param("set_aside", 5, marks=pytest.mark.slow), ("settle", 3)],
+)
 def test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back(
     moment: str, step: int, directory: Path
 ) -> None:

@@ -323,7 +323,7 @@ def test_every_leaf_is_found_where_the_plan_says(
     assert set(stored) == set(found.stacks) | (set(tree) - set(located) - found.empty)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     trees_of_layers(),
     st.sampled_from(LAYOUTS),

@@ -211,7 +211,10 @@ ALONE = """
 """
 
 
-@pytest.mark.parametrize("codec", get_args(Codec))
+@pytest.mark.parametrize(
+    "codec",
+    ["blosc-lz4", *(pytest.param(c, marks=pytest.mark.slow) for c in ("zstd", "blosc-zstd"))],
+)
 def test_orbax_and_tensorstore_alone_read_every_dtype_that_a_codec_has_written(
     codec: Codec, directory: Path
 ) -> None:
