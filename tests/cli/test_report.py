@@ -170,6 +170,7 @@ def test_storage_over_time_counts_linked_bytes_once() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_hostile_journal_of_links_is_read_in_time() -> None:
     """Each step claims another number of bytes of one save; the largest is deleted first."""
     count = 40_000

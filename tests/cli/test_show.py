@@ -162,6 +162,7 @@ def test_an_error_of_the_command_itself_is_no_finding(
     assert "ZeroDivisionError" in result.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
     program = """
         import os, signal, sys, time

@@ -44,6 +44,7 @@ def test_the_harness_finds_what_a_naive_reader_lets_through(corpus: Corpus) -> N
     assert {"!! KeyError", "!! TypeError"} <= crashes, found
 
 
+@pytest.mark.slow
 def test_the_harness_finds_a_reader_that_trusts_a_file(corpus: Corpus) -> None:
     readers = Readers(corpus)
     lease = readers.by_name["lease"]
@@ -58,6 +59,7 @@ def test_the_harness_finds_a_reader_that_trusts_a_file(corpus: Corpus) -> None:
     assert len(found.problems) > 20, found
 
 
+@pytest.mark.slow
 def test_the_harness_finds_a_change_of_what_is_live(corpus: Corpus) -> None:
     readers = Readers(corpus)
 

@@ -259,6 +259,7 @@ def test_one_trainer_fits_several_times(directory: Path) -> None:
     assert_same_end(outcome(trainer, module), train(Run(), 1), but="/logger_step")
 
 
+@pytest.mark.slow
 def test_every_fit_listens_for_sigterm_also_after_one_that_failed(directory: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = Run(max_epochs=1)

@@ -197,6 +197,7 @@ def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) 
             assert program.exit_code() == EXIT_CODE
 
 
+@pytest.mark.slow
 def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
     with running("jax_takes_sigterm.py", directory, free_port()) as program:
         program.until("working")
