@@ -13,7 +13,7 @@ import torch
 from support.compare import assert_trees_identical, copied, training_state
 from support.training import mlp, train_step
 
-from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, MetricsError, StepTypeError
 from torchax_ckpt.runtime import preemption
 
@@ -159,6 +159,18 @@ def leave(directory: Path, how: str, at: str) -> Any:
                 state = [training_state(model, optimizer), schedule.state_dict(), position.seen]
                 state += [random.getstate(), copied(torchax_backend.prng_key())]
     return state
+
+
+def test_a_loop_left_early_saves_its_first_step_also_with_reuse(directory: Path) -> None:
+    """The first save of a run asks which parameters are frozen."""
+    model = mlp()
+    options = CheckpointOptions(reuse=True)
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER, options=options) as ckpt:
+        ckpt.attach(model)
+        for step in ckpt.steps(10, on_exit="save"):
+            if step == 2:
+                break
+    assert ckpt.all_steps() == [1]
 
 
 @pytest.mark.parametrize("how", ["break", "interrupt"])

@@ -25,6 +25,7 @@ class _CompletedState(TrainingState):
     """
 
     def __init__(self, attached: TrainingState) -> None:
+        self._attached = attached
         self.components = attached.components
         self._parts = {
             # Nothing else keeps the data of a random key alive.
@@ -38,6 +39,10 @@ class _CompletedState(TrainingState):
             name: Captured(form, [reference() for reference in references])
             for name, (form, references) in self._parts.items()
         }
+
+    def frozen(self) -> frozenset[str]:
+        """See ``TrainingState.frozen``."""
+        return self._attached.frozen()
 
     @property
     def is_whole(self) -> bool:
