@@ -236,6 +236,11 @@ class Phase:
         setattr(owner, function, watched)
 
 
+def reuses(attempt: int) -> bool:
+    """Whether a program reuses what is unchanged; after some of them one writes all arrays."""
+    return attempt % 4 != 0
+
+
 def run(
     directory: Path,
     log: Callable[..., None],
@@ -253,8 +258,7 @@ def run(
         weaken(weakening, directory)
     choose = random.Random(seed)
     training = Training()
-    # Programs that take arrays over and programs that write all of them follow each other.
-    options = dataclasses.replace(settings.options, reuse=attempt % 4 != 0)
+    options = dataclasses.replace(settings.options, reuse=reuses(attempt))
     ckpt = dataclasses.replace(settings, options=options).opened(directory)
     with phase("restoring"):
         step = training.attach_to(ckpt)

@@ -51,6 +51,7 @@ from torchax_ckpt import CheckpointOptions, policies
 from torchax_ckpt.storage.medium import fsync
 
 COPIES = "copy and export"  # the commands, instead of a training program
+TWO_PROCESSES = "two processes"
 MODES = {
     "one tier": Settings(),
     "two tiers": Settings(has_local=True),
@@ -64,7 +65,7 @@ MODES = {
     "deleting": Settings(delete=0.35),
     "read_back": Settings(options=CheckpointOptions(read_back=True)),
     "compression": Settings(options=CheckpointOptions(compression=True)),
-    "two processes": Settings(has_two_processes=True),
+    TWO_PROCESSES: Settings(has_two_processes=True),
     COPIES: Settings(policies.PreserveAll()),
     "two tiers, going back": Settings(policies.LatestN(1), has_local=True, back=0.35),
 }
@@ -140,7 +141,7 @@ def torture(
     totals = Verdict()
     failures: list[str] = []
     problems: list[str] = []
-    num_audits = 0
+    num_audits = num_reusing = 0
 
     def start(mode: str, attempt: int, num_actions: int | None) -> int:
         phase.clear()
@@ -186,7 +187,7 @@ def torture(
     if COPIES in modes:
         make = Settings(policies.PreserveAll(), back=0, delete=0)
         saves = fork(
-            lambda: killed_run.run(source, Log(source_log), phase, 0, seed, 16, None, make)
+            lambda: killed_run.run(source, Log(source_log), phase, 1, seed, 16, None, make)
         )
         assert os.waitpid(saves, 0)[1] == 0, "there is nothing to copy"
     try:
@@ -199,6 +200,7 @@ def torture(
                 print(failures[-1], flush=True)
             what = power_fuse.ask(mount, "cut", str(choose.randrange(1 << 30)))
             cuts[mode] += 1
+            num_reusing += mode not in (COPIES, TWO_PROCESSES) and killed_run.reuses(attempt)
             left.update(what.split("; "))
             look(mode, f"cut {attempt} ({mode}), while {phase.describe()}; left of {what}")
             if off and (problems or totals.losses or totals.wrong or failures):
@@ -212,6 +214,7 @@ def torture(
         power_fuse.unmount(mount)
         os.waitpid(server, 0)
     found = {
+        "of programs that reuse what is unchanged": num_reusing,
         "states restored and compared": totals.num_states,
         "looks at what the disk has": num_audits,
         "durable steps lost": len(totals.losses),
