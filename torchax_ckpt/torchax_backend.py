@@ -97,6 +97,18 @@ def buffer(tensor: Any) -> jax.Array:
     return tensor.jax()
 
 
+def buffers(tensors: Sequence[Any]) -> list[jax.Array | None]:
+    """Returns the JAX array of each tensor, or None for a tensor that is not torchax's."""
+    return [
+        tensor._elem  # found by type, which is twice as fast as isinstance
+        if (kind := type(tensor)) is Tensor
+        else tensor.jax()
+        if kind is not torch.Tensor and is_device_tensor(tensor)
+        else None
+        for tensor in tensors
+    ]
+
+
 def set_buffer(tensor: Any, array: jax.Array) -> None:
     """Replaces the array of a torchax tensor; for a view, changes the tensor that it views.
 
@@ -180,21 +192,22 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return np.array(tensor.numpy())
 
 
-def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
-    """Copies 0-d CPU tensors; returns a dict from ``id(tensor)`` to a tensor's numpy copy.
+def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Copies 0-d CPU tensors into numpy arrays.
 
     Call ``scalars_to_numpy`` in a ``with native_torch()`` block. All tensors of one dtype are
     copied together, because a thousand separate copies, of step counters for example, would take
     longer than the rest of a snapshot.
     """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    result = {}
-    for members in by_dtype.values():
-        vector = to_numpy(torch.stack(members))
-        result.update({id(t): vector[i, ...] for i, t in enumerate(members)})
-    return result
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        copies: dict[int, np.ndarray] = {}
+        for dtype in dtypes:
+            members = [tensor for tensor in tensors if tensor.dtype is dtype]
+            copies.update(zip(map(id, members), scalars_to_numpy(members), strict=True))
+        return [copies[id(tensor)] for tensor in tensors]
+    vector = to_numpy(torch.stack(list(tensors))) if tensors else np.empty(0)
+    return [vector[i, ...] for i in range(len(tensors))]
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:

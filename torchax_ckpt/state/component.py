@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend
@@ -70,6 +72,12 @@ def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
 
 def require_alive(captured: Captured) -> None:
     """Raises UnsupportedLeafError, which names the leaf, if a leaf is a tracer or was donated."""
+    on_device: list[Any] = [a for a in captured.arrays if type(a) is not np.ndarray]
+    if not (
+        any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, on_device)))
+        or True in [array.is_deleted() for array in on_device]  # a generator would take longer
+    ):
+        return
     for name, array in zip(captured.form.names, captured.arrays, strict=True):
         if not isinstance(array, jax.Array):
             continue
@@ -109,6 +117,22 @@ class Combined:
             self._form = Form(node, tuple(name for form in forms for name in form.names))
             self._parts = forms
         return Captured(self._form, [array for part in parts for array in part.arrays])
+
+
+class SameForm:
+    """Gives a captured value the ``Form`` object of the value before, if the two are equal."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._form = Form(None, ())
+
+    def __call__(self, captured: Captured) -> Captured:
+        """Returns the captured value, with the earlier form if its node is the same."""
+        # Compared as text, because 1 == 1.0 and 0.0 == -0.0, which are different nodes.
+        text = json.dumps(captured.form.node)
+        if text != self._text:
+            self._text, self._form = text, captured.form
+        return Captured(self._form, captured.arrays)
 
 
 Values = Mapping[str, Any]

@@ -57,17 +57,54 @@ def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
     All 0-d CPU tensors of one dtype are copied in one operation.
     """
     with torchax_backend.native_torch():
-        on_device = [torchax_backend.is_device_tensor(tensor) for tensor in tensors]
-        counters = torchax_backend.scalars_to_numpy(
-            [t for t, is_on in zip(tensors, on_device, strict=True) if not is_on and t.ndim == 0]
+        arrays: list[Any] = torchax_backend.buffers(tensors)
+        on_host = [i for i, array in enumerate(arrays) if array is None]
+        scalars = [i for i in on_host if tensors[i].ndim == 0 and not tensors[i].is_meta]
+        copies = torchax_backend.scalars_to_numpy([tensors[i] for i in scalars])
+        for i, copy in zip(scalars, copies, strict=True):
+            arrays[i] = copy
+        for i in on_host:
+            if arrays[i] is None:
+                arrays[i] = freeze(tensors[i], name)
+    return arrays
+
+
+class Specs:
+    """The types, dtypes and shapes of tensors: what their nodes depend on, beside their names.
+
+    A save compares the specs of all leaves with those of the save before. The arrays that one
+    compiled function returns share the objects that describe their dtypes and shapes, so that most
+    comparisons are comparisons of identities.
+
+    Args:
+      tensors: the tensors.
+      arrays: the arrays to store for them, as ``freeze_all`` returns them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> None:
+        self._types = list(map(type, tensors))
+        self._described: list[Any] = [
+            # The shape of scalars is left out, because tuples cost the garbage collector time.
+            array.aval if type(array) is not np.ndarray
+            else array.dtype if array.ndim == 0
+            else (array.dtype, array.shape)
+            for array in arrays
+        ]  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Specs):
+            return NotImplemented
+        # Descriptions also differ by weak types and meshes, on which no node depends.
+        return self._types == other._types and (
+            self._described == other._described or self._contents() == other._contents()
         )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _contents(self) -> list[Any]:
         return [
-            torchax_backend.buffer(tensor)
-            if is_on
-            else counters[key]
-            if (key := id(tensor)) in counters
-            else freeze(tensor, name)
-            for tensor, is_on in zip(tensors, on_device, strict=True)
+            (d.dtype, d.shape) if isinstance(d, jax.core.ShapedArray) else d
+            for d in self._described
         ]
 
 

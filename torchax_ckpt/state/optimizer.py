@@ -19,23 +19,26 @@ from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
+from torchax_ckpt.snapshot.sharding import Placement
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Combined,
     Form,
     Restoration,
+    SameForm,
     Values,
     Write,
     encoded,
     require_alive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, freeze_all
+from torchax_ckpt.state.leaf import Specs, freeze_all
+from torchax_ckpt.state.modules.module_tensors import same_objects
 from torchax_ckpt.state.optimizer_entries import (
     SCHEDULED,
     compatible,
+    leaf_placement,
     other_state,
     rebuild,
     same,
@@ -79,8 +82,11 @@ class OptimizerComponent:
         self._members: list[list[int]] = []
         self._known: Mapping[int, tuple[tuple[str, ...], ...]] | None = None
         self._member_names: list[list[str]] = []
+        self._stepped: list[Any] | None = None  # the keys of the optimizer's state
+        self._order: list[int] = []
         self._signature: Any = None
         self._form = Form(None, ())
+        self._with_same_form = SameForm()
         self._check()
 
     def _check(self) -> None:
@@ -131,34 +137,37 @@ class OptimizerComponent:
         known = self._parameter_names()
         if members != self._members or known is not self._known:
             self._check()
-            self._members, self._known, self._signature = members, known, None
+            self._members, self._known, self._stepped = members, known, None
             self._member_names = [[names.join(known[key][0]) for key in keys] for keys in members]
-        state = self._capture_state(members)
+        state = self._capture_state()
         groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
-        parts = [groups_, state]
+        parts = [self._with_same_form(groups_), state]
         if others := other_state(self.optimizer):
             parts.append(encoded(others, (*self.key_path, OTHER_STATE)))
         captured = self._combined(parts)
         require_alive(captured)
         return captured
 
-    def _capture_state(self, members: list[list[int]]) -> Captured:
+    def _capture_state(self) -> Captured:
         """Captures the state; reuses the node if all values are tensors of unchanged specs."""
         state = self.optimizer.state
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        entries = [entry for p in parameters if (entry := state.get(p))]
+        # Compared by identity, since a lookup of each parameter would call its __hash__.
+        stepped = list(state)
+        if self._stepped is None or not same_objects(stepped, self._stepped):
+            position = {id(key): i for i, key in enumerate(stepped)}
+            self._order = [position[p] for group in self._members for p in group if p in position]
+            self._stepped, self._signature = stepped, None
+        entries = list(map(list(state.values()).__getitem__, self._order))
         values = [value for entry in entries for value in entry.values()]
         # A value that is not a tensor is part of the node, so the old form may be out of date.
-        if len(entries) < len(state) or not all(isinstance(v, torch.Tensor) for v in values):
+        are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
+        if len(entries) < len(state) or not are_tensors:
             return self._encode_state()
         arrays = freeze_all(values, names.join(self.key_path))
-        signature = (
-            members,
-            [tuple(entry) for entry in entries],
-            [id(p) for p in parameters if not state.get(p)],
-            [(type(v), a.shape, a.dtype) for v, a in zip(values, arrays, strict=True)],
-        )
+        keys = [key for entry in entries for key in entry]
+        signature = [list(map(len, entries)), keys, Specs(values, arrays)]
         if signature == self._signature:
+            self._signature = signature
             return Captured(self._form, arrays)
         captured = self._encode_state()
         self._signature, self._form = signature, captured.form
@@ -271,7 +280,7 @@ class OptimizerComponent:
         """Adds a write that replaces the state under keys that are not parameters."""
         leaves = [leaf for child in stored.values() for leaf in array_nodes(child)]
         for leaf in leaves:
-            restoration.read(leaf, self._leaf_placement(leaf, None, None, home))
+            restoration.read(leaf, leaf_placement(leaf, None, None, home))
 
         def write(values: Values) -> None:
             live = other_state(self.optimizer)
@@ -331,7 +340,7 @@ class OptimizerComponent:
     ) -> None:
         live = group.get(key)
         for child in array_nodes(node):
-            restoration.read(child, self._leaf_placement(child, live, None, home))
+            restoration.read(child, leaf_placement(child, live, None, home))
 
         def write(values: Values) -> None:
             group[key] = rebuild(node, live, values)
@@ -368,7 +377,7 @@ class OptimizerComponent:
             return
         for key, child in stored.items():
             for leaf in array_nodes(child):
-                placement = self._leaf_placement(leaf, live.get(key), tuple(parameter.shape), home)
+                placement = leaf_placement(leaf, live.get(key), tuple(parameter.shape), home)
                 restoration.read(leaf, placement)
 
         def write(values: Values) -> None:
@@ -386,15 +395,3 @@ class OptimizerComponent:
 
         needs = tuple(leaf["array"] for child in stored.values() for leaf in array_nodes(child))
         restoration.writes.append(Write(write, needs=needs, release=release))
-
-    def _leaf_placement(
-        self, node: Node, live: Any, parameter_shape: tuple[int, ...] | None, home: Placement
-    ) -> Placement:
-        spec = Spec.of_node(node)
-        if not spec.on_device:
-            return Local.HOST
-        if spec.shape == parameter_shape:
-            return home
-        if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
-            return placement_of(torchax_backend.buffer(live))
-        return replicated_like(home)

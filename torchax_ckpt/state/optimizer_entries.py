@@ -9,6 +9,7 @@ import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Values, revive
 from torchax_ckpt.state.findings import Findings
@@ -117,3 +118,24 @@ def rebuild(node: Node, live: Any, values: Values) -> Any:
         return revive(child, value)
 
     return decode(node, leaf)
+
+
+def leaf_placement(
+    node: Node, live: Any, parameter_shape: tuple[int, ...] | None, home: Placement
+) -> Placement:
+    """Returns where a restore puts a leaf of an optimizer.
+
+    Args:
+      node: the array node of the leaf.
+      live: the value that the leaf replaces, if any.
+      parameter_shape: the shape of the parameter whose state the leaf belongs to; None without one.
+      home: the placement of this parameter, or of a parameter of the group.
+    """
+    spec = Spec.of_node(node)
+    if not spec.on_device:
+        return Local.HOST
+    if spec.shape == parameter_shape:
+        return home
+    if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
+        return placement_of(torchax_backend.buffer(live))
+    return replicated_like(home)

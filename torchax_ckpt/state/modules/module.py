@@ -7,7 +7,7 @@ under its first name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from torchax_ckpt.state.component import (
     restore_by_call,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Array, Spec, describe, freeze_all
+from torchax_ckpt.state.leaf import Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.meta.initial_values import AbstractTensor, on_placement, sharding_of
 from torchax_ckpt.state.meta.rebuilt_buffers import rebuilt
 from torchax_ckpt.state.modules import module_checks
@@ -84,7 +84,7 @@ class ModuleComponent:
         self._ties: list[list[str]] = []
         self._names: dict[int, tuple[tuple[str, ...], ...]] = {}
         self._extra_state_modules: dict[str, torch.nn.Module] = {}
-        self._specs: list[Any] | None = None
+        self._specs: Specs | None = None
         self._form = Form(None, ())
         module_checks.check(module, key_path)
         self._refresh()
@@ -132,13 +132,15 @@ class ModuleComponent:
         self._refresh()
         if self._specs is not None:
             arrays = freeze_all(self._tensors, self.key_path[0])
-            if _specs(self._tensors, arrays) == self._specs:
+            specs = Specs(self._tensors, arrays)
+            if specs == self._specs:
+                self._specs = specs
                 return Captured(self._form, arrays)
         for slot in self._persistent:
             self._require_one_value(slot)
         named = {s.fqn: s.tensor for s in self._persistent}
         captured = encoded(named, self.key_path)
-        self._specs, self._form = _specs(self._tensors, captured.arrays), captured.form
+        self._specs, self._form = Specs(self._tensors, captured.arrays), captured.form
         return captured
 
     def _require_one_value(self, slot: Slot) -> None:
@@ -354,10 +356,6 @@ class ModuleComponent:
         if torchax_backend.is_device_tensor(slot.tensor):
             return placement_of(torchax_backend.buffer(slot.tensor))
         return Local.DEFAULT_DEVICE
-
-
-def _specs(tensors: Sequence[torch.Tensor], arrays: Sequence[Array]) -> list[Any]:
-    return [(type(t), a.shape, a.dtype) for t, a in zip(tensors, arrays, strict=True)]
 
 
 def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,8 +107,9 @@ def registered(module: torch.nn.Module) -> list[Any]:
 
 def same_objects(a: list[Any], b: list[Any]) -> bool:
     """Returns whether two lists have identical objects (or equal strings) in the same order."""
-    return len(a) == len(b) and all(
-        x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True)
+    return len(a) == len(b) and (
+        all(map(operator.is_, a, b))
+        or all(x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True))
     )
 
 

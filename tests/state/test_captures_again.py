@@ -1,0 +1,214 @@
+"""A capture that reuses what an earlier one found equals the capture of newly attached objects."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from support.compare import bits
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.state.training_state import TrainingState
+
+
+def number(choose: random.Random) -> float:
+    return choose.randrange(1 << 16)
+
+
+def on_device(parameter: torch.Tensor, value: float, dtype: Any = jnp.float32) -> torch.Tensor:
+    return torchax_backend.wrap(jnp.full(tuple(parameter.shape), value, dtype))
+
+
+def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with torchax_backend.native_torch():
+        return torch.tensor(value, dtype=dtype)
+
+
+class Program:
+    """A model and its optimizer, which changes at random as programs may change theirs."""
+
+    def __init__(self, seed: int, *, bias: bool = True) -> None:
+        self.choose = random.Random(seed)
+        layers = [torch.nn.Linear(4, 4, bias=bias) for _ in range(3)]
+        self.model: Any = torch.nn.Sequential(*layers).to("jax")
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        for parameter in self.parameters:
+            self.add_state(parameter)
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def add_state(self, parameter: torch.Tensor) -> None:
+        self.optimizer.state[parameter] = {
+            "step": scalar(number(self.choose)),
+            "exp_avg": on_device(parameter, number(self.choose)),
+            "exp_avg_sq": on_device(parameter, number(self.choose)),
+        }
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            self.add_state(parameter)
+
+    def write(self) -> None:
+        self.choose.choice(self.parameters)._elem += number(self.choose)
+
+    def drop_state(self) -> None:
+        self.optimizer.state.pop(self.choose.choice(self.parameters), None)
+
+    def move_state_to_the_end(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.optimizer.state.pop(parameter, None)
+        self.add_state(parameter)
+
+    def empty_state(self) -> None:
+        self.optimizer.state[self.choose.choice(self.parameters)] = {}
+
+    def narrow_state(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.add_state(parameter)
+        moment = on_device(parameter, number(self.choose), jnp.bfloat16)
+        self.optimizer.state[parameter]["exp_avg"] = moment
+
+    def weak_state(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.add_state(parameter)
+        weak = jax.jit(lambda: jnp.broadcast_to(jnp.asarray(1.5), tuple(parameter.shape)))()
+        self.optimizer.state[parameter]["exp_avg"] = torchax_backend.wrap(weak)
+
+    def wide_counter(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.add_state(parameter)
+        self.optimizer.state[parameter]["step"] = scalar(number(self.choose), torch.float64)
+
+    def counter_that_is_no_tensor(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.add_state(parameter)
+        self.optimizer.state[parameter]["step"] = number(self.choose)
+
+    def vector_on_the_host(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.add_state(parameter)
+        with torchax_backend.native_torch():
+            vector = torch.arange(self.choose.randrange(1, 4), dtype=torch.float32)
+        self.optimizer.state[parameter]["exp_avg_sq"] = vector
+
+    def other_keys(self) -> None:
+        parameter = self.choose.choice(self.parameters)
+        self.add_state(parameter)
+        entry = self.optimizer.state[parameter]
+        entry[self.choose.choice(["max_exp_avg_sq", "extra"])] = entry.pop("exp_avg_sq")
+
+    def reorder(self) -> None:
+        group = self.choose.choice(self.optimizer.param_groups)
+        self.choose.shuffle(group["params"])
+
+    def regroup(self) -> None:
+        groups = self.optimizer.param_groups
+        if len(groups) == 1 and len(groups[0]["params"]) > 1:
+            taken = groups[0]["params"].pop()
+            self.optimizer.add_param_group({"params": [taken], "lr": 0.5})
+        elif len(groups) > 1:
+            groups[0]["params"] += groups.pop()["params"]
+
+    def swap(self) -> None:
+        """Replaces a parameter by another one, also in the optimizer."""
+        group = self.choose.choice([g for g in self.optimizer.param_groups if g["params"]])
+        at = self.choose.randrange(len(group["params"]))
+        old = group["params"][at]
+        new = torch.nn.Parameter(on_device(old, number(self.choose)))
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is old:
+                    module._parameters[name] = new
+        group["params"][at] = new
+        self.optimizer.state.pop(old, None)
+        if self.choose.random() < 0.5:
+            self.add_state(new)
+
+    def change(self) -> str:
+        changes: list[Callable[[], None]] = [
+            self.step, self.write, self.drop_state, self.move_state_to_the_end, self.empty_state,
+            self.narrow_state, self.weak_state, self.wide_counter, self.counter_that_is_no_tensor,
+            self.vector_on_the_host, self.other_keys, self.reorder, self.regroup, self.swap,
+        ]  # fmt: skip
+        change = self.choose.choice(changes)
+        change()
+        return change.__name__
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_capture_after_any_changes_equals_one_that_knows_nothing(seed: int) -> None:
+    program = Program(seed)
+    attached = TrainingState(program.model, program.optimizer, rng=False)
+    attached.capture()
+    history = []
+    for _ in range(60):
+        for _ in range(program.choose.choice((0, 1, 1, 2))):
+            history.append(program.change())
+        found = attached.capture()
+        expected = TrainingState(program.model, program.optimizer, rng=False).capture()
+        for name, want in expected.items():
+            assert json.dumps(found[name].form.node) == json.dumps(want.form.node), history
+            assert found[name].form.names == want.form.names, history
+            assert list(map(bits, found[name].arrays)) == list(map(bits, want.arrays)), history
+
+
+def test_state_that_another_parameter_of_the_same_shape_gets_has_its_name() -> None:
+    program = Program(0, bias=False)
+    attached = TrainingState(program.model, program.optimizer, rng=False)
+    for number, parameter in enumerate(program.parameters):
+        program.step()
+        program.optimizer.state.pop(parameter)
+        names = attached.capture()["optimizer"].form.names
+        assert {name.split("/")[1] for name in names} == {
+            f"{i}.weight" for i in range(3) if i != number
+        }
+
+
+def test_a_form_is_reused_while_only_values_change() -> None:
+    program = Program(0)
+    attached = TrainingState(program.model, program.optimizer, rng=False)
+    first = attached.capture()
+    for _ in range(3):
+        program.write()
+        program.step()
+        program.move_state_to_the_end()
+        found = attached.capture()
+        assert found["model"].form is first["model"].form
+        assert found["optimizer"].form.names == first["optimizer"].form.names
+    program.step()
+    known = attached.capture()["optimizer"].form
+    program.step()
+    assert attached.capture()["optimizer"].form is known
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_leaf_that_was_donated_or_traced_since_the_last_capture_is_named(part: str) -> None:
+    program = Program(0)
+    attached = TrainingState(program.model, program.optimizer, rng=False)
+    attached.capture()
+    tensor = program.parameters[0]
+    if part == "optimizer":
+        tensor = program.optimizer.state[tensor]["exp_avg"]
+    before = tensor._elem
+
+    def traced(array: jax.Array) -> jax.Array:
+        tensor._elem = array
+        return array
+
+    jax.jit(traced)(before)
+    with pytest.raises(UnsupportedLeafError, match=f"{part}/.*tracer"):
+        attached.capture()
+    tensor._elem = before + 1
+    attached.capture()
+    tensor._elem.delete()
+    with pytest.raises(UnsupportedLeafError, match=f"{part}/.*donated"):
+        attached.capture()
