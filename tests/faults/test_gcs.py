@@ -186,7 +186,11 @@ def test_a_mark_that_is_carried_out_late_is_no_step(bucket_run: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gcs")
-@pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "no time", "gone"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", pytest.param(b"{}", marks=pytest.mark.long), None],
+    ids=["empty", "no time", "gone"],
+)
 def test_a_step_whose_commit_record_is_damaged_is_there_and_the_one_before_is_taken(
     bucket_run: str, content: bytes | None
 ) -> None:

@@ -33,7 +33,7 @@ def run(program: Path, *args: str, prefix: list[str] | None = None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mounted", "limited"])
+@pytest.mark.parametrize("kind", [pytest.param("mounted", marks=pytest.mark.long), "limited"])
 def test_training_and_saving_go_on_when_the_medium_fails(kind: str, open_tmp_path: Path) -> None:
     prefix = media.mounting_prefix() if kind == "mounted" else None
     if kind == "mounted" and prefix is None:

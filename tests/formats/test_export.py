@@ -193,7 +193,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("safetensors", 16 << 20, False),
         ("pt", 16 << 20, False),
-        ("dcp", 16 << 20, False),
+        pytest.param("dcp", 16 << 20, False, marks=pytest.mark.long),
         # So that it would be seen.
         pytest.param("pt", 1 << 30, True, marks=pytest.mark.long),
     ],

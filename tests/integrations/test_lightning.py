@@ -122,8 +122,18 @@ VARIANTS = {
 }
 
 
+# The others are for test-long: each takes seconds, and these four have what is hardest.
+OF_EVERY_CHANGE = ("validation-within-epochs", "workers", "no-length", "sharded")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[] if name in OF_EVERY_CHANGE else [pytest.mark.long])
+        for name in VARIANTS
+    ],
+)
 def test_a_run_resumed_anywhere_ends_on_the_same_bits(variant: str, directory: Path) -> None:
     run = VARIANTS[variant]
     uninterrupted = dataclasses.replace(run, save_at=()).checkpoint(directory / "uninterrupted")
@@ -172,9 +182,9 @@ def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
     ("blow", "raised", "saved"),
     [
         (("error", "step", 1, 3), RuntimeError, [20]),
-        (("error", "scratch", 1, 3), RuntimeError, []),
+        pytest.param(("error", "scratch", 1, 3), RuntimeError, [], marks=pytest.mark.long),
         (("error", "between", 1, 3), RuntimeError, []),
-        (("error", "validation", 1, 1), RuntimeError, [28]),
+        pytest.param(("error", "validation", 1, 1), RuntimeError, [28], marks=pytest.mark.long),
         (("error", "validated", 1, 0), RuntimeError, [28]),
         (("interrupt", "step", 0, 4), SystemExit, [8]),
     ],

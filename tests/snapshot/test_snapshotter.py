@@ -83,7 +83,12 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 donating = pytest.mark.parametrize("step_fn", [double, deleting], ids=["donated", "deleted"])
-layouts = pytest.mark.parametrize("layout", get_args(Layout))
+# "auto" stacks arrays as small as these.
+LAYOUTS = [
+    pytest.param(layout, marks=[pytest.mark.long] if layout == "auto" else [])
+    for layout in get_args(Layout)
+]
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @pytest.mark.slow
