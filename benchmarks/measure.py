@@ -188,11 +188,13 @@ def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
 
 def loop(
     state: str, peer: str, directory: Path, repeats: int, *,
-    max_secs: float, compute_secs: float | None, donate: bool,
+    max_secs: float, compute_secs: float | None, device_secs: float | None, donate: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Measures a training loop under continuous saving: durable intervals in steps, step times.
 
-    A step updates every array in one jitted call and then computes for a while, as a model would.
+    A step updates every array in one jitted call and then computes for a while, as a model would,
+    or waits for a device that computes elsewhere. The result has the processor time of the loop's
+    process during the steps of ``step``, in seconds.
 
     Args:
       state: the name of the state to train.
@@ -202,6 +204,8 @@ def loop(
       max_secs: no interval begins after this time.
       compute_secs: how long a step computes in addition to the update; None for four products of
         [768, 768] matrices, some 50 ms on two CPU cores.
+      device_secs: how long the host waits for the device in each step instead of computing; None
+        for a device that shares the cores with the host.
       donate: whether the update donates the arrays.
     """
     from torchax_ckpt import torchax_backend
@@ -222,18 +226,25 @@ def loop(
         arrays = update([torchax_backend.buffer(t) for t in tensors])
         for tensor, array in zip(tensors, arrays, strict=True):
             torchax_backend.set_buffer(tensor, array)
-        jax.block_until_ready((arrays, compute(work, num_products)))
+        if device_secs is not None:
+            time.sleep(device_secs)
+            jax.block_until_ready(arrays)
+        else:
+            jax.block_until_ready((arrays, compute(work, num_products)))
 
     for _ in range(3):
         step()
     times: list[float] = []
     blocking: list[float] = []
     intervals: list[int] = []
+    processor: list[float] = [0.0]  # at the end of each step
     if peer == "none":
+        began_processor = time.process_time()
         for _ in range(repeats):
             began = clock()
             step()
             times.append(clock() - began)
+            processor.append(time.process_time() - began_processor)
     else:
         saver = PEERS[peer](directory, module, optimizer, flat, keep=1)
         for warm_up in (1, 2):  # After the first, the library knows whether the program donates.
@@ -243,6 +254,7 @@ def loop(
         numbers = itertools.count(3)
         began_at: int | None = None
         until = clock() + max_secs
+        began_processor = time.process_time()
         while len(intervals) < repeats and clock() < until:
             began = clock()
             step()
@@ -255,12 +267,19 @@ def loop(
                 saver.save(next(numbers))
                 blocking.append(clock() - saving)
             times.append(clock() - began)
+            processor.append(time.process_time() - began_processor)
         # The last save is not durable yet, so that only a part of its cost has been measured.
         if intervals and began_at is not None:
-            del times[began_at:], blocking[-1]
+            del times[began_at:], processor[began_at + 1 :], blocking[-1]
         saver.wait()
         saver.close()
-    return {"bytes": size, "step": times, "blocking": blocking, "intervals": intervals}
+    return {
+        "bytes": size,
+        "step": times,
+        "blocking": blocking,
+        "intervals": intervals,
+        "processor": processor[-1],
+    }
 
 
 def _products_in(secs: float, compute: Any, work: Any) -> int:
@@ -359,6 +378,7 @@ def main() -> None:
     parser.add_argument("repeats", type=int)
     parser.add_argument("--max-secs", type=float, default=600)
     parser.add_argument("--compute-secs", type=float)
+    parser.add_argument("--device-secs", type=float)
     parser.add_argument("--donate", action="store_true")
     args = vars(parser.parse_args())
     measurement = MEASUREMENTS[args.pop("what")]

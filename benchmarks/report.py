@@ -180,7 +180,8 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
         "| mean step | added to training per durable step | intervals |",
         "|---|---|---|---|---|---|---|",
     ]
-    few = []
+    few, more = [], []
+    idle = peers["none"].get("processor", 0.0) / len(none)
     for peer, figures in peers.items():
         if peer == "none":
             continue
@@ -200,6 +201,24 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
                 str(count),
             )
         )
+        if "processor" in figures and count:
+            steps = sorted(figures["step"])
+            more.append(
+                _row(
+                    LABELS[peer],
+                    targets.seconds(statistics.median(steps)),
+                    targets.seconds(steps[int(0.99 * (len(steps) - 1))]),
+                    f"{count / sum(steps) * 60:.0f}",
+                    targets.seconds((figures["processor"] - idle * len(steps)) / count),
+                )
+            )
+    if more:
+        lines += [
+            "",
+            "| peer | median step | 99th percentile | saves per minute | processor time per save |",
+            "|---|---|---|---|---|",
+            *more,
+        ]
     if few:
         lines += [
             "",

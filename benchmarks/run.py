@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--intervals", type=int, default=30, help="intervals in each peer's loop")
     parser.add_argument("--max-secs", type=float, default=450, help="limit of each peer's loop")
     parser.add_argument("--compute-secs", type=float, help="compute time of a loop's step")
+    parser.add_argument("--device-secs", type=float, help="wait of a loop's step for a device")
     parser.add_argument("--donate", action="store_true", help="the loop's steps donate the state")
     parser.add_argument("--directory", help="folder of the checkpoints; default: a temporary one")
     parser.add_argument("--report-only", action="store_true", help="only rewrite tables and plot")
@@ -122,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags = ["--donate"] if args.donate else []
         if args.compute_secs is not None:
             flags += ["--compute-secs", str(args.compute_secs)]
+        if args.device_secs is not None:
+            flags += ["--device-secs", str(args.device_secs)]
         with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
             root = Path(temporary)
             for state in filter(None, args.states.split(",")):
@@ -131,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for state in filter(None, args.loop.split(",")):
                 found = measure_loop(state, args.intervals, args.max_secs, flags, root)
                 name = f"{state}, donated" if args.donate else state
+                if args.device_secs is not None:
+                    name += f", waiting {args.device_secs * 1e3:.0f} ms for a device"
                 results.setdefault("loops", {})[name] = found
                 write()
             if args.declined:

@@ -132,6 +132,19 @@ def test_a_loop_that_was_stopped_early_says_so(tmp_path: Path) -> None:
     assert f"**Fewer than 3 intervals** within 60 s, thus imprecise: {stopped}." in page
 
 
+def test_a_loop_says_how_long_its_slowest_steps_take_and_what_a_save_costs_the_processor(
+    tmp_path: Path,
+) -> None:
+    measured = loop(2.0, 4.0)
+    assert "99th" not in written({"loops": {"deep": measured}}, tmp_path)
+    measured["peers"]["none"]["processor"] = 0.9  # 0.1 s a step
+    ours = measured["peers"]["torchax_ckpt"]
+    ours["step"] = [1.0] * 98 + [3.0, 5.0]
+    ours["processor"], ours["intervals"] = 16.0, [50] * 2
+    page = written({"loops": {"deep": measured}}, tmp_path)
+    assert "| **torchax_ckpt** | 1.00 s | 3.00 s | 1 | 3.00 s |" in page
+
+
 def test_declined_saves_have_verdicts(tmp_path: Path) -> None:
     times = {
         "a": {"median": 20e-6, "90th percentile": 1.0},
