@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from torchax_ckpt.cli import plan_arguments
+from torchax_ckpt.cli.converting import merge_arguments
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
 
 app = typer.Typer(
@@ -272,6 +273,9 @@ def export(
         max_bytes=max_bytes,
     )
     return convert.export(directory, step[0] if step else None, Path(out), wanted, as_json=json)
+
+
+app.command("merge", epilog=EPILOG)(ends_well(merge_arguments.merge))
 
 
 @app.command("import", epilog=EPILOG)
