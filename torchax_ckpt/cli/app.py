@@ -16,6 +16,7 @@ import typer
 from torchax_ckpt.cli import plan_arguments
 from torchax_ckpt.cli.converting import merge_arguments
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
+from torchax_ckpt.cli.watching import watch_arguments
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -170,6 +171,7 @@ def report(
     return command.report(directory, out, output, as_json=json)
 
 
+app.command("watch", epilog=EPILOG)(ends_well(watch_arguments.watch))
 app.command("plan", epilog=EPILOG)(ends_well(plan_arguments.plan))
 
 
