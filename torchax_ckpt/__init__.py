@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring.restore import RestoreReport
     from torchax_ckpt.restoring.warm_start import warm_start
+    from torchax_ckpt.state.averages.weight_average import WeightAverage
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
     from torchax_ckpt.telemetry.stats import Stats
@@ -26,6 +27,7 @@ __all__ = [
     "RestoreReport",
     "Stats",
     "TorchaxCheckpointer",
+    "WeightAverage",
     "errors",
     "load_torch_state_dict",
     "planning",
@@ -41,6 +43,7 @@ _LAZY = {
     "RestoreReport": "torchax_ckpt.restoring.restore",
     "Stats": "torchax_ckpt.telemetry.stats",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
+    "WeightAverage": "torchax_ckpt.state.averages.weight_average",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "warm_start": "torchax_ckpt.restoring.warm_start",
 }

@@ -14,7 +14,9 @@ from typing import Annotated
 import typer
 
 from torchax_ckpt.cli import plan_arguments
+from torchax_ckpt.cli.converting import merge_arguments
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
+from torchax_ckpt.cli.watching import watch_arguments
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -169,6 +171,7 @@ def report(
     return command.report(directory, out, output, as_json=json)
 
 
+app.command("watch", epilog=EPILOG)(ends_well(watch_arguments.watch))
 app.command("plan", epilog=EPILOG)(ends_well(plan_arguments.plan))
 
 
@@ -272,6 +275,9 @@ def export(
         max_bytes=max_bytes,
     )
     return convert.export(directory, step[0] if step else None, Path(out), wanted, as_json=json)
+
+
+app.command("merge", epilog=EPILOG)(ends_well(merge_arguments.merge))
 
 
 @app.command("import", epilog=EPILOG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,11 @@ from torchax_ckpt.formats.huggingface.model_folder import (
     export_model,
     files_of,
 )
-from torchax_ckpt.formats.scratch import room_for
 from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.stored.scratch import room_for
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -47,6 +48,7 @@ class Exported:
       include, exclude: patterns of the names to write.
       rename: texts of the form ``OLD=NEW``.
       max_bytes: bound on array data in memory.
+      command: the command's name, for messages.
     """
 
     format: str | None = None
@@ -59,62 +61,117 @@ class Exported:
     exclude: Sequence[str] = ()
     rename: Sequence[str] = ()
     max_bytes: int | None = None
+    command: str = "export"
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What ``write`` wrote.
+
+    Attributes:
+      paths: the files, or the one folder or step.
+      leaves: the leaves in them.
+      weights: the weights, by torch's names.
+      has_config: whether a folder says what the model is; None for formats without such folders.
+    """
+
+    paths: Sequence[os.PathLike[str]]
+    leaves: Sequence[StoredLeaf]
+    weights: Weights
+    has_config: bool | None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the leaves in bytes."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the content as JSON."""
+        return {
+            "files": [str(path) for path in self.paths],
+            "num_tensors": len(self.leaves),
+            "num_bytes": self.num_bytes,
+            "ties": dict(self.weights.ties),
+            "left_out": list(self.weights.left_out),
+            **({} if self.has_config is None else {"has_config": self.has_config}),
+        }
+
+    def print(self, what: str) -> None:
+        """Prints what was written, and what not."""
+        if self.weights.left_out:
+            left_out = ", ".join(self.weights.left_out)
+            output.note(f"left out, because they are not weights: {left_out}")
+        tied = f", {len(self.weights.ties)} tied names" if self.weights.ties else ""
+        output.print_line(
+            f"{what}: {len(self.leaves)} tensors{tied}, {output.size(self.num_bytes)}, in "
+            f"{', '.join(str(path) for path in self.paths)}"
+        )
 
 
 def export(directory: str, step: str | None, out: Path, wanted: Exported, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt export``; returns the exit code."""
-    _require_local(out)
-    format = wanted.format
-    if format is None:
-        format = "pt" if out.suffix in _PICKLED else "safetensors"
-    max_shard_bytes = None if wanted.max_shard_size is None else parsed_size(wanted.max_shard_size)
-    _require_consistent(out, format, wanted)
-    committed = step_named(existing(directory), step)
-    stored = StoredStep(committed)
-    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
+    wanted = settled(out, wanted)
+    stored = StoredStep(step_named(existing(directory), step))
+    written = write(stored, chosen_weights(stored, wanted), out, wanted)
+    if as_json:
+        output.print_json({"step": stored.committed.step, **written.as_json()})
+    else:
+        written.print(f"step {stored.committed.step}")
+    return OK
+
+
+def settled(out: Path, wanted: Exported) -> Exported:
+    """Returns the arguments with the format that ``out`` implies.
+
+    Raises:
+      UsageError: the arguments contradict each other, or ``out`` is a URL.
+    """
+    require_local(out)
+    if wanted.format is None:
+        wanted = dataclasses.replace(
+            wanted, format="pt" if out.suffix in _PICKLED else "safetensors"
+        )
+    if wanted.max_shard_size is not None:
+        parsed_size(wanted.max_shard_size)
+    _require_consistent(out, wanted)
+    return wanted
+
+
+def chosen_weights(stored: StoredStep, wanted: Exported) -> Weights:
+    """Returns the weights of a step that the arguments choose, under the names that they give.
+
+    Raises:
+      UsageError: there are no weights where the arguments say.
+    """
     try:
-        weights = _selected(weights_at(stored, wanted.at), wanted)
+        return _selected(weights_at(stored, wanted.at), wanted)
     except MismatchError as error:
-        raise UsageError(f"export: {error} with --at") from error
+        raise UsageError(f"{wanted.command}: {error} with --at") from error
+
+
+def write(stored: StoredStep, weights: Weights, out: Path, wanted: Exported) -> Written:
+    """Writes weights to files of the wanted format, which ``settled`` has determined."""
+    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
+    max_shard_bytes = None if wanted.max_shard_size is None else parsed_size(wanted.max_shard_size)
     has_config = None
-    if format in _FOLDERS:
+    paths: Sequence[os.PathLike[str]] = [out]
+    leaves: Sequence[StoredLeaf] = list(weights.leaves.values())
+    if wanted.format in _FOLDERS:
         files = files_of(stored, wanted.at, wanted.config)
-        has_config = files.has_config or format == "peft"
-        paths, leaves = _write_folder(stored, weights, files, out, options, format, max_shard_bytes)
-    elif format == "safetensors":
-        leaves = list(weights.leaves.values())
+        has_config = files.has_config or wanted.format == "peft"
+        paths, leaves = _write_folder(stored, weights, files, out, wanted, max_shard_bytes)
+    elif wanted.format == "safetensors":
         paths = _write_safetensors(stored, weights, out, options, max_shard_bytes)
     else:
-        more = _write_for_torch(stored, weights, out, format, wanted.with_optimizer, options)
-        leaves, paths = [*weights.leaves.values(), *more], [out]
-    num_bytes = sum(leaf.nbytes for leaf in leaves)
+        more = _write_for_torch(stored, weights, out, wanted, options)
+        leaves = [*leaves, *more]
     if has_config is False:
         output.note(
-            f"{out} will not load: step {committed.step} stores no config of the model, and a "
-            "folder without config.json is no model for transformers. Give a folder that has one "
+            f"{out} will not load: step {stored.committed.step} stores no config of the model, and "
+            "a folder without config.json is no model for transformers. Give a folder that has one "
             "with --config, or save it with the steps: attach a model of transformers"
         )
-    if as_json:
-        output.print_json(
-            {
-                "step": committed.step,
-                "files": [str(path) for path in paths],
-                "num_tensors": len(leaves),
-                "num_bytes": num_bytes,
-                "ties": dict(weights.ties),
-                "left_out": list(weights.left_out),
-                **({} if has_config is None else {"has_config": has_config}),
-            }
-        )
-        return OK
-    if weights.left_out:
-        output.note(f"left out, because they are not weights: {', '.join(weights.left_out)}")
-    tied = f", {len(weights.ties)} tied names" if weights.ties else ""
-    output.print_line(
-        f"step {committed.step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
-        f"{', '.join(str(path) for path in paths)}"
-    )
-    return OK
+    return Written(paths, leaves, weights, has_config)
 
 
 def _selected(weights: Weights, wanted: Exported) -> Weights:
@@ -125,41 +182,42 @@ def _selected(weights: Weights, wanted: Exported) -> Weights:
             selection = Selection(wanted.include or None, wanted.exclude, renamed)
             weights = selected(weights, selection)
         except SelectionError as error:
-            raise UsageError(f"export: {error}") from error
+            raise UsageError(f"{wanted.command}: {error}") from error
     return weights if wanted.dtype is None else cast(weights, _DTYPES[wanted.dtype])
 
 
-def _require_consistent(out: Path, format: str, wanted: Exported) -> None:
+def _require_consistent(out: Path, wanted: Exported) -> None:
+    format, command = wanted.format, wanted.command
     is_file = out.suffix in (".safetensors", *_PICKLED)
     if format == "safetensors" and out.suffix in _PICKLED:
         raise UsageError(
-            f"export: {out}: expected a directory, or a name that ends in .safetensors, for "
+            f"{command}: {out}: expected a directory, or a name that ends in .safetensors, for "
             "--format safetensors"
         )
     if wanted.max_shard_size is not None and (format not in ("safetensors", "hf") or is_file):
         raise UsageError(
-            "export: --max-shard-size needs the format safetensors or hf, and a directory as OUT; "
-            "omit --max-shard-size, or give --format safetensors and the name of a directory"
+            f"{command}: --max-shard-size needs the format safetensors or hf, and a directory as "
+            "OUT; omit --max-shard-size, or give --format safetensors and the name of a directory"
         )
     if format == "pt" and (out.is_dir() or out.suffix == ".safetensors"):
         raise UsageError(
-            f"export: {out}: expected the name of a file for --format pt, found a directory or a "
-            "name that ends in .safetensors; give a name such as model.pt"
+            f"{command}: {out}: expected the name of a file for --format pt, found a directory or "
+            "a name that ends in .safetensors; give a name such as model.pt"
         )
     if format in ("dcp", *_FOLDERS) and is_file:
         raise UsageError(
-            f"export: {out}: expected the name of a directory for --format {format}, found the "
+            f"{command}: {out}: expected the name of a directory for --format {format}, found the "
             f"name of a {out.suffix} file; give a name without this suffix"
         )
     if wanted.with_optimizer and format not in ("pt", "dcp"):
         raise UsageError(
-            "export: --optimizer needs --format pt or dcp; with safetensors, --at optimizer writes "
-            "the moments to a separate file"
+            f"{command}: --optimizer needs --format pt or dcp; with safetensors, --at optimizer "
+            "writes the moments to a separate file"
         )
     if wanted.dtype is not None and format in ("pt", "dcp"):
-        raise UsageError("export: --dtype needs --format safetensors, hf or peft")
+        raise UsageError(f"{command}: --dtype needs --format safetensors, hf or peft")
     if wanted.config is not None and format not in _FOLDERS:
-        raise UsageError("export: --config needs --format hf or peft")
+        raise UsageError(f"{command}: --config needs --format hf or peft")
 
 
 def import_(
@@ -173,7 +231,7 @@ def import_(
         tied = parsed_ties(ties)
     except ValueError as error:
         raise UsageError(f"import: --tie: {error}") from None
-    _require_local(source)
+    require_local(source)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
     try:
@@ -227,26 +285,25 @@ def _write_folder(
     weights: Weights,
     files: FolderFiles,
     out: Path,
-    options: CheckpointOptions,
-    format: str,
+    wanted: Exported,
     max_shard_bytes: int | None,
 ) -> tuple[list[Path], list[StoredLeaf]]:
     """Writes a folder of transformers or PEFT; returns its files and the leaves in them."""
-    write = export_adapters if format == "peft" else export_model
+    write_files = export_adapters if wanted.format == "peft" else export_model
+    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
     total = sum(leaf.nbytes for leaf in weights.leaves.values())
     try:
         with progress.bar("writing", lambda: total) as on_bytes:
-            return write(stored, weights, files, out, options, max_shard_bytes, on_bytes)
+            return write_files(stored, weights, files, out, options, max_shard_bytes, on_bytes)
     except MismatchError as error:
-        raise UsageError(f"export: step {stored.committed.step}: {error}") from error
+        raise UsageError(f"{wanted.command}: step {stored.committed.step}: {error}") from error
 
 
 def _write_for_torch(
     stored: StoredStep,
     weights: Weights,
     out: Path,
-    format: str,
-    with_optimizer: bool,
+    wanted: Exported,
     options: CheckpointOptions,
 ) -> Sequence[StoredLeaf]:
     """Writes weights with ``torch.save``, or as a checkpoint of torch's DCP.
@@ -255,7 +312,7 @@ def _write_for_torch(
     ``max_host_bytes``, into a temporary file on disk.
 
     Returns:
-      The leaves of the optimizers; none without ``with_optimizer``.
+      The leaves of the optimizers; none unless they are wanted.
     """
     from torchax_ckpt.formats.dcp import save_dcp
     from torchax_ckpt.formats.state_dict import named_weights, read_tensors, save_torch_file
@@ -263,7 +320,7 @@ def _write_for_torch(
     if out.exists():  # checked before the command reads the step, which can take long
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
     optimizers = None
-    if with_optimizer:
+    if wanted.with_optimizer:
         from torchax_ckpt.formats.optimizer_state import optimizers_of
 
         try:
@@ -277,16 +334,17 @@ def _write_for_torch(
         state: dict[str, Any] = {"model": named_weights(weights, tensors)}
         if optimizers is not None:
             state["optimizer"] = optimizers.state_dicts(
-                tensors.__getitem__, by_name=format == "dcp"
+                tensors.__getitem__, by_name=wanted.format == "dcp"
             )
-        if format == "dcp":
+        if wanted.format == "dcp":
             save_dcp(state, out)
         else:
-            save_torch_file(state if with_optimizer else state["model"], out)
+            save_torch_file(state if wanted.with_optimizer else state["model"], out)
     return more
 
 
-def _require_local(path: Path) -> None:
+def require_local(path: Path) -> None:
+    """Raises UsageError if a path is a URL."""
     if path.parts and path.parts[0].endswith(":"):  # pathlib parses gs:// into the part gs:
         raise UsageError(
             f"{path}: expected a local path, found a URL; export and import read and write files "

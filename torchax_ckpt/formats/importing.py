@@ -1,31 +1,35 @@
-"""Imports weights from files of other programs as the first step of a new run.
+"""Imports weights as the first step of a new run: from files of other programs, or from a step.
 
-The import maps the tensors into memory and never reads all of them at the same time, so the host
-needs no memory for the whole model.
+The weights are mapped into memory and never read all at the same time, so the host needs no memory
+for the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import TensorFiles
-from torchax_ckpt.formats.weights import MODEL
+from torchax_ckpt.formats.weights import MODEL, Weights, as_dtype
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
+from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, array_nodes, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays.compression import codec_of
+from torchax_ckpt.storage.arrays.placement import empty
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.stored.scratch import room_for
+from torchax_ckpt.stored.stored_step import StoredStep
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 _NARROW = {"int64": "int32", "uint64": "uint32"}
@@ -88,6 +92,76 @@ def import_weights(
     return _write(RunDirectory(directory), step, document, plan, stored, assets, options)
 
 
+def import_step(
+    source: StoredStep,
+    weights: Weights,
+    directory: str,
+    *,
+    imported: Sequence[str],
+    scratch: Path,
+    assets: Assets | None = None,
+    options: CheckpointOptions | None = None,
+) -> CommittedStep:
+    """Writes weights of a step as step 0 of a new run; ``attach`` can then continue from it.
+
+    The extra state of the step's one attached model is written too.
+
+    Args:
+      source: the step.
+      weights: its weights; a leaf may have another dtype than in the step, to which it is cast.
+      directory: directory of the new run; it must contain no step.
+      imported: says for people where the weights come from.
+      scratch: a local folder for a temporary file, if the weights exceed ``max_host_bytes``.
+      assets: text files that say what the model is, to store with the step.
+      options: memory bounds, compression, layout.
+
+    Returns:
+      The committed step.
+
+    Raises:
+      DirectoryError: the directory contains a step already, or cannot be written.
+      LeaseError: another program writes to the directory.
+      UnsupportedLeafError: a value is too large for the dtype that it is cast to.
+      CorruptCheckpointError: the source is damaged.
+    """
+    options = options or CheckpointOptions()
+    run = RunDirectory(directory)
+    _require_empty(run)  # before the source is read, which can take long
+    extra = _extra_state(source)
+    targets = {names.join((MODEL, name)): leaf for name, leaf in weights.leaves.items()}
+    targets |= {node["array"]: source.leaves[node["array"]] for node in array_nodes(extra)}
+    key_of = {leaf.name: key for key, leaf in targets.items()}
+    with room_for(list(targets.values()), scratch, options) as allocate:
+        arrays = {
+            key: (allocate or empty)(leaf.shape, np.dtype(leaf.dtype))
+            for key, leaf in targets.items()
+        }
+        for name, index, content in source.stream(key_of, options):
+            array = arrays[key_of[name]]
+            array[index] = as_dtype(content, array.dtype, name)
+        plan = Planner(options.layout)(list(arrays), list(arrays.values())).plan
+        stored = execute(plan, arrays, copy=False)
+        document = {
+            MODEL: {
+                "dict": [
+                    [name, _node(key_of[leaf.name], arrays, leaf.kind)]
+                    for name, leaf in weights.leaves.items()
+                ],
+                "ties": [[alias, name] for alias, name in weights.ties.items()],
+                "extra_state": extra,
+            },
+            IMPORTED: list(imported),
+        }
+        return _write(run, 0, document, plan, stored, assets, options)
+
+
+def _extra_state(source: StoredStep) -> Sequence[Node]:
+    """Returns the nodes of the extra state of the one attached model; none for several models."""
+    node = source.manifest.document.get(MODEL)
+    found = node.get("extra_state") if isinstance(node, dict) else None
+    return found if isinstance(found, list) else ()
+
+
 def _write(
     run: RunDirectory,
     step: int,
@@ -126,17 +200,17 @@ def _require_empty(run: RunDirectory) -> None:
     if steps := run.steps():
         raise DirectoryError(
             f"{run.path}: expected a directory without checkpoints, found step {steps[-1].step}. "
-            "Import into another directory.",
+            "Give another directory.",
             path=run.path,
         )
 
 
-def _node(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the manifest entry that a save would write for a torchax tensor with this array."""
+def _node(name: str, arrays: Mapping[str, np.ndarray], kind: str = "torchax") -> dict[str, Any]:
+    """Returns the manifest entry that a save would write for a tensor with this array."""
     array = arrays[name]
     return {
         "array": name,
-        "kind": "torchax",
+        "kind": "torch" if kind == "torch" else "torchax",
         "dtype": array.dtype.name,
         "shape": list(array.shape),
     }

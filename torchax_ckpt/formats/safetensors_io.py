@@ -34,7 +34,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
-from torchax_ckpt.formats.weights import Weights
+from torchax_ckpt.formats.weights import Weights, as_dtype
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
@@ -226,27 +226,9 @@ def _fill(
     for name, index, content in stored.stream(places, options):
         for path, offset, dtype in places[name]:
             mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
-            mapped[index] = _as_dtype(content, dtype, name)
+            mapped[index] = as_dtype(content, dtype, name)
             del mapped  # so that the written pages no longer count as memory of this process
             on_bytes(math.prod(content.shape) * dtype.itemsize)
-
-
-def _as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
-    """Casts a part of a leaf, if it has another dtype.
-
-    Raises:
-      UnsupportedLeafError: a finite value would become infinite.
-    """
-    if content.dtype == dtype:
-        return content
-    with np.errstate(over="ignore"):
-        changed = content.astype(dtype)
-    if not np.array_equal(np.isfinite(changed), np.isfinite(content)):
-        raise UnsupportedLeafError(
-            f"{name}: has values that are too large for {dtype.name}; choose another dtype",
-            key_path=name,
-        )
-    return changed
 
 
 @contextlib.contextmanager

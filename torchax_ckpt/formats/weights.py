@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
@@ -119,6 +121,33 @@ def cast(weights: Weights, dtype: str) -> Weights:
         for name, leaf in weights.leaves.items()
     }
     return dataclasses.replace(weights, leaves=leaves)
+
+
+def in_dtypes_of(weights: Weights, stored: StoredStep) -> Weights:
+    """Returns the weights with the dtypes that their leaves have in a step."""
+    leaves = {
+        name: dataclasses.replace(leaf, dtype=stored.leaves[leaf.name].dtype)
+        for name, leaf in weights.leaves.items()
+    }
+    return dataclasses.replace(weights, leaves=leaves)
+
+
+def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    """Casts a part of a leaf, if it has another dtype.
+
+    Raises:
+      UnsupportedLeafError: a finite value would become infinite.
+    """
+    if content.dtype == dtype:
+        return content
+    with np.errstate(over="ignore"):
+        changed = content.astype(dtype)
+    if not np.array_equal(np.isfinite(changed), np.isfinite(content)):
+        raise UnsupportedLeafError(
+            f"{name}: has values that are too large for {dtype.name}; choose another dtype",
+            key_path=name,
+        )
+    return changed
 
 
 def _node(stored: StoredStep, place: str) -> Any:

@@ -25,7 +25,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
-from torchax_ckpt.storage.arrays.placement import Wanted, empty
+from torchax_ckpt.storage.arrays.placement import Piece, Wanted, empty
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.medium import containment
@@ -204,6 +204,7 @@ class StoredStep:
         """Reads leaves piece by piece, and compares the pieces with their digests.
 
         Yields the leaves in the order in which they are stored, each leaf in one or several pieces.
+        Of a stack, only the pieces that have rows of these leaves are read.
         ``options.max_host_bytes`` bounds the bytes in memory at one time, but a single piece may
         exceed this bound.
 
@@ -217,7 +218,14 @@ class StoredStep:
         asked = set(names)
         with still_there(self.committed), about(self.committed):
             wanted = self._wanted(asked)
-            for stored, piece, host in read_arrays.stream_arrays(self.committed, wanted, options):
+
+            def has_asked(stored: str, piece: Piece) -> bool:
+                members = wanted[stored].members
+                return not members or not asked.isdisjoint(members[piece.index[0]])
+
+            for stored, piece, host in read_arrays.stream_arrays(
+                self.committed, wanted, options, has_asked
+            ):
                 members = wanted[stored].members
                 if not members:
                     yield stored, piece.index, host

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.report.page import MARK, Contents, page
 from torchax_ckpt.cli.show import steps_of
 from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.cli.watching.running import is_held
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage.directory import lease
-from torchax_ckpt.storage.directory.compare_and_swap import record_at
-from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles
@@ -51,7 +47,7 @@ def report(directory: str, argument: Path | None, option: Path | None, *, as_jso
     run = existing(directory)
     now_secs = time.time()
     steps, num_bytes = steps_of(run)
-    runs = runs_of(read_events(run.path), is_running=_is_held(run))
+    runs = runs_of(read_events(run.path), is_running=is_held(run))
     contents = Contents(
         title=str(run.path),
         now_secs=now_secs,
@@ -95,26 +91,6 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
         "num_bytes": quantiles([save.num_bytes for save in run.saves]),
         "new_bytes": quantiles([save.new_bytes for save in run.saves]),
     }
-
-
-def _is_held(run: RunDirectory) -> bool:
-    """Returns whether a running program holds the lease of the run's directory.
-
-    If the lease names a program on this host, ``_is_held`` checks whether its process is alive. A
-    program on another host counts as running for ``LEASE_SECS`` after it last renewed the lease.
-    """
-    with contextlib.suppress(OSError):
-        record = record_at(run.path / lease.NAME)
-        try:
-            seen = record.read()
-        finally:
-            record.close()
-        holder = LeaseHolder.of(seen.content) if seen is not None else None
-        if holder is not None:
-            is_alive = holder.is_alive()
-            is_fresh = time.time() - holder.renewed_secs < lease.LEASE_SECS
-            return is_fresh if is_alive is None else is_alive
-    return False
 
 
 def _require_ours(out: Path) -> None:

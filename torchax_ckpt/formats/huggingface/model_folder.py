@@ -64,8 +64,7 @@ def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> 
       CorruptCheckpointError: the step's assets are damaged.
       DirectoryError: the folder cannot be read.
     """
-    component, *keys = names.split(at or MODEL)
-    place = "/".join([MODEL, *map(assets.part_of, keys if component == MODEL else ())])
+    place = _place(at)
     texts: dict[str, str] = {}
     adapters: dict[str, str] = {}
     for name, text in stored.read_assets().items():
@@ -84,6 +83,31 @@ def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> 
         }
         texts |= {n: t for n, t in found.items() if n.rpartition("/")[2] != ADAPTER_CONFIG}
     return FolderFiles(texts, adapters)
+
+
+def assets_at(stored: StoredStep, at: str | None) -> Assets | None:
+    """Returns a model's files in a step as those of the one model of another step; None without.
+
+    Args:
+      stored: the step.
+      at: the model's key path in the step; None for the one attached model.
+
+    Raises:
+      CorruptCheckpointError: the step's assets are damaged.
+    """
+    place = f"{_place(at)}/"
+    found = {
+        f"{MODEL}/{name.removeprefix(place)}" if name.startswith(place) else name: text
+        for name, text in stored.read_assets().items()
+        if name.startswith((place, f"{TOKENIZER}/"))
+    }
+    return Assets.of(found) if found else None
+
+
+def _place(at: str | None) -> str:
+    """Returns where the assets of a model stand, given its key path in the step."""
+    component, *keys = names.split(at or MODEL)
+    return "/".join([MODEL, *map(assets.part_of, keys if component == MODEL else ())])
 
 
 def assets_of(folder: Path) -> Assets | None:

@@ -81,12 +81,16 @@ def read_arrays(
 
 
 def stream_arrays(
-    committed: CommittedStep, wanted: Mapping[str, Wanted], options: CheckpointOptions
+    committed: CommittedStep,
+    wanted: Mapping[str, Wanted],
+    options: CheckpointOptions,
+    is_asked: Callable[[str, Piece], bool] = lambda name, piece: True,
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
     """Reads whole arrays of a step piece by piece, with a limited number of bytes in memory.
 
     The limit is ``options.max_host_bytes``, or ``STREAMED_BYTES`` if that is None. Only a single
-    piece that is larger than the limit exceeds it.
+    piece that is larger than the limit exceeds it. Pieces for which ``is_asked`` returns False are
+    not read.
 
     Yields:
       Stored name, piece, and the checked content of the piece on the host.
@@ -101,6 +105,8 @@ def stream_arrays(
     for target in targets:
         store = stores[target.name]
         for piece in target.pieces(_chunk(store)):
+            if not is_asked(target.name, piece):
+                continue
             while reading and in_flight_bytes + piece.nbytes > max_bytes:
                 name, oldest, arrival = reading.popleft()
                 yield name, oldest, arrival.fetch()

@@ -1,0 +1,1 @@
+"""Commands that write the weights of steps in other forms."""

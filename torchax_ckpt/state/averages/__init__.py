@@ -1,0 +1,1 @@
+"""Keeps averages of a model's weights while it trains."""

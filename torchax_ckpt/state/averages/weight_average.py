@@ -1,0 +1,271 @@
+"""``WeightAverage``, an average of a model's parameters that is updated while the model trains."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import AttachError, CallError
+from torchax_ckpt.snapshot.device_programs import (
+    device_program,
+    in_chunks,
+    run_by_sharding,
+    zeros_program,
+)
+from torchax_ckpt.snapshot.move_shards import move
+from torchax_ckpt.state.modules.module_tensors import Slot, slots
+from torchax_ckpt.state.training_state import as_rule, require_module
+
+# Averages of narrower parameters are kept in float32: in bfloat16, a small share of a small change
+# would be rounded away.
+_WIDE = {"bfloat16": jnp.float32, "float16": jnp.float32}
+# The arrays that one program updates: while it runs, old and new averages are both in memory.
+_MAX_ARRAYS = 16
+
+
+class WeightAverage:
+    """The average of a model's parameters over its training, on the model's devices.
+
+    Create it beside the optimizer, attach it, and update it after each step::
+
+        average = WeightAverage(model, decay=0.999)
+        ckpt.attach(model, optimizer, stateful={"average": average})
+        for step in ckpt.steps(total):
+            ...train...
+            average.update()
+        with average.applied():
+            ...evaluate...
+
+    The average has one array for each parameter that requires gradients, and one for tied
+    parameters; buffers and frozen parameters are not averaged. The array has the parameter's shape
+    and sharding and the parameter's dtype, or float32 for float16 and bfloat16.
+
+    An update does not donate the old averages, because a checkpointer then would have to copy the
+    state for each save. It updates a few arrays at a time instead, so it needs little memory beside
+    the averages, unless a save in flight still holds the old ones.
+
+    Args:
+      model: a module, or a JittableModule; on ``"jax"`` or on ``"meta"``.
+      decay: the weight of the old average in an update, at least 0 and less than 1: the new average
+        is ``decay * average + (1 - decay) * parameter``. None for the mean over all updates.
+      shardings: as in ``attach``: where a restore puts the averages of a model that is on
+        ``"meta"`` or that ``attach`` shards. By default, the present shardings of the parameters.
+        Each update moves averages to the shardings of the parameters.
+
+    Attributes:
+      decay: as given.
+      num_updates: how many updates the average has had. The first one copies the parameters.
+
+    Raises:
+      AttachError: ``model`` is no module, or is on the CPU, or has no parameter that requires
+        gradients.
+      ValueError: ``decay`` is out of range.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, decay: float | None = 0.999, *, shardings: Any = None
+    ) -> None:
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(f"decay: expected None or a number from 0 to below 1, found {decay!r}")
+        require_module(model, ("model",))
+        self.decay = decay
+        self.num_updates = 0
+        self._model = model
+        rule = as_rule(shardings)
+        self._averages: dict[str, jax.Array] = {}
+        for name, slot in self._slots().items():
+            if slot.is_on_cpu:
+                raise AttachError(
+                    f"{name}: expected a parameter on 'jax' or on 'meta', found one on the CPU: "
+                    "create the WeightAverage after model.to('jax')",
+                    key_path=name,
+                )
+            shape, dtype = tuple(slot.tensor.shape), _dtype(slot)
+            ruled = rule and rule(name, jax.ShapeDtypeStruct(shape, dtype))
+            sharding = ruled or _sharding(slot)
+            (self._averages[name],) = zeros_program(((shape, dtype),), sharding)()
+        if not self._averages:
+            raise AttachError(
+                "WeightAverage: expected a model with parameters that require gradients, found none"
+            )
+
+    def update(self, parameters: Mapping[str, Any] | None = None) -> None:
+        """Takes the present parameters into the average.
+
+        Args:
+          parameters: name -> the parameter as a torchax tensor or JAX array, for a program that
+            keeps its parameters outside of the model, such as one that donates them. None for those
+            in the model.
+
+        Raises:
+          KeyError: ``parameters`` lacks a parameter.
+        """
+        newer: dict[str, jax.Array] = {}
+        for name, slot in self._slots().items():
+            value: Any = slot.tensor if parameters is None else parameters[name]
+            is_tensor = torchax_backend.is_device_tensor(value)
+            newer[name] = torchax_backend.buffer(value) if is_tensor else value
+        count = self.num_updates
+        share = 1 / (count + 1) if self.decay is None or not count else 1 - self.decay
+        by_sharding: dict[Sharding, list[str]] = collections.defaultdict(list)
+        for name, array in newer.items():
+            by_sharding[array.sharding].append(name)
+        for sharding, names in by_sharding.items():
+            for chunk in in_chunks(names, _MAX_ARRAYS):
+                old = tuple(move(self._averages[name], sharding) for name in chunk)
+                new = tuple(newer[name] for name in chunk)
+                updated = average_program(sharding)(np.float32(share), old, new)
+                self._averages.update(zip(chunk, updated, strict=True))
+        self.num_updates += 1
+
+    def copy_to(self, model: torch.nn.Module | None = None) -> None:
+        """Copies the averages into the parameters of a model, in place, rounded to their dtypes.
+
+        Args:
+          model: a model with the same parameters; None for the model that is averaged.
+
+        Raises:
+          CallError: the average had no update yet.
+        """
+        live = self._slots() if model is None else _trained(model)
+        self._require_updated()
+        for name, array in self._rounded(live).items():
+            live[name].fill(array)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the averages into the model for a ``with`` block, and the parameters back after it.
+
+        Do not train or save in the block: a save would store the averages as the parameters.
+
+        Raises:
+          CallError: the average had no update yet.
+        """
+        present = [
+            (tensor, torchax_backend.buffer(tensor))
+            for slot in self._slots().values()
+            for tensor in slot.tensors
+        ]
+        self.copy_to()
+        try:
+            yield
+        finally:
+            for tensor, array in present:
+                torchax_backend.set_buffer(tensor, array)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of updates, and the averages by the names of their parameters."""
+        return {
+            "num_updates": self.num_updates,
+            "weights": {name: torchax_backend.wrap(a) for name, a in self._averages.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the state that ``state_dict`` returned, by reference.
+
+        Raises:
+          ValueError: it is the state of an average of another model.
+        """
+        found = {name: torchax_backend.buffer(t) for name, t in state["weights"].items()}
+        expected = {name: _form(array) for name, array in self._averages.items()}
+        forms = {name: _form(array) for name, array in found.items()}
+        if forms != expected:
+            names = sorted(n for n in {*forms, *expected} if forms.get(n) != expected.get(n))
+            raise ValueError(
+                "the averages are of another model: "
+                + "; ".join(
+                    f"{n}: expected {expected.get(n, 'none')}, found {forms.get(n, 'none')}"
+                    for n in names[:10]
+                )
+            )
+        self._averages = found
+        self.num_updates = state["num_updates"]
+
+    def _slots(self) -> dict[str, Slot]:
+        return _trained(self._model)
+
+    def _require_updated(self) -> None:
+        if not self.num_updates:
+            raise CallError("the WeightAverage had no update yet: call update() after a step")
+
+    def _rounded(self, live: Mapping[str, Slot]) -> dict[str, jax.Array]:
+        """Returns the averages as new arrays with the dtypes and shardings of live parameters."""
+        moved = {name: move(array, _sharding(live[name])) for name, array in self._averages.items()}
+        found: dict[str, jax.Array] = {}
+        by_dtype: dict[Any, dict[str, jax.Array]] = collections.defaultdict(dict)
+        for name, array in moved.items():
+            by_dtype[_live_dtype(live[name])][name] = array
+        for dtype, arrays in by_dtype.items():
+            found |= run_by_sharding(
+                functools.partial(cast_program, dtype),
+                arrays,
+                lambda program, *some: program(*some),
+            )
+        return found
+
+
+@device_program(maxsize=256)
+def average_program(sharding: Sharding) -> Any:
+    """Returns the program that moves averages by a share of their distance to newer values.
+
+    Its arguments are the share, a tuple of averages and a tuple of newer values with this sharding.
+    """
+
+    def checkpoint_average(
+        share: jax.Array, averages: tuple[jax.Array, ...], newer: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        def moved(average: jax.Array, new: jax.Array) -> jax.Array:
+            part = share.astype(average.real.dtype)
+            return average * (1 - part) + new.astype(average.dtype) * part
+
+        return tuple(map(moved, averages, newer))
+
+    return jax.jit(checkpoint_average, out_shardings=sharding)
+
+
+@device_program(maxsize=256)
+def cast_program(dtype: Any, sharding: Sharding) -> Any:
+    """Returns the program that copies arrays with this sharding, rounded to a dtype."""
+
+    def checkpoint_cast(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.array(array, dtype, copy=True) for array in arrays)
+
+    return jax.jit(checkpoint_cast, out_shardings=sharding)
+
+
+def _trained(model: torch.nn.Module) -> dict[str, Slot]:
+    """Returns the slots of the parameters that require gradients, by first name."""
+    root, _ = torchax_backend.unwrap_jittable(model)
+    trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+    return {name: slot for name, slot in slots(model).items() if name in trained}
+
+
+def _live_dtype(slot: Slot) -> np.dtype[Any]:
+    dtype = torchax_backend.numpy_dtype(slot.tensor.dtype)
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _dtype(slot: Slot) -> np.dtype[Any]:
+    """Returns the dtype of the average of a parameter."""
+    dtype = _live_dtype(slot)
+    return np.dtype(_WIDE.get(dtype.name, dtype))
+
+
+def _sharding(slot: Slot) -> Sharding:
+    if torchax_backend.is_device_tensor(slot.tensor):
+        return torchax_backend.buffer(slot.tensor).sharding
+    return SingleDeviceSharding(jax.devices()[0])
+
+
+def _form(array: jax.Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"
