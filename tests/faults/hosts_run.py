@@ -42,6 +42,7 @@ from torchax_ckpt import (
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.writing import write_step
@@ -130,7 +131,7 @@ def changed(array: jax.Array, new: Callable[[int, Any], np.ndarray]) -> jax.Arra
     """An array of the same sharding; ``new`` makes a shard of its number and its index."""
     shards = [
         jax.device_put(new(number, shard.index), shard.device)
-        for number, shard in enumerate(array.addressable_shards)
+        for number, shard in enumerate(shards_of(array))
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
@@ -138,7 +139,8 @@ def changed(array: jax.Array, new: Callable[[int, Any], np.ndarray]) -> jax.Arra
 class HostTraining(Training):
     """A sharded model with momentum, whose every shard follows from itself at the step before.
 
-    Each shard is computed in numpy, in the same way on any mesh.
+    Each shard is computed in numpy, in the same way on any mesh. The arrays' own lists of shards
+    are not safe to read while a save reads them.
 
     Args:
       index, count: of the process that trains; None for an oracle, which has it all on one device.
@@ -209,7 +211,7 @@ class HostTraining(Training):
                 return np.ascontiguousarray(old * np.float32(0.9) + data[index])
 
             new = changed(array, moment)
-            added = [np.asarray(shard.data) for shard in new.addressable_shards]
+            added = [np.asarray(shard.data) for shard in shards_of(new)]
 
             def value(at: int, index: Any, values: Any = values, added: Any = added) -> Any:
                 return values[at] - np.float32(0.1) * added[at]
@@ -225,14 +227,14 @@ class HostTraining(Training):
 
     @staticmethod
     def _parts(tensor: Any) -> list[np.ndarray]:
-        return [np.asarray(s.data) for s in torchax_backend.buffer(tensor).addressable_shards]
+        return [np.asarray(s.data) for s in shards_of(torchax_backend.buffer(tensor))]
 
     def shards(self) -> list[list[Any]]:
         """Of every shard here: the number of its array, its bounds in it, and its digest."""
         return [
             [number, bounds(shard.index, array.shape), digest(np.asarray(shard.data))]
             for number, array in enumerate(self.buffers())
-            for shard in array.addressable_shards
+            for shard in shards_of(array)
         ]
 
 
