@@ -418,7 +418,7 @@ def _actions(
             step = durable[-2]
             durable[:] = [step]  # older ones may be pruned
             branch = start.attempt * 1_000_000 + action
-            log("back", step=step, branch=branch)
+            log("back", step=step, branch=branch, lineage=up_to(training.lineage, step))
             with phase("going back"):
                 ckpt.restore(step)
             training.lineage = (*up_to(training.lineage, step), (step, branch))
@@ -468,6 +468,8 @@ class HostsOracle(Oracle):
 
     A step of the local tiers must be resumed from if a process was told that it is durable, the
     next start has as many processes, and the local directories together have every part of it.
+    Where a program went back to a step, and what it saved since is in local tiers that a start
+    with another number of processes cannot use, the run resumes from the step it went back to.
     """
 
     def __init__(self, directory: Path, log_path: Path) -> None:
@@ -478,6 +480,7 @@ class HostsOracle(Oracle):
         self._parts: dict[int, int] = {}  # local directory -> which part of the step it has
         self._start: dict[str, Any] = {}
         self._needs_local = False
+        self._forks: set[tuple[int, Lineage]] = set()  # gone back to since the newest durable step
         self._resumed: tuple[int, Lineage] | None = None
         self.num_resumed = 0
 
@@ -505,6 +508,7 @@ class HostsOracle(Oracle):
             self._check_resumed(line, verdict)
         elif what == "back":
             self._begun.add(line["branch"])
+            self._forks.add((line["step"], as_lineage(line["lineage"])))
             self._local = None
         elif what == "told":
             self._take_told(line)
@@ -542,7 +546,8 @@ class HostsOracle(Oracle):
         index, count, at = line["own"]
         if step and (index, at) != (line["index"] % count, step):
             verdict.wrong.append(f"{subject} step {step} with the state of {line['own']}")
-        self._require_newest(step, lineage, subject, verdict)
+        if (step, up_to(lineage, step)) not in self._forks:
+            self._require_newest(step, lineage, subject, verdict)
         if not self._needs_local:
             self._local = None  # the run goes on without it
         elif self._local is not None:
@@ -557,6 +562,7 @@ class HostsOracle(Oracle):
         # What is found again says nothing of branches begun since.
         if not self._durable or self._durable[-1] != (step, up_to(lineage, step)):
             super()._note_durable(step, lineage)
+            self._forks.clear()
 
 
 def num_parts(count: int) -> int:
