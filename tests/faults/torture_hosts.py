@@ -448,7 +448,7 @@ def main() -> int:
                     print(found.rounds.total(), found.ends, round(found.longest_secs), flush=True)
                 if given.weakened and torture.found.is_bad:
                     break  # that it is found out is all there is to see
-            else:
+            if not given.weakened:
                 torture.last()
         finally:
             torture.close()
