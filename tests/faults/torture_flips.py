@@ -291,15 +291,22 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reader", choices=("torchax_ckpt", "orbax"), default="torchax_ckpt")
+    parser.add_argument(
+        "--only", choices=("own", "shared"), help="runs whose steps have files of their own, or not"
+    )
     args = parser.parse_args()
     torchax.enable_globally()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     read = by_torchax_ckpt if args.reader == "torchax_ckpt" else by_orbax
     with tempfile.TemporaryDirectory() as root:
-        num_kinds = len(KINDS) + (len(flips_shared.CODECS) if read is by_torchax_ckpt else 0)
-        table = torture(read, Path(root), args.flips // num_kinds, args.seed)
-        if read is by_torchax_ckpt:
+        has_own = args.only != "shared"
+        has_shared = args.only != "own" and read is by_torchax_ckpt
+        num_kinds = has_own * len(KINDS) + has_shared * len(flips_shared.CODECS)
+        table: dict[str, collections.Counter[str]] = {}
+        if has_own:
+            table |= torture(read, Path(root), args.flips // num_kinds, args.seed)
+        if has_shared:
             table |= flips_shared.torture(Path(root), args.flips // num_kinds, args.seed)
     kinds = ["detected", "harmless", *sorted({k for c in table.values() for k in c})]
     kinds = list(dict.fromkeys([*kinds, "wrong"]))
