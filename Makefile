@@ -12,8 +12,8 @@ BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-flips torture-gcs torture-fuzz \
-    torture-endurance torture-power clean
+.PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
+    torture-flips torture-gcs torture-fuzz torture-endurance torture-power clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed-examples
@@ -61,11 +61,15 @@ bench-accelerator: $(INSTALLED)
 	$(BIN)/python benchmarks/accelerator.py $(BENCH_ACCELERATOR)
 
 # The long forms of tests/faults; each has a target of its own, and prints a table.
-torture: torture-kill torture-power torture-flips torture-gcs torture-fuzz torture-endurance
+torture: torture-kill torture-hosts torture-power torture-flips torture-gcs torture-fuzz torture-endurance
 
 KILLS ?= 300
 torture-kill: $(INSTALLED)
 	$(BIN)/python tests/faults/torture_kill.py --kills $(KILLS)
+
+ROUNDS ?= 200
+torture-hosts: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_hosts.py --rounds $(ROUNDS)
 
 # Needs /dev/fuse and the libfuse of the system, in Debian's package libfuse3-3; fails without.
 CUTS ?= 300

@@ -54,6 +54,7 @@ import torchax
 from etils import epath
 from fuzz_drawn import Damage, changed, changed_bytes, damage, places
 from fuzz_files import Fed, FileReaders, Form, replaced
+from fuzz_runs import RunReaders
 from hypothesis import strategies as st
 from support.compare import bits
 from support.training import mlp
@@ -342,6 +343,7 @@ class Corpus:
         self.mark = commit_record.sealing(epath.Path(self.step), "").strip().encode()
         self.committed = CommittedStep(2, epath.Path(self.step), 1)
         self.files = FileReaders(self.committed, folder / "files")
+        self.runs = RunReaders(folder / "runs")
         manifest = step_reader.read_manifest(self.committed)
         self.array_metadata = _array_metadata(self.step)
         reads = self.live.attached.prepare(manifest.document, component.Findings()).reads
@@ -381,6 +383,7 @@ class Readers:
             "summary": Fed(corpus.summary, self.summary, 0.04),
             "whole restore": Fed(corpus.manifest, self.whole_restore, 0.01),
             **corpus.files.by_name,
+            **corpus.runs.by_name,
         }
 
     @staticmethod

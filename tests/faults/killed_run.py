@@ -373,16 +373,30 @@ class Verdict:
 
 
 class Oracle:
-    """Knows from the log what must be there, and computes what it must hold."""
+    """Knows from the log what must be there, and computes what it must hold.
 
-    def __init__(self, directory: Path, log_path: Path, settings: Settings = Settings()) -> None:
+    Args:
+      directory: of the run.
+      log_path: of the log that the program writes.
+      settings: how the program saves.
+      make: makes the objects of the program, untrained.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        log_path: Path,
+        settings: Settings = Settings(),
+        make: Callable[[], Training] = Training,
+    ) -> None:
         self._settings = settings
+        self._make = make
         self._directory = directory
         self._log_path = log_path
         self._offset = 0
         self._durable: list[Key] = []  # one branch, oldest first
         self._begun: set[int] = set()  # branches begun since the newest durable step
-        self._replay = Training()
+        self._replay = make()
         self._states: dict[Key, list[Any]] = {(0, ()): self._replay.buffers()}
         self._digests: dict[Key, str] = {(0, ()): self._replay.digest()}
 
@@ -452,7 +466,7 @@ class Oracle:
 
     def _restore_all(self, verdict: Verdict) -> None:
         reader = self._settings.opened(self._directory)
-        restored = Training()
+        restored = self._make()
         tiers: list[TierName] = ["durable", "local"]
         del tiers[len(self._settings.places(self._directory)) :]
         steps = sorted((step, tier) for tier in tiers for step in reader.all_steps(tier))

@@ -12,6 +12,7 @@ from fuzz_files import Fed
 
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.saving.unchanged import known_databases
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 
 
@@ -57,6 +58,17 @@ def test_the_harness_finds_a_reader_that_trusts_a_file(corpus: Corpus) -> None:
     crashes = {outcome for _, outcome in found.outcomes if outcome.startswith("!!")}
     assert len(crashes) >= 2, found
     assert len(found.problems) > 20, found
+
+
+@pytest.mark.slow
+def test_the_harness_finds_a_save_that_takes_over_other_arrays(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = Readers(corpus)
+    readers.by_name = {"unchanged of a step": readers.by_name["unchanged of a step"]}
+    monkeypatch.setattr(known_databases, "is_equal", lambda *args: True)
+    found = fuzz(readers, seed=1, count=60)
+    assert ("unchanged of a step", "!! AssertionError") in found.outcomes, found
 
 
 @pytest.mark.slow

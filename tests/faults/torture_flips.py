@@ -7,8 +7,9 @@ everything that comes back is what was saved: functional state and every attache
 (a sharded module with a tie and extra state, its optimizer, a scheduler, a loader, random state),
 the metrics, and what there is to say of the step: its time, versions, leaves and their shardings,
 and Orbax's own record. Anything else is *wrong*. Checkpoints of both layouts, compressed by each
-codec and not; every file of the steps is hit. With ``--reader orbax`` the same flips are read by
-bare Orbax, which shows that wrong ones are found.
+codec and not; every file of the steps is hit. A third of the flips hit runs whose steps share files
+(``flips_shared.py``). With ``--reader orbax`` the flips of the former are read by bare Orbax, which
+shows that wrong ones are found.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import flips_shared
 import jax
 import numpy as np
 import torch
 import torchax
+from flips_shared import flip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -244,15 +247,6 @@ def checkpoints(root: Path) -> Iterator[tuple[str, Path]]:
         yield name, directory
 
 
-def flip(path: Path, bit: int) -> None:
-    """Inverts one bit of a file."""
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        (octet,) = file.read(1)
-        file.seek(bit // 8)
-        file.write(bytes([octet ^ (1 << bit % 8)]))
-
-
 def outcome(read: Read, directory: Path, expected: Any) -> str:
     """What reading a damaged checkpoint comes to."""
     try:
@@ -266,7 +260,7 @@ def outcome(read: Read, directory: Path, expected: Any) -> str:
 
 
 def torture(read: Read, root: Path, flips: int, seed: int) -> dict[str, collections.Counter[str]]:
-    """Outcomes by checkpoint; every file gets its share of the flips."""
+    """Outcomes of so many flips in each checkpoint; every file gets its share of them."""
     generator = random.Random(seed)
     table: dict[str, collections.Counter[str]] = {}
     for name, directory in checkpoints(root):
@@ -279,7 +273,7 @@ def torture(read: Read, root: Path, flips: int, seed: int) -> dict[str, collecti
         every = [p for step in STEPS for p in (directory / str(step)).rglob("*")]
         files = [p for p in every if p.is_file() and p.stat().st_size]
         generator.shuffle(files)
-        for turn in range(flips // len(KINDS)):
+        for turn in range(flips):
             path = files[turn % len(files)]
             bit = generator.randrange(8 * path.stat().st_size)
             flip(path, bit)
@@ -297,13 +291,23 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reader", choices=("torchax_ckpt", "orbax"), default="torchax_ckpt")
+    parser.add_argument(
+        "--only", choices=("own", "shared"), help="runs whose steps have files of their own, or not"
+    )
     args = parser.parse_args()
     torchax.enable_globally()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     read = by_torchax_ckpt if args.reader == "torchax_ckpt" else by_orbax
     with tempfile.TemporaryDirectory() as root:
-        table = torture(read, Path(root), args.flips, args.seed)
+        has_own = args.only != "shared"
+        has_shared = args.only != "own" and read is by_torchax_ckpt
+        num_kinds = has_own * len(KINDS) + has_shared * len(flips_shared.CODECS)
+        table: dict[str, collections.Counter[str]] = {}
+        if has_own:
+            table |= torture(read, Path(root), args.flips // num_kinds, args.seed)
+        if has_shared:
+            table |= flips_shared.torture(Path(root), args.flips // num_kinds, args.seed)
     kinds = ["detected", "harmless", *sorted({k for c in table.values() for k in c})]
     kinds = list(dict.fromkeys([*kinds, "wrong"]))
     print(f"{'checkpoint':20}" + "".join(f"{kind:>12}" for kind in kinds))

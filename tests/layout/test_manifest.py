@@ -126,6 +126,9 @@ def test_malformed_names_in_the_plan_are_refused_by_path(change: dict[str, Any])
         {"shape": [2.0]},
         {"shape": [True]},
         {"shape": ["2"]},
+        {"whole": True},
+        {"whole": [-1]},
+        {"whole": [2, 2, 2]},
     ],
     ids=str,
 )

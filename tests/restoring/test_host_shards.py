@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torchax
+from jax.sharding import NamedSharding
 from processes_program import Training
 from support import PROGRAMS
 from support.commands import run
 from support.processes import Running, run_processes
+from support.training import P, fsdp_mesh
 from support.waiting import wait_until
 from typer.testing import CliRunner
 
@@ -22,6 +24,9 @@ from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, 
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.restoring import host_shards
+from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.leaf import Spec
 
 
 def started(directory: Path, ramdisks: Path, seed: int) -> list[dict[str, Any]]:
@@ -69,6 +74,14 @@ def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durabl
         assert here["skipped"] == (0 if lost is None else 2)
         assert (here["own"], here["whole"]) == (there["own"], there["whole"])
     assert len({report["own"]["torch"] for report in found}) == 2
+
+
+@pytest.mark.parametrize("said", [["fsdp", "fsdp"], [["fsdp", "fsdp"]], [{}], 3, None, ["zebra"]])
+def test_a_manifest_that_says_an_impossible_sharding_changes_no_read(said: Any) -> None:
+    placement = NamedSharding(fsdp_mesh(), P())
+    read = Read("w", Spec("torchax", "float32", (8, 8)), placement)
+    assert host_shards.as_saved({"w": read}, {"w": said}) == {"w": read}
+    assert host_shards.as_saved({"w": read}, {"w": ["fsdp"]}) != {"w": read}
 
 
 # --- where fewer hosts look at it ----------------------------------------------------------------

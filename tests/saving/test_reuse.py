@@ -430,6 +430,15 @@ def test_a_copy_that_no_step_has_any_more_is_kept_aside(directory: Path) -> None
     assert not (directory / "unchanged").exists()
 
 
+@pytest.mark.slow
+def test_what_is_kept_aside_without_a_readable_manifest_fails_no_save(directory: Path) -> None:
+    latest = {"preservation_policy": policies.LatestN(1)}
+    run(directory, range(1, 4), **latest)
+    deep = "[" * 100_000  # deeper than Python reads
+    (directory / "unchanged" / "manifest" / "data.json").write_text(deep)
+    assert_resumes(directory, 4, run(directory, range(4, 5), **latest))
+
+
 def test_databases_of_several_steps_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """What is kept aside is of one step; the other database goes with its step."""
     steps = [CommittedStep(n, epath.Path(tmp_path / str(n)), n) for n in (1, 2)]

@@ -421,6 +421,20 @@ def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves(
     assert planner(list(state), list(state.values())).plan == expected
 
 
+def test_shards_that_jax_lists_twice_are_returned_once() -> None:
+    """The program's own thread may have read the list while a save did: JAX keeps it so."""
+    array = jax.device_put(np.arange(64.0), NamedSharding(fsdp_mesh(), P("fsdp")))
+    listed: Any = array.addressable_shards
+    expected = [(shard.device, np.asarray(shard.data).tobytes()) for shard in listed]
+    listed[1:1] = listed
+    assert len(array.addressable_shards) == 16
+    found = [(shard.device, np.asarray(shard.data).tobytes()) for shard in shards_of(array)]
+    assert found == expected
+    listed[:] = [*listed[:1]] * 8
+    with pytest.raises(RuntimeError, match="lists 1 shards of an array that lies on 8 devices"):
+        shards_of(array)
+
+
 def test_threads_that_ask_for_shards_at_the_same_time_are_each_given_all() -> None:
     """As two tiers do; JAX alone gives one of them a part, or makes the list longer."""
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))

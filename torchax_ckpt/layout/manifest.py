@@ -25,7 +25,7 @@ import importlib.metadata
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names, unchanged
@@ -215,6 +215,7 @@ def _check_version(raw: Mapping[str, Any], path: str) -> None:
 
 def _check_array_node(node: dict[str, Any], path: str) -> None:
     name, kind, shape = node["array"], node.get("kind"), node.get("shape")
+    whole = node.get("whole", shape)  # of a leaf of which one host has a part
     dtype: Any = node.get("dtype")
     if not (
         isinstance(name, str)
@@ -224,8 +225,9 @@ def _check_array_node(node: dict[str, Any], path: str) -> None:
         and (kind != "key" or isinstance(node.get("impl"), str))
         and isinstance(dtype, str)
         and dtype in STORABLE_DTYPES
-        and isinstance(shape, list)
-        and all(type(dim) is int and dim >= 0 for dim in shape)
+        and _is_shape(shape)
+        and _is_shape(whole)
+        and len(whole) == len(shape)
         and (kind != "numpy_scalar" or not shape)
     ):
         raise CorruptCheckpointError(
@@ -233,10 +235,15 @@ def _check_array_node(node: dict[str, Any], path: str) -> None:
             path=path,
             key_path=name if isinstance(name, str) else _brief(name),
         )
-    if len(shape) > _MAX_RANK or math.prod(dim for dim in shape if dim) > _MAX_ELEMENTS:
-        raise _corrupt(
-            path, name, f"at most {_MAX_RANK} dims and {_MAX_ELEMENTS} elements", _brief(shape)
-        )
+    for dims in (shape, whole):
+        if len(dims) > _MAX_RANK or math.prod(dim for dim in dims if dim) > _MAX_ELEMENTS:
+            raise _corrupt(
+                path, name, f"at most {_MAX_RANK} dims and {_MAX_ELEMENTS} elements", _brief(dims)
+            )
+
+
+def _is_shape(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(dim) is int and dim >= 0 for dim in value)
 
 
 def _digests(raw: Any, path: str) -> dict[str, Digests]:

@@ -90,11 +90,20 @@ def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, R
             # The current mesh may not allow the sharding, and a manifest may contain any value.
             with contextlib.suppress(ValueError, TypeError):
                 dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
+                if not _are_distinct(dims):  # JAX raises an error of a private class
+                    continue
                 then = NamedSharding(now.mesh, PartitionSpec(*dims), memory_kind=now.memory_kind)
                 then.shard_shape(read.spec.shape)
                 if not then.is_equivalent_to(now, len(read.spec.shape)):
                     found[name] = dataclasses.replace(read, placement=then)
     return found
+
+
+def _are_distinct(dims: Iterable[Any]) -> bool:
+    """Returns whether no mesh axis shards two dims."""
+    parts = [dim if isinstance(dim, tuple) else (dim,) for dim in dims if dim is not None]
+    axes = [axis for part in parts for axis in part]
+    return len(set(axes)) == len(axes)
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:

@@ -147,26 +147,25 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     time, one thread can get a partial list, or both threads can append to the same list. With eight
     devices and frequent thread switches, this race gave a wrong list in eight of a hundred cases
     (jax 0.10.2). Code that shares an array with another thread must therefore list the array's
-    shards with ``shards_of``.
+    shards with ``shards_of``. If other code of the program has read the attribute at the same time,
+    shards that are listed twice are returned once.
 
     Raises:
-      RuntimeError: other code built the list at the same time and left it wrong.
+      RuntimeError: other code built the list at the same time and left it incomplete.
     """
     count = len(array.sharding.addressable_devices)
     with _listing_lock:
-        found = array.addressable_shards
         for _ in range(_MAX_TRIES):
-            if len(found) >= count:
-                break
+            # Even a list of the right length may lack one shard and have another twice.
+            shards = {shard.device: shard for shard in tuple(array.addressable_shards)}
+            if len(shards) == count:
+                return list(shards.values())
             time.sleep(0.001)  # another thread is building the list
-            found = array.addressable_shards
-    if len(found) != count:
-        raise RuntimeError(
-            f"JAX lists {len(found)} shards of an array that lies on {count} devices of this "
-            "process, because two threads read array.addressable_shards at the same time. Do not "
-            "read it in another thread while a save or restore uses the array."
-        )
-    return found
+    raise RuntimeError(
+        f"JAX lists {len(shards)} shards of an array that lies on {count} devices of this "
+        "process, because two threads read array.addressable_shards at the same time. Do not "
+        "read it in another thread while a save or restore uses the array."
+    )
 
 
 def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:

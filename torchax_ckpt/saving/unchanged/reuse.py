@@ -343,7 +343,7 @@ class Reuse:
                 continue
             self._know(committed.key, manifest)
             found = found or _leaves_in(manifest)
-        with contextlib.suppress(OSError, ValueError, CheckpointError):
+        with contextlib.suppress(OSError, ValueError, RecursionError, CheckpointError):
             self._know(None, retained.read_manifest(self._directory.path))
         if not self._still:
             self._be_still(found)

@@ -80,7 +80,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
     """Returns the manifest of the step whose databases the folder keeps.
 
     Raises:
-      OSError, ValueError, CorruptCheckpointError: there is none, or it is damaged.
+      OSError, ValueError, RecursionError, CorruptCheckpointError: there is none, or it is damaged.
     """
     containment.require_contained(path_of(directory), 0)
     path = path_of(directory) / MANIFEST
