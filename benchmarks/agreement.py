@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import jax
 import simulated_processes
 from jax._src.lib import _jax
 from simulated_processes import Simulated
@@ -35,10 +36,12 @@ from torchax_ckpt.processes import decision_windows
 # --- traffic -------------------------------------------------------------------------------------
 
 
+# Long, so that no request is repeated unless a process has failed.
+_MAX_WAIT_SECS = 60
+
+
 class CountingService:
     """A coordination service in memory that counts its requests and their bytes.
-
-    A request waits until it is answered, so that no request is repeated.
 
     Attributes:
       requests: the number of requests of all clients.
@@ -72,9 +75,11 @@ class CountingService:
                 self._awaited[key].append(arrived)
                 self._lock.release()
                 try:
-                    assert arrived.wait(600), f"nobody sets {key}"
+                    is_there = arrived.wait(_MAX_WAIT_SECS)
                 finally:
                     self._lock.acquire()
+                if not is_there:
+                    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             found = self._known[folder][name]
             self._count(key, found)
             return found

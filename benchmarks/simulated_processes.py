@@ -21,10 +21,11 @@ from etils import epath
 
 from torchax_ckpt import CheckpointOptions, policies
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.processes import keepers
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring import host_shards, local_tier
+from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.saving import writer
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.writer import Capture
@@ -133,9 +134,9 @@ class _Copy:
     """A host's copy of a step, as ``StoredLeaves``; the state is that of its process."""
 
     def __init__(self, index: int, count: int) -> None:
-        states = {i: _state(bytes(STATE_BYTES)).to_bytes() for i in range(index - 3, index + 1)}
-        kept = {i % count: state for i, state in states.items() if i != index}
-        nodes, _ = per_process_state.on_host(index, count, states[index], kept)
+        state = _state(bytes(STATE_BYTES)).to_bytes()
+        kept = {(index - far) % count: state for far in keepers.distances(count)}
+        nodes, _ = per_process_state.on_host(index, count, state, kept)
         self.document = {**_DOCUMENT, **nodes}
 
     def require_plausible(self, reads: Any) -> None:
@@ -232,7 +233,6 @@ def processes(
             ThreadPoolExecutor(count) as pool,
             mock.patch.object(writer.write_step, "write_step", _write_step),
             mock.patch.object(local_tier.step_reader, "StoredLeaves", opened),
-            mock.patch.object(local_tier.host_shards, "stored_starts", host_shards.needed_starts),
         ):
 
             def on_all(act: Callable[[Simulated], Any]) -> None:

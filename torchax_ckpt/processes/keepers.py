@@ -1,10 +1,10 @@
 """Copies of each process's message on a few other processes, so that the loss of one loses none.
 
 A message belongs to a group; the processes of a group are those that have equal parts of the state.
-The next processes of the group keep copies of the message, as if the group stood in a ring. The
-processes exchange digests first. A message is sent only if one of its keepers does not have it,
-neither as its own message nor from the exchange before. So the messages and bytes of an exchange
-grow in proportion to the number of processes.
+The keepers of a message are other processes of its group, as far from each other as possible,
+because neighbours are often lost together. The processes exchange digests first. A message is sent
+only if one of its keepers does not have it, neither as its own message nor from the exchange
+before. So the messages and bytes of an exchange grow in proportion to the number of processes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Keepers:
         return {index: known[digest] for index, digest in kept}
 
 
+def distances(count: int) -> list[int]:
+    """Returns how far from a process its keepers are, in a ring of ``count`` processes."""
+    parts = NUM_KEEPERS + 1
+    return sorted({-(-part * count // parts) for part in range(1, parts)} - {count})
+
+
 def answers(told: Sequence[bytes]) -> list[bytes]:
     """Returns, for each process, whether it must send its message, and which messages it keeps.
 
@@ -64,7 +70,7 @@ def answers(told: Sequence[bytes]) -> list[bytes]:
     kept: list[list[tuple[int, str]]] = [[] for _ in told]
     for ring in members.values():
         for place, index in enumerate(ring):
-            for distance in range(1, min(NUM_KEEPERS, len(ring) - 1) + 1):
+            for distance in distances(len(ring)):
                 keeper = ring[(place + distance) % len(ring)]
                 kept[keeper].append((index, digests[index]))
                 must_send[index] |= digests[index] not in known[keeper]
