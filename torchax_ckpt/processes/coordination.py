@@ -21,25 +21,25 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.call_log import Call, CallLog
 from torchax_ckpt.processes.error_messages import from_json, to_json
-from torchax_ckpt.processes.messages import POLL_SECS, Messages
+from torchax_ckpt.processes.exchanges import Exchanges
+from torchax_ckpt.processes.messages import POLL_SECS
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _made: collections.Counter[str] = collections.Counter()
 # The verdict on a round that succeeded on all processes.
 _SUCCESS = b""
 
 
-class Processes(Messages):
+class Processes(Exchanges):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
     Attributes:
@@ -88,11 +88,6 @@ class Processes(Messages):
         # The call that the newest round belongs to, and whether waiting for others was in vain.
         self._call: Call | None = None
         self._is_in_vain = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is process 0, which commits, moves and deletes steps for all processes."""
-        return self.index == 0
 
     @property
     def is_per_host(self) -> bool:
@@ -185,86 +180,22 @@ class Processes(Messages):
         if self._verdict:
             raise from_json(self._verdict)
 
-    def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0. Returns all values on process 0, and [] on other processes.
-
-        Args:
-          value: the value of this process.
-          topic: distinguishes this message from messages that another thread sends in the same
-            round. Messages without a topic are numbered in their order.
-        """
-        if self.count == 1:
-            return [value]
-        place = self._place_of(topic)
-        if not self.is_first:
-            self._set(f"{place}/{self.index}", value)
-            return []
-        deadline = time.monotonic() + self.timeout_secs
-        values = [value]
-        for index in range(1, self.count):
-            values.append(self._get(f"{place}/{index}", deadline, place))
-        self._forget()
-        return values
-
-    def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
-        """Returns process 0's ``value`` on all processes; ``topic`` is as for ``gather``."""
-        if self.count == 1:
-            return value
-        place = self._place_of(topic)
-        if self.is_first:
-            self._set(f"{place}/shared", value)
-            return value
-        return self._get(f"{place}/shared", self._deadline_of_first(), place)
-
-    def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have called ``meet``; ``topic`` is as for ``gather``."""
-        if self.count == 1:
-            return
-        if topic is None:
-            topic = f"meeting {self._messages}"
-            self._messages += 1
-        self.gather(topic=topic)
-        self.share(topic=topic)
-
-    def first(self, action: Callable[[], T]) -> T:
-        """Runs an action on process 0 only; returns its result, sent as JSON, on all processes.
-
-        If the action raises, the round fails on all processes.
-        """
-        if self.count == 1:
-            return action()
-        if not self.is_first:
-            return json.loads(self.share())
-        value = action()
-        self.share(json.dumps(value).encode())
-        return value
-
     # --- messages ---
 
     @property
     def _here(self) -> str:
         return self._rounds[-1]
 
-    def _place_of(self, topic: str | None) -> str:
-        if topic is None:
-            topic = str(self._messages)
-            self._messages += 1
-        return f"{self._here}/{topic}"
-
-    def _deadline_of_first(self) -> float:
-        """Returns the deadline for process 0, as ``time.monotonic()``: 2 ``timeout_secs`` from now.
-
-        Process 0 may arrive late, and then itself wait for another process.
-        """
-        return time.monotonic() + 2 * self.timeout_secs
-
-    def _get(self, key: str, deadline: float, place: str) -> bytes:
+    def _get(
+        self, key: str, deadline: float, place: str, senders: Sequence[int] | None = None
+    ) -> bytes:
         """Returns the message ``key`` when it arrives; raises if a process fails or time runs out.
 
         Args:
           key: the key of the message.
           deadline: the ``time.monotonic()`` until which to wait.
           place: the folder of keys that shows which processes have not arrived.
+          senders: the processes that are waited for; default: the missing ones at ``place``.
         """
         while True:
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
@@ -272,15 +203,15 @@ class Processes(Messages):
                 return message
             if self._is_decided() and self._verdict:
                 raise from_json(self._verdict)
-            others = self._missing(place) if self.is_first else [0]
+            others = senders or (self._missing(place) if self.is_first else [0])
             if (error := self._difference(others)) is not None:
                 self._is_in_vain = True
                 raise error
             if time.monotonic() >= deadline:
                 self._is_in_vain = True
-                raise self._timeout_error(self._missing(place))
+                raise self._timeout_error(senders or self._missing(place))
 
-    def _difference(self, others: list[int]) -> ProcessError | None:
+    def _difference(self, others: Sequence[int]) -> ProcessError | None:
         """Returns an error if one of ``others`` made a call that rules out this round."""
         error = None if self._call is None else self.log.difference(self._call, others)
         if error is not None:  # the processes that left out this round make up for it
@@ -309,7 +240,7 @@ class Processes(Messages):
         behind = [i for i in range(1, self.count) if str(i) not in there]
         return behind if self.is_first or (there and behind) else [0]
 
-    def _timeout_error(self, missing: list[int]) -> ProcessTimeoutError:
+    def _timeout_error(self, missing: Sequence[int]) -> ProcessTimeoutError:
         named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         return ProcessTimeoutError(
             f"{self._work}: process {named} of {self.count} did not arrive within "

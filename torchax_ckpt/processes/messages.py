@@ -50,6 +50,13 @@ class Messages:
                 raise self._service_error(error) from error
             return None
 
+    def _listed(self, folder: str) -> list[tuple[str, bytes]]:
+        """Returns the keys and messages whose keys begin with ``folder``, which ends in a slash."""
+        try:
+            return self._client.key_value_dir_get_bytes(folder)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._service_error(error) from error
+
     def _set(self, key: str, message: bytes) -> None:
         try:
             self._client.key_value_set_bytes(key, message)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torchax_ckpt.processes.call_log import Call
 from torchax_ckpt.processes.coordination import Processes
@@ -17,15 +15,21 @@ class PerHostProcesses(Processes):
 
     ``count`` is 1 and ``index`` is 0 on each process, so that every process does what process 0
     would do. The processes still exchange messages and enter the same rounds: if one process fails,
-    the round fails on all processes.
+    the round fails on all processes. No method sends the values of all processes to all processes,
+    because the bytes would grow with the square of the number of processes.
 
     Args:
       processes: the channel between the processes of the run.
+
+    Attributes:
+      host_index: the index of this process in the run.
+      num_hosts: the number of processes of the run.
     """
 
     def __init__(self, processes: Processes) -> None:
         super().__init__("", 0, None, index=0, count=1)
         self._processes = processes
+        self.host_index, self.num_hosts = processes.index, processes.count
         self.log = processes.log
 
     @property
@@ -43,14 +47,42 @@ class PerHostProcesses(Processes):
         """Makes the round ``what`` fail on the other processes; does not wait for them."""
         self._processes.refuse(what, error)
 
+    def combine(self, value: bytes, combined: Callable[[list[bytes]], bytes]) -> bytes:
+        """Returns, on all processes, what process 0 makes of the values of all processes.
+
+        Args:
+          value: the value of this process.
+          combined: called on process 0, with the values in the order of the processes.
+        """
+        values = self._processes.gather(value)
+        return self._processes.share(combined(values) if self._processes.is_first else b"")
+
+    def answer(self, value: bytes, answers: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Returns what process 0 answers to this process, given the values of all processes.
+
+        Args:
+          value: the value of this process.
+          answers: called on process 0, with the values in the order of the processes; returns one
+            answer for each process, in the same order.
+        """
+        values = self._processes.gather(value)
+        return self._processes.scatter(answers(values) if self._processes.is_first else ())
+
+    def any(self, *, flag: bool) -> bool:
+        """Returns True on all processes if ``flag`` is set on at least one process."""
+        return self.combine(bytes([flag]), max) == b"\1"
+
+    def post(self, topic: str, value: bytes) -> None:
+        """Sends a value to the processes that call ``posted``; see ``Processes.post``."""
+        self._processes.post(topic, value)
+
+    def posted(self, topic: str, index: int) -> bytes:
+        """Returns the value that process ``index`` of the run posts in this round."""
+        return self._processes.posted(topic, index)
+
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Returns the values of all processes, on all processes."""
-        sent = self._processes.gather(value, topic)
-        lengths = json.dumps([len(message) for message in sent]).encode()
-        packed = self._processes.share(b"\n".join([lengths, b"".join(sent)]), topic)
-        header, _, body = packed.partition(b"\n")
-        ends = list(itertools.accumulate(json.loads(header), initial=0))
-        return [body[start:end] for start, end in itertools.pairwise(ends)]
+        """Returns ``[value]``, as if this process were alone."""
+        return [value]
 
     def meet(self, topic: str | None = None) -> None:
         """Waits until all processes have called ``meet``."""
@@ -58,4 +90,4 @@ class PerHostProcesses(Processes):
 
     def agreed_time(self) -> int:
         """Waits until all processes have called ``agreed_time``; returns the time of process 0."""
-        return int.from_bytes(self.gather(time.time_ns().to_bytes(8))[0])
+        return int.from_bytes(self.combine(b"", lambda _: time.time_ns().to_bytes(8)))

@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,6 +60,20 @@ def described(
                 node["whole"], node["shape"] = node["shape"], list(part.shape[is_member:])
                 node["starts"] = [list(start[is_member:]) for start in part.starts]
     return document
+
+
+def parts(document: Mapping[str, Node]) -> str:
+    """Returns a digest of the parts of leaves that this host has; equal for hosts of equal parts.
+
+    Args:
+      document: a result of ``described``.
+    """
+    return digest({name: node.get("starts") for name, node in _nodes(document).items()})
+
+
+def digest(content: Any) -> str:
+    """Returns the digest of JSON content; equal contents have equal digests."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:

@@ -8,16 +8,20 @@ that its copy lacks, the host receives this part from another host over the devi
 restore from a local tier reads nothing from shared storage. If each host has the part that it
 needs, no host sends anything. If a leaf's sharding has changed since the save, the leaf is first
 restored with the sharding of the save, and then the devices reshard it.
+
+Each host's copy holds the per-process state of its own process, and those of a few others. A host
+receives what it lacks of the per-process state and of the leaves that do not span hosts as messages
+between the processes. Process 0 decides who sends what, so that no process gets a message about
+every other process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,19 +29,27 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards, step_reader
-from torchax_ckpt.restoring.shard_exchange import routes
+from torchax_ckpt.restoring.host_shards import digest
+from torchax_ckpt.restoring.shard_exchange import rounds_of, routes, runs
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
 from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
+from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Read
-from torchax_ckpt.state.per_process_state import PerProcessState
+from torchax_ckpt.state.per_process_state import HostStates, PerProcessState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.verified import Verified
 
 logger = logging.getLogger(__name__)
+
+_NO_COPY = (
+    "no host has an undamaged copy of this step that contains what this load or restore asks for. "
+    "No host alone stores whole leaves: call load with an abstract_state whose shardings span all "
+    "hosts, or read the step from the durable tier (tier='durable')"
+)
 
 
 class HostSteps:
@@ -49,7 +61,6 @@ class HostSteps:
     Args:
       committed: the step, at its path on this host; the path need not exist.
       options: how the step is read.
-      index: the index of this process.
       processes: the processes of the run.
       replica_axis: the mesh axis along which slices lie. A host receives its part from its own
         slice if possible.
@@ -65,7 +76,6 @@ class HostSteps:
         self,
         committed: CommittedStep,
         options: CheckpointOptions,
-        index: int,
         processes: PerHostProcesses,
         replica_axis: str,
         verified: Verified,
@@ -73,19 +83,117 @@ class HostSteps:
         self.committed = committed
         self._verified, self._axis = verified, replica_axis
         self._options = dataclasses.replace(options, single_replica_restore=False)
-        self._index = index
         self._processes = processes
         # This host's copy; None if the copy does not exist, is damaged or does not fit the reads.
         self._copy: step_reader.StoredLeaves | None = None
         if committed.path.exists():
             with self._ignoring_damage():
                 self._copy = step_reader.StoredLeaves(committed, self._options, allow_part=True)
-        content: list[Any] = []
+        # Leaves of this process's state, if its own copy lacks the state.
+        self._received: dict[str, np.ndarray] = {}
+        self.document: Mapping[str, Node]
+        self.document, self._specs = self._opened()
+
+    def _opened(self) -> tuple[Mapping[str, Node], Mapping[str, Any]]:
+        """Returns the document for this process, and the shardings of leaves at the save."""
+        index, content, states = self._processes.host_index, "", None
         if self._copy is not None:
             document = self._copy.document
-            content = [host_shards.whole(document), host_shards.specs(document)]
-        self.document: Mapping[str, Node]
-        self.document, self._specs = self._from_first(self._copy is not None, content)
+            with self._ignoring_damage():
+                states = HostStates.of_document(document)
+                shared = per_process_state.without_states(document)
+                content = json.dumps([host_shards.whole(shared), host_shards.specs(shared)])
+            self._copy = self._copy if states is not None else None
+        told: list[Any] = [None, None, []]
+        if states is not None:
+            told = [
+                digest(content),
+                states.count,
+                sorted(states.nodes),
+            ]
+        answer = self._processes.answer(json.dumps(told).encode(), self._senders)
+        count, sender, receives, posts, state_sender, state_posts = json.loads(answer)
+        if posts:
+            self._processes.post("content", content.encode())
+        for asked in state_posts:
+            assert states is not None
+            self._processes.post(f"state {asked}", self._state(states.of_process(asked)))
+        if receives:
+            content = self._processes.posted("content", sender).decode()
+        if state_sender == index:
+            assert states is not None
+            nodes = states.of_process(index)
+        else:
+            sent = self._processes.posted(f"state {index}", state_sender)
+            if not sent:
+                raise self._unreadable(f"the copy of process {state_sender} is damaged")
+            received = PerProcessState.of_bytes(sent)
+            nodes, self._received = received.nodes, dict(received.leaves)
+        document, specs = json.loads(content)
+        specs |= host_shards.specs(nodes)
+        return per_process_state.with_states(document, host_shards.whole(nodes), count), specs
+
+    def _senders(self, told: Sequence[bytes]) -> list[bytes]:
+        """Decides on process 0 which processes send a document or a per-process state to which.
+
+        Args:
+          told: for each process, what its copy has: the digest of the document, the number of
+            processes that saved it, and the indices of those whose states it has.
+
+        Returns:
+          For each process: the number of processes that saved; who sends the document, whether this
+          process receives it, and whether this process sends it; who sends this process's state;
+          and the processes whose states this process sends.
+        """
+        digests, counts, held = zip(*map(json.loads, told), strict=True)
+        if not any(digests):
+            raise self._unreadable(_NO_COPY)
+        first = next(index for index, its_digest in enumerate(digests) if its_digest)
+        if counts[first] not in (None, len(told)):
+            raise self._unreadable(
+                f"{counts[first]} hosts saved this step, and {len(told)} restore it. Restore it "
+                "with as many hosts, or read the step from the durable tier (tier='durable')"
+            )
+        holders: dict[int, int] = {}
+        for index in reversed(range(len(told))):
+            holders |= dict.fromkeys(held[index], index)
+        senders: list[int] = []
+        posts: list[list[int]] = [[] for _ in told]
+        for index, its_digest in enumerate(digests):
+            if index in held[index] or (counts[first] is None and its_digest):
+                senders.append(index)
+                continue
+            sender = first if counts[first] is None else holders.get(index)
+            if sender is None:
+                raise self._unreadable(
+                    f"no host has the random state and the loader positions of process {index}; "
+                    "restore another step, or this step from the durable tier (tier='durable')"
+                )
+            senders.append(sender)
+            posts[sender].append(index)
+        receives = [its_digest != digests[first] for its_digest in digests]
+        answers = zip(
+            [counts[first]] * len(told),
+            [first] * len(told),
+            receives,
+            [index == first and any(receives) for index in range(len(told))],
+            senders,
+            posts,
+            strict=True,
+        )
+        return [json.dumps(answer).encode() for answer in answers]
+
+    def _state(self, nodes: Mapping[str, Node]) -> bytes:
+        """Returns a per-process state of this host's copy as a message; b"" if it is damaged."""
+        with self._ignoring_damage():
+            assert self._copy is not None
+            found = [node for part in nodes.values() for node in array_nodes(part)]
+            arrays = [node["array"] for node in found if "spec" not in node]
+            reads = host_shards.on_host(self._copy.document, arrays)
+            self._copy.require_plausible(reads)
+            return PerProcessState(nodes, self._copy.read(reads)).to_bytes()
+        self._copy = None
+        return b""
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         """Ignores this host's copy from now on if the copy's arrays contradict the copy's manifest.
@@ -96,7 +204,7 @@ class HostSteps:
         """
         if self._copy is None:
             return
-        reads = host_shards.as_saved(reads, self._specs)
+        reads = host_shards.as_saved(self._without_received(reads), self._specs)
         self._needed(reads)
         copy, self._copy = self._copy, None
         try:
@@ -110,10 +218,21 @@ class HostSteps:
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` reads every stored byte of this host's copy."""
-        return self._copy is not None and self._copy.is_whole(reads, num_processes)
+        if self._copy is None or self._received:
+            return False
+        return self._copy.is_whole(reads, num_processes)
+
+    def _without_received(self, reads: Mapping[str, Read]) -> dict[str, Read]:
+        return {name: read for name, read in reads.items() if name not in self._received}
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Returns leaf name -> array; other hosts send what this host's copy lacks."""
+        state = {name: read for name, read in reads.items() if name in self._received}
+        found = put({n: np.array(self._received[n]) for n in state}, _placements(state))
+        reads = self._without_received(reads)
+        return {**found, **self._read(reads)}
+
+    def _read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         asked, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
@@ -132,47 +251,37 @@ class HostSteps:
         reshard(found, {name: _target(asked[name]) for name in moved})
         return {**self._local_leaves(here, values), **found}
 
-    # --- content that each host's step has ---
+    # --- leaves that do not span hosts ---
 
     def _local_leaves(
         self, reads: Mapping[str, Read], values: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Returns the leaves that do not span hosts, from this host's copy if it has one.
 
-        Each host's copy holds all leaves that do not span hosts, so another host can send them to a
-        host without a copy.
+        Each host's copy holds all leaves that do not span hosts, except per-process states, so
+        another host can send them to a host without a copy.
         """
-        lacking = [] if values is not None else sorted(reads)
-        asked = [json.loads(sent) for sent in self._processes.gather(json.dumps(lacking).encode())]
-        wanted = sorted({name for names in asked for name in names})
-        if wanted:
-            found = None
-            if values is not None and self._copy is not None:
-                arrays = self._copy.read(host_shards.on_host(self._copy.document, wanted))
-                found = PerProcessState({}, arrays).to_bytes()
-            sent = PerProcessState.of_bytes(self._bytes_from_first(found)).leaves
-            if values is None:
-                placements = {name: read.placement for name, read in reads.items()}
-                return put({name: np.array(sent[name]) for name in reads}, placements)
+        flags = bytes([values is not None, values is None and bool(reads)])
+        sender, is_asked = json.loads(self._processes.combine(flags, self._sender))
+        if is_asked and sender == self._processes.host_index:
+            assert self._copy is not None
+            found = self._copy.read(host_shards.on_host(self._copy.document, reads))
+            self._processes.post("leaves", PerProcessState({}, found).to_bytes())
+        if values is None and reads:
+            sent = PerProcessState.of_bytes(self._processes.posted("leaves", sender)).leaves
+            return put({name: np.array(sent[name]) for name in reads}, _placements(reads))
         return {} if values is None else {name: values[name] for name in reads}
 
-    def _from_first(self, has_value: bool, value: Any) -> Any:
-        """Returns, on all processes, the JSON value of the lowest-numbered process that has one."""
-        sent = json.dumps(value).encode() if has_value else None
-        return json.loads(self._bytes_from_first(sent))
+    def _sender(self, flags: Sequence[bytes]) -> bytes:
+        """Decides on process 0 who sends the leaves that do not span hosts, and whether it must.
 
-    def _bytes_from_first(self, value: bytes | None) -> bytes:
-        flags = self._processes.gather(b"" if value is None else b"1")
-        if not any(flags):
-            raise self._unreadable(
-                "no host has an undamaged copy of this step that contains what this load or "
-                "restore asks for. No host alone stores whole leaves: call load with an "
-                "abstract_state whose shardings span all hosts, or read the step from the durable "
-                "tier (tier='durable')"
-            )
-        first = next(index for index, flag in enumerate(flags) if flag)
-        sent = value if value is not None and first == self._index else b""
-        return self._processes.gather(sent)[first]
+        Args:
+          flags: for each process, whether it has these leaves, and whether it needs them.
+        """
+        has, needs = zip(*flags, strict=True)
+        if any(needs) and not any(has):
+            raise self._unreadable(_NO_COPY)
+        return json.dumps([has.index(1) if any(needs) else None, any(needs)]).encode()
 
     # --- leaves that span hosts ---
 
@@ -181,24 +290,16 @@ class HostSteps:
     ) -> dict[str, Any]:
         stored = None
         if values is not None and self._copy is not None:
-            stored = _digest(host_shards.stored_starts(reads, self._copy.document))
-        slice_index = _slice_of(reads, self._axis)
-        message = json.dumps([_digest(self._needed(reads)), stored, slice_index]).encode()
-        messages = [json.loads(sent) for sent in self._processes.gather(message)]
-        needs, holds, slices = zip(*messages, strict=True)
-        try:
-            rounds = routes(needs, holds, slices)
-        except LookupError:
-            lacking = [i for i, part in enumerate(needs) if part not in holds]
-            raise self._unreadable(
-                f"no host has the parts that processes {lacking} need; restore another step, or "
-                "this step from the durable tier (tier='durable')"
-            ) from None
+            stored = digest(host_shards.stored_starts(reads, self._copy.document))
+        message = json.dumps([digest(self._needed(reads)), stored, _slice_of(reads, self._axis)])
+        num_own, found_runs = json.loads(self._processes.combine(message.encode(), self._routes))
+        rounds = rounds_of(found_runs)
         logger.info(
-            "step %d: processes %s restore from their own host's copy, the others receive their "
-            "parts from other hosts",
+            "step %d: %d of %d processes restore from their own host's copy, the others receive "
+            "their parts from other hosts",
             self.committed.step,
-            [i for i, part in enumerate(needs) if part == holds[i]],
+            num_own,
+            self._processes.num_hosts,
         )
         if rounds:
             found = {} if values is None else {name: values[name] for name in reads}
@@ -212,6 +313,25 @@ class HostSteps:
             name: shards_as(values[name], read.placement, read.spec.shape)  # type: ignore[arg-type]
             for name, read in reads.items()
         }
+
+    def _routes(self, messages: Sequence[bytes]) -> bytes:
+        """Decides on process 0 which process sends its part to which; see ``shard_exchange``.
+
+        Args:
+          messages: for each process digests of the part that it needs and of the part that it has
+            (null if it has none), and the index of its slice.
+        """
+        needs, holds, slices = zip(*map(json.loads, messages), strict=True)
+        try:
+            found = runs(routes(needs, holds, slices))
+        except LookupError:
+            lacking = [i for i, part in enumerate(needs) if part not in holds]
+            raise self._unreadable(
+                f"no host has the parts that processes {lacking} need; restore another step, or "
+                "this step from the durable tier (tier='durable')"
+            ) from None
+        num_own = sum(part == held for part, held in zip(needs, holds, strict=True))
+        return json.dumps([num_own, found]).encode()
 
     def _needed(self, reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
         try:
@@ -245,8 +365,8 @@ def _target(read: Read) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=read.placement)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _placements(reads: Mapping[str, Read]) -> dict[str, Any]:
+    return {name: read.placement for name, read in reads.items()}
 
 
 def _slice_of(reads: Mapping[str, Read], axis: str) -> int:

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from torchax_ckpt.snapshot.move_shards import Rounds
 
+Runs = list[list[tuple[int, int, int]]]
+"""Permutes, each as (first sender, first receiver, number): the next pair has both indices + 1."""
+
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
     """Returns permutes that, executed one after another, give each process the part that it needs.
@@ -50,3 +53,30 @@ def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[i
                     holds[i] = needs[i]
         rounds.append(tuple(pairs))
     return tuple(rounds)
+
+
+def runs(rounds: Rounds) -> Runs:
+    """Returns the permutes as runs of pairs, because all processes get a message with them.
+
+    A slice that is lost as a whole gets its parts in one run. Only hosts that have changed places
+    without any order take a run each.
+    """
+    found: Runs = []
+    for pairs in rounds:
+        found.append([])
+        for sender, receiver in pairs:
+            if found[-1]:
+                first, to, number = found[-1][-1]
+                if (sender, receiver) == (first + number, to + number):
+                    found[-1][-1] = first, to, number + 1
+                    continue
+            found[-1].append((sender, receiver, 1))
+    return found
+
+
+def rounds_of(found: Runs) -> Rounds:
+    """Returns the permutes that ``runs`` has described."""
+    return tuple(
+        tuple((first + i, to + i) for first, to, number in permute for i in range(number))
+        for permute in found
+    )

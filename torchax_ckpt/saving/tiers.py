@@ -96,12 +96,13 @@ class Tiers:
                 )
             saves = self._connect(f"local saves {durable.path}")
             self._replica_axis = local.replica_axis
+            self._hosts = PerHostProcesses(self.processes)
             self.local = self._tier(
                 "local",
                 RunDirectory(local.path, read_only=options.read_only, durable=durable),
                 local.save_decision_policy,
                 policies.LatestN(local.keep),
-                PerHostProcesses(self.processes),
+                self._hosts,
                 PerHostProcesses(saves),
             )
             self._tiers.append(self.local)
@@ -225,8 +226,8 @@ class Tiers:
         with self.processes.round("comparing local steps"):
             here = {s.key: s for s in directory.steps()}
             told = directory.abandonment.told(here.values())
-            keys = directory.abandonment.learn(self.local.processes.gather(told))
-        self._on_all, on_any = set.intersection(*keys), set.union(*keys)
+            compared = self._hosts.combine(told, directory.abandonment.compared)
+        self._on_all, on_any = directory.abandonment.learn(compared)
         # A step that this host lacks gets a path that does not exist, because this host may have
         # another step with the same number.
         elsewhere = {
@@ -244,12 +245,11 @@ class Tiers:
           ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
         """
         tier = self.holding(committed)
-        if isinstance(tier.processes, PerHostProcesses) and tier.processes.is_per_host:
+        if tier is self.local and self._hosts.is_per_host:
             return HostSteps(
                 committed,
                 self._options,
-                self.processes.index,
-                tier.processes,
+                self._hosts,
                 self._replica_axis,
                 tier.directory.verified,
             )

@@ -21,6 +21,8 @@ from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_vers
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.keepers import Keepers
+from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving.unchanged.identities import Kept
@@ -28,7 +30,7 @@ from torchax_ckpt.saving.unchanged.reuse import Division, Reuse
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
-from torchax_ckpt.state.per_process_state import PerProcessState, joined
+from torchax_ckpt.state.per_process_state import PerProcessState, joined, on_host
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.compression import Compression
 from torchax_ckpt.storage.directory import committed_step
@@ -40,9 +42,6 @@ from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import retained, write_step
 from torchax_ckpt.stored.stored_step import StoredStep
-
-# Each host's message to the others about its part of a step: committed, or not.
-_COMMITTED, _NOT_COMMITTED = b"committed", b"not committed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +119,10 @@ class Writer:
         self._history = history
         self._options = options
         self._processes = processes
+        self._hosts: PerHostProcesses | None = None  # if each host writes its own directory
+        if isinstance(processes, PerHostProcesses) and processes.is_per_host:
+            self._hosts = processes
+        self._keepers = Keepers()
         self._failures = failures
         self._versions = installed_versions()
         self._compression = Compression(options.compression)
@@ -203,8 +206,10 @@ class Writer:
             processes=processes,
         )
         self._compression.end(len(stored))
-        commit = self._commit_part if processes.is_per_host else self._commit
-        durable = commit(capture.step, name)
+        if self._hosts is None:
+            durable = self._commit(capture.step, name)
+        else:
+            durable = self._commit_part(capture.step, name)
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
@@ -248,21 +253,26 @@ class Writer:
         if capture.per_process is None:
             return capture.document, plan, arrays
         is_per_host = self._processes.is_per_host
-        document = (
-            host_shards.described(capture.document, plan, arrays)
-            if is_per_host
-            else capture.document
-        )
+        document = capture.document
+        if is_per_host:
+            document = host_shards.described(document, plan, arrays)
         stored: dict[str, Stored] = {}
         for name, array in arrays.items():
             if not isinstance(array, np.ndarray) and not array.is_fully_addressable:
                 stored[name] = to_host_part(array) if is_per_host else array
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)
-        gathered = self._processes.gather(capture.per_process.to_bytes())
-        if not self._processes.is_first:
-            return document, plan, stored
-        nodes, leaves = joined(gathered)
+        mine = capture.per_process
+        mine = dataclasses.replace(mine, nodes={name: document[name] for name in mine.nodes})
+        states = mine.to_bytes()
+        if self._hosts is not None:
+            kept = self._keepers.exchange(self._hosts, states, host_shards.parts(document))
+            nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, states, kept)
+        else:
+            gathered = self._processes.gather(states)
+            if not self._processes.is_first:
+                return document, plan, stored
+            nodes, leaves = joined(gathered)
         plan, more = beside(plan, leaves, self._options.layout)
         return {**document, **nodes}, plan, {**stored, **more}
 
@@ -290,18 +300,19 @@ class Writer:
         it reports its commit, this host keeps its part, because the host that died may have
         committed its part too.
         """
-        directory, processes = self._directory, self._processes
-        at = processes.agreed_time()
+        hosts = self._hosts
+        assert hosts is not None
+        at = hosts.agreed_time()
         try:
-            durable = directory.commit(step, directory.path / name, at)
+            durable = self._directory.commit(step, self._directory.path / name, at)
         except Exception:
             with contextlib.suppress(Exception):  # the failed commit is the error to report
-                processes.gather(_NOT_COMMITTED)
+                hosts.any(flag=True)
             raise
         self._history.landed(durable)
-        if _NOT_COMMITTED in processes.gather(_COMMITTED):
-            directory.delete(durable)  # later cleanups would not find this part
-            processes.meet()  # raises the other host's error
+        if hosts.any(flag=False):  # another host has failed
+            self._directory.delete(durable)  # later cleanups would not find this part
+            hosts.meet()  # raises the other host's error
         return durable
 
     def _read_back(self, durable: CommittedStep) -> None:

@@ -13,6 +13,11 @@ nodes of all components) has the per-process states of processes 1, 2, ... under
 
 The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``.
 
+In a local tier, the step of each host holds the per-process state of its own process, and copies of
+the states of a few others. The state of its own process then takes the place of that of process 0,
+and the entries ``count`` and ``index`` under the key ``processes`` say how many processes saved the
+step, and which of them is this one.
+
 If a step is restored by as many processes as saved it, each process gets the state that it saved.
 If n processes saved a step and another number of processes restores it, process i gets the state
 that process i modulo n saved, and process 0 emits a warning. The states of loaders go to the user's
@@ -41,6 +46,8 @@ from torchax_ckpt.state.leaf import Array
 from torchax_ckpt.state.loaders.saved_states import LOADER, SavedStates, is_elastic
 
 COMPONENTS = (LOADER, "stateful", "rng")
+# Keys beside the indices of processes, in the step of one host in a local tier.
+_COUNT, _INDEX = "count", "index"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,22 +117,103 @@ def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray
     Returns:
       Component -> node for the document, and leaf name -> array on the host.
     """
-    first = PerProcessState.of_bytes(sent[0])
-    leaves: dict[str, np.ndarray] = dict(first.leaves)
-    others: list[list[Any]] = []
-    for index, message in enumerate(sent[1:], start=1):
-        state = PerProcessState.of_bytes(message) if message != sent[0] else None
-        node = None
-        if state is not None:
-            nodes = {name: _renamed(node, state, index) for name, node in state.nodes.items()}
-            node = {"dict": [list(pair) for pair in nodes.items()]}
-            leaves.update({of_process(index, name): leaf for name, leaf in state.leaves.items()})
-        others.append([str(index), node])
-    document = dict(first.nodes)
+    document, leaves, others = _joined(sent[0], dict(enumerate(sent[1:], start=1)))
     # The number of processes matters for loaders also if their states are equal.
-    if any(node is not None for _, node in others) or (others and LOADER in first.nodes):
+    if any(node is not None for _, node in others) or (others and LOADER in document):
         document[PROCESSES] = {"dict": others}
     return document, leaves
+
+
+def on_host(
+    index: int, count: int, state: bytes, kept: Mapping[int, bytes]
+) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
+    """Joins the per-process states that the step of one host in a local tier holds.
+
+    Args:
+      index: the index of the host's process.
+      count: the number of processes.
+      state: the state of this process, as ``PerProcessState.to_bytes`` returned it.
+      kept: the states of other processes of which this host keeps copies, by index.
+
+    Returns:
+      As ``joined``; the nodes outside of ``processes`` are those of this process.
+    """
+    document, leaves, others = _joined(state, kept)
+    document[PROCESSES] = {"dict": [[_COUNT, count], [_INDEX, index], *others]}
+    return document, leaves
+
+
+def _joined(
+    first: bytes, others: Mapping[int, bytes]
+) -> tuple[dict[str, Node], dict[str, np.ndarray], list[Any]]:
+    """Returns the nodes of a state, the leaves of all states, and the entries of the others."""
+    mine = PerProcessState.of_bytes(first)
+    leaves: dict[str, np.ndarray] = dict(mine.leaves)
+    entries: list[Any] = []
+    for index, message in sorted(others.items()):
+        node = None
+        if message != first:
+            state = PerProcessState.of_bytes(message)
+            renamed = {name: _renamed(node, state, index) for name, node in state.nodes.items()}
+            node = {"dict": [list(pair) for pair in renamed.items()]}
+            leaves.update({of_process(index, name): leaf for name, leaf in state.leaves.items()})
+        entries.append([str(index), node])
+    return dict(mine.nodes), leaves, entries
+
+
+@dataclasses.dataclass(frozen=True)
+class HostStates:
+    """The per-process states in the step of one host in a local tier.
+
+    Attributes:
+      count: the number of processes that saved the step; None if their states were equal.
+      nodes: index of a process -> component -> node. Empty if ``count`` is None.
+      equal: the nodes of every process if ``count`` is None.
+    """
+
+    count: int | None
+    nodes: Mapping[int, Mapping[str, Node]]
+    equal: Mapping[str, Node]
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Node]) -> HostStates:
+        """Returns the states in a document that ``on_host`` or, before, ``joined`` has made.
+
+        Raises:
+          CorruptCheckpointError: the entries for the processes are malformed.
+        """
+        own = {name: document[name] for name in COMPONENTS if name in document}
+        if (count := count_of(document)) is None:
+            return cls(None, {}, own)
+        others = node_checks.fields(document[PROCESSES], PROCESSES)
+        others.pop(_COUNT, None)
+        index = others.pop(_INDEX, 0)
+        if type(index) is not int or not all(map(str.isdecimal, others)):
+            raise node_checks.corrupt(PROCESSES, "indices of processes", f"{others.keys()!r:.80}")
+        nodes = {
+            int(i): own if node is None else {**own, **node_checks.fields(node, PROCESSES)}
+            for i, node in others.items()
+        }
+        return cls(count, {**nodes, index: own}, {})
+
+    def of_process(self, index: int) -> Mapping[str, Node]:
+        """Returns component -> node of a process, whose states this host's step holds."""
+        return self.equal if self.count is None else self.nodes[index]
+
+
+def without_states(document: Mapping[str, Node]) -> dict[str, Node]:
+    """Returns the document without the per-process states."""
+    return {n: node for n, node in document.items() if n not in (*COMPONENTS, PROCESSES)}
+
+
+def with_states(
+    document: Mapping[str, Node], states: Mapping[str, Node], count: int | None
+) -> Mapping[str, Node]:
+    """Returns a document in which all of ``count`` processes have the given states."""
+    if count is None:
+        return {**document, **states}
+    others: list[Any] = [[str(index), None] for index in range(1, count)]
+    return {**document, **states, PROCESSES: {"dict": others}}
 
 
 def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
@@ -143,7 +231,11 @@ def count_of(document: Mapping[str, Node]) -> int | None:
     """
     if PROCESSES not in document:
         return None
-    return 1 + len(node_checks.fields(document[PROCESSES], PROCESSES))
+    others = node_checks.fields(document[PROCESSES], PROCESSES)
+    count = others.get(_COUNT, 1 + len(others))
+    if type(count) is not int:
+        raise node_checks.corrupt(PROCESSES, "a number of processes", f"{count!r:.80}")
+    return count
 
 
 class Place(Protocol):
@@ -195,6 +287,13 @@ def document_of(
 def _of_each_process(document: Mapping[str, Node], saved: int | None) -> list[Mapping[str, Node]]:
     """Returns, for each process that saved, its states that the document does not have itself."""
     others = node_checks.fields(document.get(PROCESSES, {"dict": []}), PROCESSES)
+    if _COUNT in others:
+        raise node_checks.corrupt(
+            PROCESSES,
+            "the states of all processes",
+            "those in the step of one host in a local tier: the hosts that saved it can restore it "
+            "together, with LocalTier; elsewhere read a step of the run's durable directory",
+        )
     if others.keys() != {str(i) for i in range(1, saved or 1)}:
         raise node_checks.corrupt(
             PROCESSES, f"processes 1 to {(saved or 1) - 1}", f"{sorted(others)!r:.80}"

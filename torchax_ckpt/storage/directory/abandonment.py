@@ -236,15 +236,31 @@ class Abandonment:
         """
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
-    def learn(self, sent: Iterable[bytes]) -> list[set[Key]]:
-        """Reads the reports (``told``) of all hosts; records the abandoned steps that they list.
+    @staticmethod
+    def compared(sent: Iterable[bytes]) -> bytes:
+        """Returns as JSON what the reports (``told``) of all hosts say together.
+
+        These are the keys of abandoned steps, of the steps that all hosts have, and of the steps
+        that at least one host has.
+        """
+        present, abandoned = zip(*map(json.loads, sent), strict=True)
+        keys = [{tuple(key) for key in of_host} for of_host in present]
+        left = {tuple(key) for of_host in abandoned for key in of_host}
+        found = left, set.intersection(*keys), set.union(*keys)
+        return json.dumps([sorted(each) for each in found]).encode()
+
+    def learn(self, compared: bytes) -> tuple[set[Key], set[Key]]:
+        """Records the abandoned steps of a report of all hosts, which ``compared`` has made.
 
         Returns:
-          For each host, the keys of the steps that it has and that no host reports as abandoned.
+          The keys of the steps that all hosts have, and of those that at least one host has; in
+          both without those of abandoned steps.
         """
-        parsed = [json.loads(told) for told in sent]
-        self._reported |= {(step, at) for _, abandoned in parsed for step, at in abandoned}
-        return [{(step, at) for step, at in present} - self._reported for present, _ in parsed]
+        abandoned, on_all, on_any = (
+            {(step, at) for step, at in keys} for keys in json.loads(compared)
+        )
+        self._reported |= abandoned
+        return on_all - self._reported, on_any - self._reported
 
     def _abandoned_keys(self, found: Sequence[CommittedStep]) -> set[Key]:
         keys = self._reported | self._recorded_in(found)
