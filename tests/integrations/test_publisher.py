@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import safetensors.torch
 import torch
@@ -79,6 +81,28 @@ def test_failures_are_logged_once_and_pass(
     assert [r.getMessage()[:60] for r in warnings if "huggingface" in r.name] == [
         f"cannot publish to {out}: DirectoryError: {out}"[:60]
     ]
+
+
+def test_a_preempted_program_does_not_stay_to_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for is_preempted in (True, False):
+        with (
+            TorchaxCheckpointer(tmp_path / "run") as ckpt,
+            Publisher(ckpt, out, **{**SETTINGS, "poll_secs": 60}),
+        ):
+            train(ckpt, mlp(), 2)
+            monkeypatch.setattr(ckpt, "reached_preemption", lambda was=is_preempted: was)
+        assert (out / "latest").exists() is not is_preempted
+
+
+def test_only_process_0_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    publisher = Publisher(tmp_path / "run", tmp_path / "out", **SETTINGS)
+    assert "publisher" not in {thread.name for thread in threading.enumerate()}
+    publisher.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_argument_is_raised_at_once(tmp_path: Path) -> None:

@@ -133,13 +133,18 @@ class Publisher:
 
         Waits for saves in flight first, if a checkpointer was given. With ``every``, the step is
         published even if it is fewer steps past the last published one; with ``best``, only if it
-        is better. Raises nothing because of a failure, which is logged.
+        is better. If the checkpointer has reached a preemption, nothing more is published, because
+        the host has no time left: the program that resumes the run publishes it. Raises nothing
+        because of a failure, which is logged.
         """
         if self._thread is None:
             return
         if self._checkpointer is not None:
-            with contextlib.suppress(CheckpointError):  # a failed save, which is logged already
-                self._checkpointer.wait_until_finished()
+            if self._checkpointer.reached_preemption():
+                self._exiting.set()
+            else:
+                with contextlib.suppress(CheckpointError):  # a failed save, which is logged already
+                    self._checkpointer.wait_until_finished()
         self._closing.set()
         self._thread.join()
         atexit.unregister(self._exit)
