@@ -64,6 +64,11 @@ for place in (run, local, target):
     assert stored.read_assets() == {"tokenizer/tokenizer.json": "{}"}
 for place in (local, target):
     assert not command("diff", run + "/2", place)["leaves"]
+published = Path(local).with_name("published")
+follow = (published, "--format", "safetensors", "--at", "state/p", "--once")
+assert command("follow", run, *follow, "--best", "loss")["step"] == 1
+assert command("follow", run, *follow)["step"] == 2
+assert (published / "latest").read_text() == "step-2\n"
 assert command("prune", run, "--policy", "LatestN(1)", "--delete")["kept"] == [2]
 
 look = array_checks.require_stored
@@ -77,3 +82,7 @@ def look_while_it_is_deleted(path: Any, *rest: Any) -> Any:
 
 array_checks.require_stored = look_while_it_is_deleted  # type: ignore[assignment]
 assert "step 1 was deleted meanwhile" in command("verify", target, 1, code=2)
+again = Path(local).with_name("again")
+# Its only step is deleted as it is read, and skipped.
+assert command("follow", run, again, *follow[1:])["step"] is None
+assert not list(again.glob("step-*"))

@@ -16,6 +16,7 @@ import typer
 from torchax_ckpt.cli import plan_arguments
 from torchax_ckpt.cli.converting import merge_arguments
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
+from torchax_ckpt.cli.following import follow_arguments
 from torchax_ckpt.cli.watching import watch_arguments
 
 app = typer.Typer(
@@ -173,6 +174,7 @@ def report(
 
 app.command("watch", epilog=EPILOG)(ends_well(watch_arguments.watch))
 app.command("plan", epilog=EPILOG)(ends_well(plan_arguments.plan))
+app.command("follow", epilog=EPILOG)(ends_well(follow_arguments.follow))
 
 
 class Format(enum.StrEnum):

@@ -7,30 +7,24 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.step_arguments import existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
-from torchax_ckpt.formats.huggingface.model_folder import (
-    FolderFiles,
-    assets_of,
-    export_adapters,
-    export_model,
-    files_of,
-)
-from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
-from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
+from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.publishing import FolderForm
+from torchax_ckpt.publishing.folder_form import Dtype, Format
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.scratch import room_for
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
-_FOLDERS = ("hf", "peft")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_FOLDERS, _FOR_TORCH = ("hf", "peft"), ("pt", "dcp")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -62,6 +56,29 @@ class Exported:
     rename: Sequence[str] = ()
     max_bytes: int | None = None
     command: str = "export"
+
+    def form(self) -> FolderForm:
+        """Returns what is written of a step, if ``format`` is not one of torch's own.
+
+        Raises:
+          UsageError: an argument is invalid.
+        """
+        is_folder = self.format in _FOLDERS
+        size = self.max_shard_size
+        try:
+            return FolderForm(
+                format=cast(Format, self.format) if is_folder else "safetensors",
+                dtype=cast(Dtype | None, self.dtype),
+                config=self.config,
+                max_shard_bytes=None if size is None else parsed_size(size),
+                at=self.at,
+                include=self.include,
+                exclude=self.exclude,
+                rename=dict(text.partition("=")[::2] for text in self.rename),
+                max_host_bytes=self.max_bytes,
+            )
+        except ValueError as error:
+            raise UsageError(f"{self.command}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +148,8 @@ def settled(out: Path, wanted: Exported) -> Exported:
         wanted = dataclasses.replace(
             wanted, format="pt" if out.suffix in _PICKLED else "safetensors"
         )
-    if wanted.max_shard_size is not None:
-        parsed_size(wanted.max_shard_size)
     _require_consistent(out, wanted)
+    wanted.form()
     return wanted
 
 
@@ -141,30 +157,28 @@ def chosen_weights(stored: StoredStep, wanted: Exported) -> Weights:
     """Returns the weights of a step that the arguments choose, under the names that they give.
 
     Raises:
-      UsageError: there are no weights where the arguments say.
+      UsageError: there are no weights where the arguments say, or a pattern matches none.
     """
     try:
-        return _selected(weights_at(stored, wanted.at), wanted)
+        return wanted.form().weights_of(stored)
     except MismatchError as error:
         raise UsageError(f"{wanted.command}: {error} with --at") from error
+    except SelectionError as error:
+        raise UsageError(f"{wanted.command}: {error}") from error
 
 
 def write(stored: StoredStep, weights: Weights, out: Path, wanted: Exported) -> Written:
     """Writes weights to files of the wanted format, which ``settled`` has determined."""
-    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
-    max_shard_bytes = None if wanted.max_shard_size is None else parsed_size(wanted.max_shard_size)
     has_config = None
     paths: Sequence[os.PathLike[str]] = [out]
     leaves: Sequence[StoredLeaf] = list(weights.leaves.values())
-    if wanted.format in _FOLDERS:
-        files = files_of(stored, wanted.at, wanted.config)
-        has_config = files.has_config or wanted.format == "peft"
-        paths, leaves = _write_folder(stored, weights, files, out, wanted, max_shard_bytes)
-    elif wanted.format == "safetensors":
-        paths = _write_safetensors(stored, weights, out, options, max_shard_bytes)
+    if wanted.format in _FOR_TORCH:
+        leaves = [*leaves, *_write_for_torch(stored, weights, out, wanted)]
     else:
-        more = _write_for_torch(stored, weights, out, wanted, options)
-        leaves = [*leaves, *more]
+        form = wanted.form()
+        texts = form.texts_of(stored)
+        has_config = None if texts is None else texts.has_config or wanted.format == "peft"
+        paths, leaves = _write_files(stored, weights, texts, out, form, wanted.command)
     if has_config is False:
         output.note(
             f"{out} will not load: step {stored.committed.step} stores no config of the model, and "
@@ -172,18 +186,6 @@ def write(stored: StoredStep, weights: Weights, out: Path, wanted: Exported) -> 
             "with --config, or save it with the steps: attach a model of transformers"
         )
     return Written(paths, leaves, weights, has_config)
-
-
-def _selected(weights: Weights, wanted: Exported) -> Weights:
-    """Selects, renames and casts the weights as the arguments say."""
-    renamed = dict(text.partition("=")[::2] for text in wanted.rename)
-    if wanted.include or wanted.exclude or renamed:
-        try:
-            selection = Selection(wanted.include or None, wanted.exclude, renamed)
-            weights = selected(weights, selection)
-        except SelectionError as error:
-            raise UsageError(f"{wanted.command}: {error}") from error
-    return weights if wanted.dtype is None else cast(weights, _DTYPES[wanted.dtype])
 
 
 def _require_consistent(out: Path, wanted: Exported) -> None:
@@ -209,12 +211,12 @@ def _require_consistent(out: Path, wanted: Exported) -> None:
             f"{command}: {out}: expected the name of a directory for --format {format}, found the "
             f"name of a {out.suffix} file; give a name without this suffix"
         )
-    if wanted.with_optimizer and format not in ("pt", "dcp"):
+    if wanted.with_optimizer and format not in _FOR_TORCH:
         raise UsageError(
             f"{command}: --optimizer needs --format pt or dcp; with safetensors, --at optimizer "
             "writes the moments to a separate file"
         )
-    if wanted.dtype is not None and format in ("pt", "dcp"):
+    if wanted.dtype is not None and format in _FOR_TORCH:
         raise UsageError(f"{command}: --dtype needs --format safetensors, hf or peft")
     if wanted.config is not None and format not in _FOLDERS:
         raise UsageError(f"{command}: --config needs --format hf or peft")
@@ -264,39 +266,21 @@ def import_(
     return OK
 
 
-def _write_safetensors(
+def _write_files(
     stored: StoredStep,
     weights: Weights,
+    texts: FolderFiles | None,
     out: Path,
-    options: CheckpointOptions,
-    max_shard_bytes: int | None,
-) -> list[Path]:
-    from torchax_ckpt.formats.safetensors_io import export_safetensors
-
-    total = sum(leaf.nbytes for leaf in weights.leaves.values())
-    with progress.bar("writing", lambda: total) as on_bytes:
-        return export_safetensors(
-            stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
-        )
-
-
-def _write_folder(
-    stored: StoredStep,
-    weights: Weights,
-    files: FolderFiles,
-    out: Path,
-    wanted: Exported,
-    max_shard_bytes: int | None,
+    form: FolderForm,
+    command: str,
 ) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes a folder of transformers or PEFT; returns its files and the leaves in them."""
-    write_files = export_adapters if wanted.format == "peft" else export_model
-    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
+    """Writes safetensors, or a folder of transformers or PEFT; returns files and leaves in them."""
     total = sum(leaf.nbytes for leaf in weights.leaves.values())
     try:
         with progress.bar("writing", lambda: total) as on_bytes:
-            return write_files(stored, weights, files, out, options, max_shard_bytes, on_bytes)
+            return form.write(stored, weights, texts, out, on_bytes)
     except MismatchError as error:
-        raise UsageError(f"{wanted.command}: step {stored.committed.step}: {error}") from error
+        raise UsageError(f"{command}: step {stored.committed.step}: {error}") from error
 
 
 def _write_for_torch(
@@ -304,7 +288,6 @@ def _write_for_torch(
     weights: Weights,
     out: Path,
     wanted: Exported,
-    options: CheckpointOptions,
 ) -> Sequence[StoredLeaf]:
     """Writes weights with ``torch.save``, or as a checkpoint of torch's DCP.
 
@@ -319,6 +302,7 @@ def _write_for_torch(
 
     if out.exists():  # checked before the command reads the step, which can take long
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
+    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
     optimizers = None
     if wanted.with_optimizer:
         from torchax_ckpt.formats.optimizer_state import optimizers_of

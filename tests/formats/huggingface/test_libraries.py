@@ -106,12 +106,20 @@ def load(folder: Path, **settings: Any) -> tuple[Any, dict[str, Any]]:
     return model.eval(), info
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
 def test_a_folder_loads_as_the_model_that_was_saved(tied: Run, tmp_path: Path) -> None:
     import transformers
 
     out = tmp_path / "out"
-    result = run_json("export", tied.directory, out, "--format", "hf", "--max-shard-size", "4kB")
+    asked = ("--format", "hf", "--max-shard-size", "4kB")
+    result = run_json("export", tied.directory, out, *asked)
     assert (result["step"], result["has_config"]) == (3, True)
+    result = run_json("follow", tied.directory, tmp_path / "published", *asked, "--once")
+    assert contents(Path(result["folder"])) == contents(out)
     assert (out / "model.safetensors.index.json").exists()
     model, info = load(out)
     assert not any(info.values()), info
@@ -288,6 +296,8 @@ def test_adapters_load_as_those_that_were_saved(tmp_path: Path) -> None:
     assert "adapters default, second/one" in said
     out = tmp_path / "out"
     run("export", tmp_path / "run", out, "--format", "peft")
+    run("follow", tmp_path / "run", tmp_path / "published", "--format", "peft", "--once")
+    assert contents(tmp_path / "published" / "step-1") == contents(out)
     with native():
         ours, theirs = (
             safetensors.torch.load_file(folder / "adapter_model.safetensors")

@@ -1,0 +1,130 @@
+"""follow: what the command prints, refuses and waits for, and how signals end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import run, run_json
+from support.processes import Started
+from support.waiting import wait_until
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.publishing.published_folders import CONTROL
+
+WEIGHTS = ("--format", "safetensors", "--at", "state")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step, loss in ((10, 0.1), (20, 0.2)):
+            state = {name: np.full((300 + name, 99), step) for name in range(3)}
+            ckpt.save(step, state=state, metrics={"loss": loss}, force=True)
+    return directory
+
+
+def test_once_publishes_what_is_due(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run_json("follow", saved, out, *WEIGHTS, "--every", 21, "--once") == {
+        "step": None,
+        "folder": None,
+        "metrics": None,
+    }
+    assert run_json("follow", saved, out, *WEIGHTS, "--best", "loss:min", "--once") == {
+        "step": 10,
+        "folder": str(out / "step-10"),
+        "metrics": {"loss": 0.1},
+    }
+    said = run("follow", saved, out, *WEIGHTS, "--every", 10, "--once")
+    assert said == f"step 20: published as {out / 'step-20'}\n"
+    assert run("follow", saved, out, *WEIGHTS, "--best", "loss:max", "--once") == "no step is due\n"
+    assert (out / "latest").read_text() == "step-20\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--every", 1, "--best", "loss"), "expected --every or --best, found both"),
+        (("--every", 0), "every: expected at least one step, found 0"),
+        (("--best", "loss:low"), "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
+        (("--keep", 0), "keep: expected at least one folder, found 0"),
+        (("--grace", "soon"), "--grace: expected a time such as 90"),
+        (("--poll", "0s"), "--poll: expected more than 0 s"),
+        (("--max-shard-size", "big"), "expected a size such as 5GB"),
+        (("--config", "x", "--format", "safetensors"), "config: needs the format hf or peft"),
+        (("--at", "state"), "stores no config of the model"),
+        (("--at", "state", "--include", "x", "--format", "safetensors"), "nothing matches include"),
+    ],
+)
+def test_wrong_usage_is_said(
+    saved: Path, tmp_path: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    out = tmp_path / "out"
+    assert said in run("follow", saved, out, *arguments, "--once", code=exit_codes.USAGE)
+    assert not list(out.glob("step-*"))
+
+
+def test_places_that_cannot_be_are_refused(saved: Path, tmp_path: Path) -> None:
+    said = run("follow", saved, "gs://bucket/out", code=exit_codes.USAGE)
+    assert "expected a folder on this host" in said
+    said = run("follow", saved, saved / "out", code=exit_codes.USAGE)
+    assert "outside of the run's directory" in said
+    said = run("follow", tmp_path / "none", tmp_path / "out", "--once", code=exit_codes.USAGE)
+    assert "no such directory" in said
+    said = run("follow", saved, tmp_path.parent, "--once", *WEIGHTS, code=exit_codes.UNAVAILABLE)
+    assert "expected a new or empty folder" in said
+
+
+SLOWLY = """
+import signal, sys, time
+from torchax_ckpt.cli.following import follow
+
+go_on = follow._Signals.go_on
+
+def slowly(self, num_bytes):
+    while "{slow}" and not self.stop.wait(0.01):
+        pass
+    go_on(self, num_bytes)
+
+follow._Signals.go_on = slowly
+from torchax_ckpt.cli.app import app
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_it_waits_for_a_run_goes_on_and_ends_with_a_signal(saved: Path, tmp_path: Path) -> None:
+    run_path, out = tmp_path / "run", tmp_path / "out"
+    words = ("follow", str(run_path), str(out), *WEIGHTS, "--max-bytes", "1", "--poll", "50ms")
+    with Started("-c", SLOWLY.format(slow=""), *words) as started:
+        wait_until(lambda: "does not exist yet; waiting for it" in started.output()[1])
+        shutil.copytree(saved, tmp_path / "copy")
+        (tmp_path / "copy").rename(run_path)
+        wait_until(lambda: (out / "latest").exists())
+        (out / "latest").unlink()  # whatever happens, it goes on
+        wait_until(lambda: (out / "latest").exists())
+        started.process.send_signal(signal.SIGINT)
+        assert started.process.wait(60) == exit_codes.INTERRUPTED
+        assert started.output()[0] == f"step 20: published as {out / 'step-20'}\n"
+    shutil.rmtree(out)
+    with Started("-c", SLOWLY.format(slow="yes"), *words) as started:
+        wait_until(lambda: any((out / CONTROL).glob("writing-*/*")))
+        started.process.terminate()
+        assert started.process.wait(60) == exit_codes.OK
+        assert started.output() == ("", "")
+    assert sorted(os.listdir(out)) == [CONTROL]
+    assert os.listdir(out / CONTROL) == ["lock"]
+
+
+def test_a_line_of_json_per_folder(saved: Path, tmp_path: Path) -> None:
+    said = run("follow", saved, tmp_path / "out", *WEIGHTS, "--once", "--json")
+    assert said.count("\n") == 1
+    assert json.loads(said)["step"] == 20
