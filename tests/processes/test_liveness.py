@@ -6,10 +6,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from support.group import Service
+from support.waiting import wait_until
 
 from torchax_ckpt.processes import connections, liveness
 from torchax_ckpt.processes.liveness import Connection, Listener
@@ -23,13 +24,6 @@ class Log:
 
     def tell_step(self) -> None:
         self.num_told += 1
-
-
-def wait_for(condition: Callable[[], object], secs: float = 10) -> bool:
-    deadline = time.monotonic() + secs
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
 
 
 @pytest.fixture
@@ -47,8 +41,8 @@ def listener(service: Service) -> Iterator[Listener]:
 def connected(service: Service, listener: Listener) -> Connection:
     made = Connection(service, 1, "127.0.0.1")
     made.connect()
-    assert wait_for(lambda: 1 in listener._peers)
-    assert wait_for(lambda: made._connection)
+    wait_until(lambda: 1 in listener._peers)
+    wait_until(lambda: made._connection)
     return made
 
 
@@ -59,7 +53,7 @@ def test_a_process_that_leaves_has_ended_and_has_not_died(
     connected.add(log)
     connected.remove(log)
     connected._leave()
-    assert wait_for(listener.ended)
+    wait_until(listener.ended)
     name = socket.gethostname()
     assert listener.ended() == {1: f"process 1 of 3, on host {name}, has ended"}
 
@@ -71,7 +65,7 @@ def test_a_process_whose_connection_a_network_breaks_connects_again(
     first = listener._peers[1]
     assert connected._connection is not None
     connected._connection.shutdown(socket.SHUT_RDWR)
-    assert wait_for(lambda: listener._peers[1] is not first)
+    wait_until(lambda: listener._peers[1] is not first)
     time.sleep(2 * liveness._GRACE_SECS)
     assert listener.ended() == {}
 
@@ -82,7 +76,7 @@ def test_a_process_that_waits_asks_which_step_process_0_is_at(
     log = Log()
     listener.add(log)
     connected.ask()
-    assert wait_for(lambda: log.num_told == 1)
+    wait_until(lambda: log.num_told == 1)
 
 
 def test_a_stranger_is_no_process_of_the_run(service: Service, listener: Listener) -> None:
@@ -120,7 +114,7 @@ def test_without_a_way_to_process_0_the_process_says_so_once(
         lonely = Connection(service, 1, "127.0.0.1")
         lonely.connect()
         lonely.connect()
-        assert wait_for(lambda: caplog.records)
+        wait_until(lambda: caplog.records)
         lonely.ask()
     [record] = caplog.records
     assert "process 1 cannot connect to process 0, at port" in record.message
