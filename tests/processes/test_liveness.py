@@ -81,7 +81,7 @@ def test_a_process_that_waits_asks_which_step_process_0_is_at(
 
 def test_a_stranger_is_no_process_of_the_run(service: Service, listener: Listener) -> None:
     port = json.loads(service.known["torchax_ckpt/liveness/0"])["port"]
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
         stranger.sendall(bytes(96))
         assert stranger.recv(1) == b""
     assert listener._peers == {}
