@@ -163,6 +163,12 @@ def test_private_orbax_is_met_in_one_file() -> None:
             assert not [name for name in private if name in path.read_text()], path
 
 
+def test_private_jax_is_met_in_one_file() -> None:
+    for path in FILES:
+        if path.name != "liveness.py":
+            assert not [name for name in imports(path) if name.startswith("jax._src")], path
+
+
 @pytest.mark.parametrize(
     "path", sorted((PACKAGE / "integrations").rglob("*.py")), ids=lambda p: p.name
 )

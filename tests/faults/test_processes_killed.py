@@ -1,12 +1,13 @@
-"""Of two processes one is killed while it saves; a clean start goes on from what is durable.
+"""Of several processes one is killed; a clean start goes on from what is durable.
 
-Real processes, real SIGKILLs. Whoever survives is told, by this package or by JAX, and never waits
-for ever.
+Real processes, real SIGKILLs. Whoever survives is told within seconds, by this package or by JAX.
+The processes would wait for each other for 600 s.
 """
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -14,25 +15,42 @@ import pytest
 from support import PROGRAMS
 from support.processes import Running
 
+HOST = socket.gethostname()
+KNOWN_SECS = 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["restore", "close"])
+def test_all_survivors_are_told_who_died(call: str, directory: Path) -> None:
+    with Running(PROGRAMS / "killed_in_calls.py", 3, str(directory), call) as running:
+        assert running.wait() == [3, -signal.SIGKILL, 3]
+        ends = [running.reports(index)[-1] for index in (0, 2)]
+    for end in ends:
+        assert end["kind"] == {"restore": "ProcessError", "close": "SaveError"}[call]
+        assert f"process 1 of 3, on host {HOST}, died" in end["told"]
+        assert end["secs"] < KNOWN_SECS
+
 
 @pytest.mark.slow
 def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(directory: Path) -> None:
-    # Process 1 dies. Process 0 waits, names it, and removes what was half written.
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "3") as running:
+    # Process 1 stops for 5 s in a save, and is waited for. In the next save it dies, but not a
+    # process forked from it. Process 0 names it, and removes what was half written.
+    with Running(
+        PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "600", "2"
+    ) as running:
         assert running.wait() == [3, -signal.SIGKILL]
         *_, saved, end = running.reports(0)
         own = [next(r["own"] for r in running.reports(i)[::-1] if "own" in r) for i in (0, 1)]
     assert saved["saved"] == 2
-    assert end["cause"] == "ProcessTimeoutError"
-    assert (
-        "saving step 3: process 1 of 2 did not arrive within 3 s after process 0" in end["failed"]
-    )
-    assert 3 <= end["secs"] < 60
+    assert saved["secs"] > 4
+    assert end["cause"] == "ProcessError"
+    assert f"saving step 3: process 1 of 2, on host {HOST}, died" in end["failed"]
+    assert end["secs"] < KNOWN_SECS
     assert end["files"] == ["1", "2"]
 
     # Both start again, and go on from the last durable step. Then process 0 dies, and JAX ends the
     # other, which had nobody left to speak to.
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "0", "4", "3") as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "0", "4", "600") as running:
         running.processes[0].wait(100)
         died = time.monotonic()
         codes = running.wait()
@@ -49,7 +67,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
     assert any(path.name.startswith("writing-4-") for path in directory.iterdir())
 
     # And once more. What the killed one left is gone once the next save is durable.
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", "3") as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", "600") as running:
         assert running.wait() == [0, 0]
         for index in (0, 1):
             first, last = running.reports(index)
@@ -58,26 +76,23 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
 
 
 @pytest.mark.slow
-def test_where_jax_ends_the_survivor_after_its_heartbeat_a_clean_start_goes_on(
-    directory: Path,
-) -> None:
-    """The last process dies, and the first would wait for it much longer than JAX does."""
-    patient = "600"
-    env = {"HEARTBEAT_SECS": "10"}
+def test_a_host_that_vanishes_is_named_before_jax_ends_the_survivor(directory: Path) -> None:
+    env = {"HEARTBEAT_SECS": "10", "VANISH": "1"}
     with Running(
-        PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", patient, env=env
+        PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "600", env=env
     ) as running:
-        running.processes[1].wait(100)
-        died = time.monotonic()
-        codes = running.wait()
-        assert codes[1] == -signal.SIGKILL
-        # Not by this package, which would have named the process and exited with 3.
-        assert codes[0] == -signal.SIGABRT, running.output(0)[1][-3000:]
-        assert time.monotonic() - died < 120
+        code = running.processes[0].wait(120)
+        # Not by this package, which would have exited with 3.
+        assert code == -signal.SIGABRT, running.output(0)[1][-3000:]
+        named, ended = (
+            running.output(0)[1].find(text)
+            for text in (f"process 1 of 2, on host {HOST}, does not answer", "Terminating process")
+        )
+        assert 0 <= named < ended
         saved = [running.reports(index)[-2 if index else -1] for index in (0, 1)]
     assert [report["saved"] for report in saved] == [2, 2]
 
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", patient) as running:
+    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", "600") as running:
         assert running.wait() == [0, 0], running.output(0)[1][-3000:]
         for index in (0, 1):
             first, again, last = running.reports(index)

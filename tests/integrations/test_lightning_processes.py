@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from support import PROGRAMS
-from support.processes import run_processes
+from support.processes import Running, run_processes
+from support.waiting import wait_until
 
 
 @pytest.mark.slow
@@ -35,3 +37,23 @@ def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -
     for there, here in zip(ends, found, strict=True):
         assert here == {**there, "seen": there["seen"][6:], "steps": [6, 8]}
         assert here["ranks"] == [0, 1]  # as Lightning sees it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [(1,), (0, 1)], ids=["one is told", "all are told"])
+def test_at_a_sigterm_all_processes_save_the_same_step_and_end(
+    told: tuple[int, ...], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with Running(
+        PROGRAMS / "lightning_on_processes.py",
+        *(2, str(run), "0", "1000"),
+        env={"STEP_SECS": "0.1"},
+    ) as running:
+        wait_until(lambda: all(len(running.reports(index)) >= 3 for index in (0, 1)), 120)
+        for index in told:
+            running.processes[index].send_signal(signal.SIGTERM)
+        assert running.wait() == [143, 143], running.output(0)[1] + running.output(1)[1]
+        last = [running.reports(index)[-1]["step"] for index in (0, 1)]
+    newest = max(int(path.name) for path in run.iterdir() if path.name.isdigit())
+    assert last == [newest, newest]

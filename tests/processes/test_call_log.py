@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -128,6 +129,24 @@ def test_one_of_three_that_makes_another_call_costs_all_that_call_only(odd: int)
         assert f"process {odd} called delete(3)" in differing, index
         assert "called restore(5)" in differing
         assert after == [repr(b"done")] * 2
+
+
+def test_process_0_tells_its_step_only_if_no_call_has_told_it() -> None:
+    first = with_logs(Group()).members[0]
+
+    def notes() -> list[str]:
+        first.log.tell_step()
+        return [text for note in first.notes("calls") for _, text, *_ in json.loads(note)[1:]]
+
+    assert notes() == []  # before the first save
+    first.log.step = 1
+    assert notes() == ["save(1)"]
+    with first.log.calling("restore(5)", Kind.CALL):  # stays the newest call
+        assert notes() == notes() == ["save(1)", "restore(5)"]
+    for step in range(6, 200):
+        first.log.step = step
+        notes()
+    assert notes() == ["save(1)", "restore(5)", "save(199)"][1:]
 
 
 def test_a_slow_process_is_waited_for() -> None:

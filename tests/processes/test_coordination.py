@@ -29,6 +29,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
+from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
@@ -143,6 +144,43 @@ def test_who_does_not_come_is_named(missing: int) -> None:
     for error in told[:missing] + told[missing + 1 :]:
         assert isinstance(error, ProcessTimeoutError)
         assert f"saving step 7: process {missing} of 3 did not arrive" in str(error)
+
+
+class Ended(Liveness):
+    """Knows that process 1 has ended."""
+
+    def ended(self) -> dict[int, str]:
+        return {1: "process 1 of 3, on host h1, died"}
+
+
+def test_a_process_that_has_ended_is_named_unless_it_has_sent_its_message() -> None:
+    def act(member: Processes) -> list[Any]:
+        member.liveness = Ended()
+        with member.round("reading"):
+            if member.index == 2:
+                time.sleep(0.8)
+            sent = member.gather(b"sent")
+            if member.index == 1:
+                raise SystemExit
+            member.meet()
+        return sent
+
+    group = Group()
+    for member in group.members[1:2]:
+        member._error_for_all = lambda error: error  # type: ignore[method-assign]  # says nothing
+
+    def run(member: Processes) -> Any:
+        try:
+            return act(member)
+        except SystemExit:
+            return None
+
+    began = time.monotonic()
+    told = group(run)
+    assert time.monotonic() - began < 5, "the timeout is 30 s"
+    for error in (told[0], told[2]):
+        assert type(error) is ProcessError
+        assert "reading: process 1 of 3, on host h1, died. It can take" in str(error)
 
 
 def test_who_comes_too_late_hears_how_it_ended_and_the_next_round_is_whole() -> None:

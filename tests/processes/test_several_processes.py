@@ -297,5 +297,10 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
     for name in ("nothing differs", "the same again", "at last", "unforced at last"):
         assert [told["found"][-2:] for told in found[name]] == [["True", "None"]] * 2, name
     assert [told["found"] for told in found["together"]] == [["2"], ["2"]]
+    assert found["declined"][0]["found"] == ["False"]
+    [error] = found["declined"][1]["found"]
+    assert text.format("save(2)", "restore(1)") in error
+    for told in found["not there"]:
+        assert "no checkpoint at step 1" in told["found"][0]
     assert [told["found"] for told in found["after"]] == [["False", "False"]] * 2
     assert all(told["secs"] < 5 for pair in found.values() for told in pair)

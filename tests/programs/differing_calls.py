@@ -92,3 +92,10 @@ told("after", *[(save(13, force=False), save(14, force=False))] * 2)
 told("passed", (save(15, force=False), done), (save(16, force=False), done))
 told("unforced at last", (save(20, force=False), done), (save(20, force=False), done))
 ckpt.close()
+
+# Process 0 neither saves nor waits.
+ckpt = opened("declined", policies.FixedIntervalPolicy(5))
+ckpt.attach(stateful={"loader": Loader()})
+told("declined", (save(2, force=False),), (lambda: ckpt.restore(1).step,))
+told("not there", *[(lambda: ckpt.restore(1).step,)] * 2)
+ckpt.close()

@@ -1,11 +1,15 @@
 """A Lightning module that several processes train together.
 
 python lightning_on_processes.py INDEX COUNT PORT DIRECTORY SEED MAX_STEPS
+
+Environment: with ``STEP_SECS``, each batch is reported and then takes so long.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any, cast
 
 import jax
@@ -50,6 +54,9 @@ class Module(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: Any) -> None:
         mine = np.asarray(interop.jax_view(batch))
         self.seen.append(digest(mine))
+        if step_secs := float(os.environ.get("STEP_SECS", "0")):
+            report(step=len(self.seen))
+            time.sleep(step_secs)
         whole = jax.make_array_from_process_local_data(
             NamedSharding(MESH, P("fsdp")), mine, (COUNT * len(mine), 8)
         )

@@ -63,8 +63,7 @@ class Call:
       text: the call as in a program: ``save(12)``.
       number: how many calls of this text the process has made in this lane, with this one.
       kind: see ``Kind``.
-      step: the step of a save; for other calls, the last step for which the process called ``save``
-        before, or None.
+      step: the step of a save; for other calls, ``CallLog.step`` of the process, or None.
     """
 
     lane: str
@@ -89,8 +88,10 @@ class CallLog:
       channel: carries the messages; None, or a channel of one process, for no messages.
 
     Attributes:
-      step: the last step for which this process called ``save`` or ``should_save``.
-      has_differed: whether a call of this process differed from one of another process.
+      step: the last step for which this process called ``save`` or ``should_save``, or which it
+        restored after that.
+      has_differed: whether a call of this process differed from one of another process, or may have
+        without this process being told.
     """
 
     def __init__(self, channel: Messages | None = None) -> None:
@@ -100,6 +101,7 @@ class CallLog:
         self._lock = threading.Lock()
         self._numbers: collections.Counter[tuple[str, str]] = collections.Counter()
         self._made: collections.deque[Call] = collections.deque(maxlen=_REMEMBERED)
+        self._told_step: int | None = None  # the step at the newest published call
         self._named: set[tuple[int, Call]] = set()
         self._of_thread = threading.local()
 
@@ -134,14 +136,35 @@ class CallLog:
         if self._channel is None:  # nobody reads it, and the texts of a long run would pile up
             return Call(lane, text, 1, kind, step)
         with self._lock:
-            self._numbers[lane, text] += 1
-            call = Call(lane, text, self._numbers[lane, text], kind, step)
-            self._made.append(call)
-            message = json.dumps([self._channel.index, *map(dataclasses.astuple, self._latest)])
-            # If the service does not answer, the round that follows says so.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._channel.put_note(f"{_FOLDER}/{self._channel.index}", message.encode())
+            return self._publish(self._channel, lane, text, kind, step)
+
+    def _publish(
+        self, channel: Messages, lane: str, text: str, kind: Kind, step: int | None
+    ) -> Call:
+        self._numbers[lane, text] += 1
+        call = Call(lane, text, self._numbers[lane, text], kind, step)
+        if kind is Kind.AT and self._made and self._made[-1].kind is Kind.AT:
+            self._made.pop()  # only the newest counts, and many would displace the other calls
+        self._made.append(call)
+        self._told_step = self.step
+        message = json.dumps([channel.index, *map(dataclasses.astuple, self._latest)])
+        # If the service does not answer, the round that follows says so.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            channel.put_note(f"{_FOLDER}/{channel.index}", message.encode())
         return call
+
+    def tell_step(self) -> None:
+        """Publishes the last step for which this process called ``save``, unless others know it.
+
+        Most calls of ``save`` save nothing and are not published. A process that waits for process
+        0 in another call asks for this, and so learns that process 0 goes on without it. May be
+        called on any thread.
+        """
+        with self._lock:
+            # A later call of another kind, once published, has told the step too.
+            if self._channel is not None and self.step not in (None, self._told_step):
+                self.has_differed = True
+                self._publish(self._channel, "at", f"save({self.step})", Kind.AT, self.step)
 
     def at(self, step: int) -> Call:
         """Publishes that this process called ``save`` for a step, unless it did so just before."""
@@ -172,11 +195,15 @@ class CallLog:
             else:  # waits for process 0 only; all messages to all processes would be too many
                 note = self._channel.wait_for_note(f"{_FOLDER}/0")
                 sent = [] if note is None else [note]
+                if note is None:
+                    self._channel.liveness.ask()
             for message in sent:
                 index, *fields = json.loads(message)
                 theirs = [Call(lane, text, n, Kind(kind), s) for lane, text, n, kind, s in fields]
                 if index not in others:
                     continue
+                if index == 0 and mine not in theirs:
+                    self._channel.liveness.ask()
                 other = _instead(mine, list(self._made), theirs)
                 if other is not None and (index, other) not in self._named:
                     self._named.add((index, other))

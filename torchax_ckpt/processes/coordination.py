@@ -30,6 +30,7 @@ from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.call_log import Call, CallLog
 from torchax_ckpt.processes.error_messages import from_json, to_json
 from torchax_ckpt.processes.exchanges import Exchanges
+from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.messages import POLL_SECS
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Processes(Exchanges):
       count: the number of processes.
       timeout_secs: how long to wait for another process.
       log: the calls of the processes; by default an empty one, which is never compared.
+      liveness: tells which processes have ended; by default, knows of none.
 
     Args:
       name: the name of the channel. Channels with equal names are numbered in the order of their
@@ -69,6 +71,7 @@ class Processes(Exchanges):
         self.count = jax.process_count() if count is None else count
         self.timeout_secs = timeout_secs
         self.log = CallLog()
+        self.liveness = Liveness()
         if self.count == 1:
             return
         self._client = client
@@ -116,7 +119,8 @@ class Processes(Exchanges):
         Raises:
           CheckpointError: the error of another process. It has the same type if that is an error
             class of this package, else the type is ProcessError.
-          ProcessError: another process made a call that rules out this one; names both calls.
+          ProcessError: another process made a call that rules out this one, or has ended; names
+            both calls, or that process and its host.
           ProcessTimeoutError: a process did not arrive in time; names it.
         """
         if self.count == 1:
@@ -198,15 +202,20 @@ class Processes(Exchanges):
           senders: the processes that are waited for; default: the missing ones at ``place``.
         """
         while True:
+            self.liveness.connect()
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
             if message is not None:
                 return message
             if self._is_decided() and self._verdict:
                 raise from_json(self._verdict)
+            # Read first: whatever an ended process has sent is then found in its place.
+            ended = self.liveness.ended()
             others = senders or (self._missing(place) if self.is_first else [0])
             if (error := self._difference(others)) is not None:
                 self._is_in_vain = True
                 raise error
+            if ends := [ended[index] for index in others if index in ended]:
+                raise self._end_error(ends)
             if time.monotonic() >= deadline:
                 self._is_in_vain = True
                 raise self._timeout_error(senders or self._missing(place))
@@ -248,6 +257,12 @@ class Processes(Exchanges):
             "or did not make the same calls: every process must make the same calls of attach, "
             "save, restore, load, delete and verify. CheckpointOptions(process_timeout_secs=...) "
             "sets how long to wait."
+        )
+
+    def _end_error(self, ends: list[str]) -> ProcessError:
+        return ProcessError(
+            f"{self._work}: {'; '.join(ends)}. It can take no further part in this run: start "
+            "all processes again. The run then resumes from its newest durable step."
         )
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:

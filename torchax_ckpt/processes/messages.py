@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.processes.liveness import Liveness
 
 # The time within which a waiting process notices what another process did, or Ctrl-C.
 POLL_SECS = 0.5
@@ -18,10 +19,12 @@ class Messages:
     Attributes:
       index: the index of this process.
       count: the number of processes.
+      liveness: tells which processes have ended; by default, knows of none.
     """
 
     index: int
     count: int
+    liveness: Liveness
     _client: Any
     _place: str  # precedes the keys of the channel
     _work: str  # for messages of errors

@@ -16,6 +16,7 @@ from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, save_decision
+from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
@@ -78,6 +79,7 @@ class Tiers:
         self.call_log = CallLog()
         self.processes = self._connect(f"calls {durable.path}")
         self.call_log = self.processes.log = CallLog(self.processes)
+        self.processes.liveness.add(self.call_log)
         saves = self._connect(f"saves {durable.path}")
         self._tiers: list[RunTier] = []
         self.durable = self._tier(
@@ -157,6 +159,7 @@ class Tiers:
         service = orbax_context.coordination_service()
         processes = Processes(channel, self._options.process_timeout_secs, service)
         processes.log = self.call_log
+        processes.liveness = liveness.of_run(service)
         return processes
 
     # --- finding steps ---
@@ -349,6 +352,7 @@ class Tiers:
     def go_on_from(self, step: int | None) -> None:
         """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
         self._compare_local_steps()
+        self.call_log.step = step
         for tier in self._tiers:
             tier.history.go_on_from(step)
         self._forget_what_others_lack()
@@ -385,6 +389,12 @@ class Tiers:
 
     def closing(self, last: Callable[[], None]) -> Closing:
         """Returns a ``Closing`` that ends the saves, releases leases and then calls ``last``."""
+        watch, log = self.processes.liveness, self.call_log
+
+        def end() -> None:
+            last()
+            watch.remove(log)
+
         return Closing(
-            [tier.saver for tier in self._tiers], [tier.decisions for tier in self._tiers], last
+            [tier.saver for tier in self._tiers], [tier.decisions for tier in self._tiers], end
         )

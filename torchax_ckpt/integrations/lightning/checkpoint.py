@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
-from torchax_ckpt.integrations.lightning import tensor_patches
+from torchax_ckpt.integrations.lightning import sigterm, tensor_patches
 from torchax_ckpt.integrations.lightning.bare_loop import BareLoop, BarePosition
 from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Moment
 
@@ -129,6 +129,7 @@ class TorchaxCheckpoint(Checkpoint):
                 f"resumes from the newest step in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
+        sigterm.remember()
         position = self._position = LoopPosition(trainer)
         step = ckpt.attach(
             pl_module,
@@ -242,11 +243,12 @@ class TorchaxCheckpoint(Checkpoint):
     def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
         """Handles a moment of the fit, which ``LoopPosition.watch`` reports.
 
-        Before the first batch, warns of loaders without ``state_dict``. Before a validation,
-        records the position. After a batch or an epoch, asks the policy, once for each step,
-        whether to save it.
+        Before the first batch, gives SIGTERM back to JAX on several processes, and warns of loaders
+        without ``state_dict``. Before a validation, records the position. After a batch or an
+        epoch, asks the policy, once for each step, whether to save it.
         """
         if moment is Moment.START:
+            sigterm.put_back()
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
             self._is_validated = self._was_validated = True

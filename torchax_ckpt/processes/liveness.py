@@ -1,0 +1,372 @@
+"""Which processes of a run have ended, as told by connections that the kernel closes.
+
+JAX finds that a process has died when no heartbeat of the process arrives for some time, by default
+100 s. This module knows it within a second. Each process keeps a TCP connection to process 0 open.
+The kernel closes the connections of a process that ends, however it ends; a process that is stopped
+or busy keeps its connection. Only process 0 watches the connections, because only process 0 waits
+for processes other than process 0. If process 0 ends, JAX ends the other processes at once.
+
+A closed connection means that the process has ended. A host that vanishes, or a network that fails,
+closes no connection: after some 25 s without an answer from the host, process 0 logs that the host
+does not answer, and waits on, because the host may come back before JAX's heartbeat times out.
+
+Nothing that a connection carries is parsed. A new connection shows, with a secret that process 0
+publishes through JAX's coordination service, that it belongs to a process of the run, and names its
+host. Single bytes follow: the process has open checkpointers, has none any more, or waits for
+process 0.
+
+Source: the address of the coordination service is private in JAX 0.10.2 (``_src/distributed.py``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from typing import Any, Protocol
+
+import jax
+from jax._src import distributed
+
+from torchax_ckpt.processes import connections
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "torchax_ckpt/liveness"
+_TOKEN_BYTES, _HOST_BYTES = 32, 64
+_ASKS, _OPENS, _CLOSES = b"?", b"+", b"."
+# A process that lost its connection, but lives, connects again within this time.
+_GRACE_SECS = 0.5
+_HELLO_SECS = 10.0
+_RETRY_SECS = 5.0
+
+# Held while the thread of process 0 is inside JAX's client, and for good once the program is
+# ending: the interpreter would end the thread there, which aborts the process.
+_speaking = threading.Lock()
+threading._register_atexit(lambda: _speaking.acquire(timeout=1))  # type: ignore[attr-defined]
+
+
+class _Log(Protocol):
+    """The calls of one open checkpointer."""
+
+    def tell_step(self) -> None: ...
+
+
+class Liveness:
+    """Tells which processes have ended. This base class knows of none, and connects nobody."""
+
+    def __init__(self) -> None:
+        self._logs: weakref.WeakSet[_Log] = weakref.WeakSet()
+        self._changing = threading.Lock()
+
+    def connect(self) -> None:
+        """Connects this process to process 0, once process 0 has said where it listens."""
+
+    def ended(self) -> dict[int, str]:
+        """Returns what is known of each process that has ended, by its index."""
+        return {}
+
+    def ask(self) -> None:
+        """Makes process 0 publish the step that it is at; see ``CallLog.tell_step``."""
+
+    def add(self, log: _Log) -> None:
+        """Records that a checkpointer of this process was opened."""
+        with self._changing:
+            self._logs.add(log)
+        self._tell(_OPENS)
+
+    def remove(self, log: _Log) -> None:
+        """Records that a checkpointer of this process was closed."""
+        with self._changing:
+            self._logs.discard(log)
+        if not self._logs:
+            self._tell(_CLOSES)
+
+    def _tell(self, byte: bytes) -> None:
+        pass
+
+
+class _Peer:
+    """A connection that process 0 has accepted.
+
+    Attributes:
+      connection: the connection.
+      received: what has arrived of the token and the name of the host.
+      expires: the ``time.monotonic()`` until which both must arrive.
+      index, host: the process at the other end; None until then.
+      is_open: whether that process has open checkpointers.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.received = b""
+        self.expires = time.monotonic() + _HELLO_SECS
+        self.index: int | None = None
+        self.host: str | None = None
+        self.is_open = True
+
+
+class Listener(Liveness):
+    """Process 0: accepts and watches the connections of the other processes, on a thread.
+
+    Args:
+      client: the client of JAX's coordination service.
+      count: the number of processes.
+      host: the name or address of process 0's host that the other processes know.
+
+    Raises:
+      OSError: this process cannot listen there.
+    """
+
+    def __init__(self, client: Any, count: int, host: str) -> None:
+        super().__init__()
+        self._count = count
+        secret = secrets.token_bytes(32)
+        self._indices = {_token(secret, index): index for index in range(1, count)}
+        self._unknown: set[_Peer] = set()
+        self._peers: dict[int, _Peer] = {}
+        self._closed: dict[_Peer, float] = {}  # and the time.monotonic() at which it closed
+        self._ended: dict[int, str] = {}
+        self._listener = connections.listen(host, count)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        threading.Thread(target=self._run, name="liveness", daemon=True).start()
+        place = {"port": self._listener.getsockname()[1], "secret": secret.hex()}
+        _publish(client, place)
+
+    def ended(self) -> dict[int, str]:
+        """Returns what is known of each process that has ended, by its index."""
+        return dict(self._ended)
+
+    # --- on the thread ---
+
+    def _run(self) -> None:
+        while True:
+            is_due = self._closed or self._unknown
+            for key, _ in self._selector.select(_GRACE_SECS / 2 if is_due else None):
+                key.data()
+            now = time.monotonic()
+            for peer in [peer for peer in self._unknown if peer.expires < now]:
+                self._drop(peer)
+            for peer in [p for p, since in self._closed.items() if now - since > _GRACE_SECS]:
+                self._conclude(peer)
+
+    def _accept(self) -> None:
+        try:
+            connection = connections.accept(self._listener)
+        except OSError as error:
+            logger.debug("a connection cannot be accepted: %s", error)
+            time.sleep(_GRACE_SECS)  # for example if this process has too many open files
+            return
+        peer = _Peer(connection)
+        self._unknown.add(peer)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
+        if len(self._unknown) > 2 * self._count:
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._unknown.discard(peer)
+        self._selector.unregister(peer.connection)
+        connections.close(peer.connection)
+
+    def _read(self, peer: _Peer) -> None:
+        left = _TOKEN_BYTES + _HOST_BYTES - len(peer.received)
+        try:
+            received = peer.connection.recv(left or 4096)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            received = b""
+        except OSError as error:  # an error of the network: the process may live
+            self._drop(peer)
+            self._report_silence(peer, error)
+            return
+        if not received:
+            self._drop(peer)
+            self._closed[peer] = time.monotonic()
+        elif left:
+            peer.received += received
+            if len(received) == left:
+                self._identify(peer)
+        else:
+            for byte in received:
+                peer.is_open = byte == _OPENS[0] or (peer.is_open and byte != _CLOSES[0])
+            if _ASKS in received:
+                self._answer()
+
+    def _identify(self, peer: _Peer) -> None:
+        index = self._indices.get(peer.received[:_TOKEN_BYTES])
+        if index is None:
+            self._drop(peer)
+            return
+        self._unknown.discard(peer)
+        peer.index = index
+        peer.host = peer.received[_TOKEN_BYTES:].rstrip(b"\0").decode(errors="replace")
+        self._peers[index] = peer
+        if self._ended.pop(index, None):
+            logger.warning("%s, has connected again", self._name(peer))
+
+    def _conclude(self, peer: _Peer) -> None:
+        """Records that a process has ended, unless it has connected again or was never known."""
+        del self._closed[peer]
+        if peer.index is None or self._peers.get(peer.index) is not peer:
+            return
+        if peer.is_open:
+            end = f"{self._name(peer)}, died: its connection to process 0 was closed"
+            logger.error("%s", end)
+        else:
+            end = f"{self._name(peer)}, has ended"
+            logger.info("%s", end)
+        self._ended[peer.index] = end
+
+    def _report_silence(self, peer: _Peer, error: OSError) -> None:
+        if peer.index is not None and self._peers.get(peer.index) is peer:
+            logger.error(
+                "%s, does not answer (%s): its host has vanished, or the network has failed. "
+                "Unless it comes back, JAX ends this program at its heartbeat timeout.",
+                self._name(peer),
+                error.strerror,
+            )
+
+    def _answer(self) -> None:
+        with self._changing:
+            logs = list(self._logs)
+        with _speaking:
+            for log in logs:
+                log.tell_step()
+
+    def _name(self, peer: _Peer) -> str:
+        return f"process {peer.index} of {self._count}, on host {peer.host}"
+
+
+class Connection(Liveness):
+    """A process other than process 0: keeps a connection to process 0 open.
+
+    Args:
+      client: the client of JAX's coordination service.
+      index: the index of this process.
+      host: the name or address of process 0's host.
+    """
+
+    def __init__(self, client: Any, index: int, host: str) -> None:
+        super().__init__()
+        self._client = client
+        self._index, self._host = index, host
+        self._connection: socket.socket | None = None
+        self._has_begun = self._is_leaving = False
+        self._beginning = threading.Lock()
+        atexit.register(self._leave)  # runs before JAX's hook, which waits for all processes
+
+    def connect(self) -> None:
+        """Connects this process to process 0, once process 0 has said where it listens."""
+        if self._has_begun:
+            return
+        with self._beginning, contextlib.suppress(jax.errors.JaxRuntimeError):
+            found = self._client.key_value_dir_get_bytes(f"{_FOLDER}/")
+            if found and not self._has_begun:
+                self._has_begun = True
+                if place := json.loads(found[0][1]):
+                    threading.Thread(
+                        target=self._stay_connected, kwargs=place, name="liveness", daemon=True
+                    ).start()
+
+    def ask(self) -> None:
+        """Makes process 0 publish the step that it is at; see ``CallLog.tell_step``."""
+        self._tell(_ASKS)
+
+    def _tell(self, byte: bytes) -> None:
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):
+                connection.send(byte, socket.MSG_DONTWAIT)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        self._tell(_CLOSES)
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    # --- on the thread ---
+
+    def _stay_connected(self, port: int, secret: str) -> None:
+        """Connects, and connects again if the connection is lost, while process 0 lives."""
+        name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+        hello = _token(bytes.fromhex(secret), self._index) + name
+        has_connected = False
+        while not self._is_leaving:
+            began = time.monotonic()
+            try:
+                connection = connections.connect(self._host, port)
+            except OSError as error:
+                if not has_connected:
+                    logger.warning(
+                        "process %d cannot connect to process 0, at port %d of %s: %s. If this "
+                        "process dies, process 0 learns it only from JAX's heartbeat timeout.",
+                        *(self._index, port, self._host, error),
+                    )
+                if not has_connected or isinstance(error, ConnectionRefusedError):
+                    return
+            else:
+                has_connected = True
+                with contextlib.suppress(OSError):
+                    connection.sendall(hello + (_OPENS if self._logs else _CLOSES))
+                    self._connection = connection
+                    connection.recv(1)  # returns when the connection is lost
+                self._connection = None
+                connections.close(connection)
+            if time.monotonic() - began < _RETRY_SECS:
+                time.sleep(_RETRY_SECS)
+
+
+def _token(secret: bytes, index: int) -> bytes:
+    return hmac.digest(secret, str(index).encode(), "sha256")
+
+
+def _publish(client: Any, place: dict[str, Any]) -> None:
+    client.key_value_set_bytes(f"{_FOLDER}/0", json.dumps(place).encode(), allow_overwrite=True)
+
+
+_of_run: tuple[Any, Liveness] | None = None
+_beginning = threading.Lock()
+
+
+def of_run(client: Any) -> Liveness:
+    """Returns the ``Liveness`` of this process in its run, the same one at each call.
+
+    Args:
+      client: the client of JAX's coordination service; None with one process.
+    """
+    global _of_run
+    if client is None:
+        return Liveness()
+    with _beginning:
+        if _of_run is None or _of_run[0] is not client:
+            _of_run = client, _begun(client)
+        return _of_run[1]
+
+
+def _begun(client: Any) -> Liveness:
+    try:
+        address = distributed.global_state.coordinator_address or ""
+        host = address.rpartition(":")[0].strip("[]")
+        if jax.process_index():
+            return Connection(client, jax.process_index(), host)
+        return Listener(client, jax.process_count(), host)
+    except (AttributeError, OSError) as error:
+        logger.warning(
+            "process %d cannot connect the processes of this run: %s. If a process dies, the "
+            "others learn it only from JAX's heartbeat timeout.",
+            jax.process_index(),
+            error,
+        )
+    if not jax.process_index():
+        _publish(client, {})
+    return Liveness()
