@@ -26,12 +26,14 @@ from torchax_ckpt.formats.dcp import save_dcp
 from torchax_ckpt.formats.opening import open_files
 from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.storage.arrays import array_checks
-from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory import run_identity, step_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.summaries import Summaries
+from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry import journal, timeline
 from torchax_ckpt.telemetry.events import Event
@@ -130,7 +132,7 @@ class FileReaders:
     def __init__(self, step: Any, folder: Path) -> None:
         self._step = step
         self._folder = folder
-        for name in ("leased", "durable", "local", "events", "tensors", "indexed"):
+        for name in ("leased", "durable", "local", "events", "tensors", "indexed", "1/assets"):
             (folder / name).mkdir(parents=True)
         now = Clock.now
         holder = LeaseHolder("t1", "tpu-vm-7", 4711, "another kernel", 99, now - 600, now - 10)
@@ -169,6 +171,11 @@ class FileReaders:
             "lease": Fed(holder.to_bytes(), self.lease, 0.10),
             "run": Fed(f"local {_HEX} {_HEX[::-1]}".encode(), self.run, 0.06, NoForm()),
             "events": Fed(b"".join(e.to_line() for e in events), self.events, 0.14, Lines()),
+            "assets": Fed(
+                Assets.of({"model/config.json": "{}", "tokenizer/a.txt": "ä"}).content,
+                self.assets,
+                0.06,
+            ),
             "names of Orbax": Fed(metadata, self.names_of_orbax, 0.06),
             "shardings": Fed(shardings, self.shardings, 0.06),
             "safetensors": Fed(plain, self.safetensors, 0.12, Header()),
@@ -216,6 +223,20 @@ class FileReaders:
             assert all(save.step is None or save.step >= 0 for save in run.saves)
         timeline.bytes_over_time(runs)
         journal.latest_start(folder)
+
+    def assets(self, raw: bytes) -> None:
+        """What a model is, with a seal that fits if it can; no name leads out of a folder."""
+        seal = "0" * 16
+        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+            document = json.loads(raw)
+            document.pop("xxh3_64", None)  # else few would come further than the seal
+            content = seals.seal(document)
+            raw, seal = json.dumps(content).encode(), seals.seal_of(content)
+        (self._folder / "1" / "assets" / "data.json").write_bytes(raw)
+        step = CommittedStep(1, epath.Path(self._folder / "1"), 1)
+        for name, text in step_files.read_assets(step, seal).items():
+            assert isinstance(text, str)
+            assert (self._folder / name).resolve().is_relative_to(self._folder.resolve())
 
     def names_of_orbax(self, raw: bytes) -> None:
         """Orbax's list of a step's arrays, of which only the names are looked at."""

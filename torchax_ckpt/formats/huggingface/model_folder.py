@@ -169,7 +169,9 @@ def export_model(
         raise MismatchError(
             f"expected the weights of a model, found tensors of its adapters "
             f"{', '.join(sorted(adapters))}: transformers would load the model without them. "
-            "Export the adapters with --format peft"
+            "Either export the adapters with --format peft, to load them onto the base model; or "
+            "merge them into the weights first: restore the step, call the model's "
+            "merge_and_unload() and save the result"
         )
     texts = dict(files.texts)
     if files.has_config:

@@ -1,0 +1,64 @@
+"""What the processes of a run send each other grows in proportion to their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import agreement
+from support.group import Group
+
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.keepers import Keepers, distances
+from torchax_ckpt.processes.per_host import PerHostProcesses
+
+
+def test_requests_and_bytes_of_every_call_grow_in_proportion_to_the_processes() -> None:
+    few, some, many = (agreement.traffic(count) for count in (4, 8, 16))
+    for call, sent in many.items():
+        for part, unit in enumerate(("requests", "bytes")):
+            before, then = some[call][part] - few[call][part], sent[part] - some[call][part]
+            # Twice as much if it is linear, four times as much if it is a square. The listings of
+            # what has arrived vary.
+            assert then < 3 * before, (call, unit, few[call], some[call], sent)
+
+
+def test_keepers_lie_far_apart_and_never_on_the_process_itself() -> None:
+    assert [distances(count) for count in (1, 2, 3, 4, 8)] == [
+        [],
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [2, 4, 6],
+    ]
+
+
+def test_only_messages_that_a_keeper_lacks_are_sent() -> None:
+    """Processes 0 and 1 have equal parts, and process 2 has another one."""
+    group, sent = Group(), set[tuple[int, int]]()
+    keepers = [Keepers() for _ in group.members]
+    messages = [[b"0", b"1", b"2"], [b"0", b"new", b"2"], [b"0", b"0", b"2"]]
+    post = PerHostProcesses.post
+
+    def act(member: Processes) -> list[dict[int, bytes]]:
+        found = []
+        for save, of_all in enumerate(messages):
+            hosts = PerHostProcesses(member)
+
+            def posting(topic: str, value: bytes, save: int = save, hosts: Any = hosts) -> None:
+                sent.add((save, member.index))
+                post(hosts, topic, value)
+
+            hosts.post = posting  # type: ignore[method-assign]
+            group_name = str(member.index == 2)
+            with member.round(f"saving step {save}"):
+                keeper = keepers[member.index]
+                found.append(keeper.exchange(hosts, of_all[member.index], group_name))
+        return found
+
+    assert group(act) == [
+        [{1: b"1"}, {1: b"new"}, {1: b"0"}],
+        [{0: b"0"}, {0: b"0"}, {0: b"0"}],
+        [{}, {}, {}],
+    ]
+    # Unchanged messages are known, and so is one that equals the keeper's own.
+    assert sent == {(0, 0), (0, 1), (1, 1)}
