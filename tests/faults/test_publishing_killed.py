@@ -39,7 +39,7 @@ def publish_under_kills(tmp_path: Path, num_kills: int, *weakenings: str) -> dic
     """Trains, publishes, kills the publisher, and reads, all at once; returns what was seen."""
     run, out, choose = tmp_path / "run", tmp_path / "out", random.Random(7)
     model, seen = tiny_llama(), {"kills": 0, "while writing": 0}
-    publish = (PROGRAMS / "publishes_steps.py", str(run), str(out), *weakenings)
+    publish = [str(PROGRAMS / "publishes_steps.py"), str(run), str(out), *weakenings]
     policy = policies.LatestN(KEPT_STEPS)
     step = 0
 
@@ -56,6 +56,8 @@ def publish_under_kills(tmp_path: Path, num_kills: int, *weakenings: str) -> dic
     ):
         ckpt.attach(model)
         train(ckpt)
+        with Started(*publish):  # starting the first one of a kind takes long
+            wait_until(lambda: (out / "latest").exists() and reader.output()[0] == "reading\n")
         end = time.monotonic() + MAX_SECS
         while seen["kills"] < num_kills and time.monotonic() < end:
             began, life_secs = time.monotonic(), choose.uniform(0.1, MAX_LIFE_SECS)
@@ -75,8 +77,8 @@ def publish_under_kills(tmp_path: Path, num_kills: int, *weakenings: str) -> dic
         reader.process.terminate()
         reader.process.wait(60)
         told, errors = reader.output()
-    assert told, errors
-    return {**seen, **json.loads(told)}
+    assert told.count("\n") == 2, errors
+    return {**seen, **json.loads(told.splitlines()[1])}
 
 
 @pytest.mark.slow
@@ -91,6 +93,5 @@ def test_a_reader_never_meets_half_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("weakening", ["in-place", "latest-first"])
-def test_a_publisher_that_is_less_careful_is_found_out(tmp_path: Path, weakening: str) -> None:
-    assert publish_under_kills(tmp_path, 8, weakening)["wrong"]
+def test_a_publisher_that_is_less_careful_is_found_out(tmp_path: Path) -> None:
+    assert publish_under_kills(tmp_path, 8, "in-place")["wrong"]

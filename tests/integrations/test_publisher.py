@@ -113,7 +113,7 @@ def test_a_wrong_argument_is_raised_at_once(tmp_path: Path) -> None:
         ({"format": "gguf"}, "format: expected one of hf, peft, safetensors"),
     ):
         with pytest.raises(ValueError, match=match):
-            Publisher(run, tmp_path / "out", **settings)  # type: ignore[arg-type]
+            Publisher(run, tmp_path / "out", **settings)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,9 +1,8 @@
 """Publishes the steps of a run until it is killed, on a disk that takes its time.
 
-    publishes_steps.py RUN OUT [WEAKENING]
+    publishes_steps.py RUN OUT [in-place]
 
-WEAKENING leaves out a part of what makes a folder appear at once: "in-place" writes it under its
-name in OUT; "latest-first" replaces ``latest`` before.
+With "in-place", it writes folders under their names in OUT, and no folder appears at once.
 """
 
 from __future__ import annotations
@@ -34,29 +33,23 @@ def slow_down() -> None:
     fsync.sync = slowly
 
 
-def weaken(weakening: str) -> None:
-    """Makes the program publish less carefully."""
-
-    @contextlib.contextmanager
-    def writing(
-        self: PublishedFolders, step: int, commit_timestamp_nsecs: int, metrics: dict[str, Any]
-    ) -> Iterator[Path]:
-        new = Published(self.path / f"step-{step}", step, commit_timestamp_nsecs, metrics)
-        self.published = (*self.published, new)
-        self._record(self.published)
-        if weakening == "latest-first":
-            self._point_to_newest()
-        yield new.path
-        self._point_to_newest()
-
-    PublishedFolders.writing = writing  # type: ignore[method-assign]
+@contextlib.contextmanager
+def write_in_place(
+    self: PublishedFolders, step: int, commit_timestamp_nsecs: int, metrics: dict[str, Any]
+) -> Iterator[Path]:
+    """Publishes less carefully."""
+    new = Published(self.path / f"step-{step}", step, commit_timestamp_nsecs, metrics)
+    self.published = (*self.published, new)
+    self._record(self.published)
+    yield new.path
+    self._point_to_newest()
 
 
 def main() -> None:
-    run, out, *weakenings = sys.argv[1:]
+    run, out, *weakening = sys.argv[1:]
     slow_down()
-    for weakening in weakenings:
-        weaken(weakening)
+    if weakening == ["in-place"]:
+        PublishedFolders.writing = write_in_place  # type: ignore[method-assign]
     form = FolderForm(format="hf")
     with Follower(run, out, Every(), form, keep=KEEP, grace_secs=GRACE_SECS) as follower:
         while True:

@@ -2,14 +2,16 @@
 
     reads_published.py OUT
 
-Reads until it gets SIGTERM. Each weight of a step must be the number of the step. Prints JSON: how
-many loads, of how many folders, and what was wrong. A load that took longer than the folder had to
-live tells nothing.
+Prints "reading", and reads until it gets SIGTERM. Each weight of a step must be the number of the
+step. Then prints JSON: how many loads, of how many folders, and what was wrong. A load that took
+longer than the folder had to live tells nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -29,9 +31,10 @@ def findings(out: Path, folder: Path) -> list[str]:
     """What is wrong with a folder that ``latest`` names, and with all that are listed."""
     found = []
     for path in out.glob("step-*"):
-        files = {file.name for file in path.iterdir()}
-        if files != FILES and path.exists():
-            found.append(f"{path.name}: has only {sorted(files)}")
+        with contextlib.suppress(FileNotFoundError):  # deleted after it was listed
+            files = {file.name for file in path.iterdir()}
+            if files != FILES and path.exists():
+                found.append(f"{path.name}: has only {sorted(files)}")
     step = int(re.fullmatch(r"step-(\d+)", folder.name)[1])  # type: ignore[index]
     try:
         model, info = LlamaForCausalLM.from_pretrained(
@@ -49,27 +52,28 @@ def findings(out: Path, folder: Path) -> list[str]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    is_over = False
+    wrong: list[str] = []
+    read: list[str] = []
 
     def end(*args: object) -> None:
-        nonlocal is_over
-        is_over = True
+        told = {"loads": len(read), "folders": len(set(read)), "wrong": wrong[:10]}
+        print(json.dumps(told), flush=True)
+        os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    wrong: list[str] = []
-    read: list[str] = []
-    while not is_over:
-        if (out / "latest").exists():
-            began = time.monotonic()
-            folder = out / (out / "latest").read_text().strip()
-            found = findings(out, folder)
-            if time.monotonic() < began + GRACE_SECS:
-                read.append(folder.name)
-                wrong += found
-    print(json.dumps({"loads": len(read), "folders": len(set(read)), "wrong": wrong}))
+    print("reading", flush=True)
+    while True:
+        if not (out / "latest").exists():
+            continue
+        began = time.monotonic()
+        folder = out / (out / "latest").read_text().strip()
+        found = findings(out, folder)
+        if time.monotonic() < began + GRACE_SECS:
+            read.append(folder.name)
+            wrong += found
 
 
 if __name__ == "__main__":
