@@ -439,8 +439,8 @@ def main() -> int:
             Path(scratch),
         )
         try:
-            for _ in range(given.rounds):
-                if time.monotonic() - began > given.seconds:
+            for number in range(given.rounds):
+                if number and time.monotonic() - began > given.seconds:
                     break
                 torture.round()
                 if given.verbose:
