@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "telemetry": {JAX},
     "restoring": {JAX},
     "saving": {TORCH, JAX},
+    "publishing": set(),
     "checkpointer": set(),
     "cli": set(),
     "integrations": {TOP, TORCH, JAX},

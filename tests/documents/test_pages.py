@@ -16,7 +16,8 @@ from support.commands import BLOCK, run_commands
 from support.processes import run_python
 
 import torchax_ckpt
-from torchax_ckpt import planning, policies
+from torchax_ckpt import planning, policies, publishing
+from torchax_ckpt.integrations import huggingface
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -104,7 +105,7 @@ def build_site(out: Path) -> None:
 
 
 def public_names() -> Iterator[str]:
-    for module in (torchax_ckpt, policies, planning):
+    for module in (torchax_ckpt, policies, planning, publishing, huggingface):
         for name in module.__all__:
             if not inspect.ismodule(getattr(module, name)):
                 yield f"{module.__name__}.{name}"

@@ -15,6 +15,7 @@ import typer
 
 from torchax_ckpt.cli import plan_arguments
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
+from torchax_ckpt.cli.following import follow_arguments
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -170,6 +171,7 @@ def report(
 
 
 app.command("plan", epilog=EPILOG)(ends_well(plan_arguments.plan))
+app.command("follow", epilog=EPILOG)(ends_well(follow_arguments.follow))
 
 
 class Format(enum.StrEnum):

@@ -6,30 +6,24 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.step_arguments import existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
-from torchax_ckpt.formats.huggingface.model_folder import (
-    FolderFiles,
-    assets_of,
-    export_adapters,
-    export_model,
-    files_of,
-)
+from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
 from torchax_ckpt.formats.scratch import room_for
-from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
-from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.publishing import FolderForm
+from torchax_ckpt.publishing.folder_form import Dtype, Format
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
-_FOLDERS = ("hf", "peft")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_FOLDERS, _FOR_TORCH = ("hf", "peft"), ("pt", "dcp")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -60,6 +54,28 @@ class Exported:
     rename: Sequence[str] = ()
     max_bytes: int | None = None
 
+    def form(self, format: str, command: str = "export") -> FolderForm:
+        """Returns what is written of a step.
+
+        Raises:
+          UsageError: a pattern is invalid.
+        """
+        max_shard_size = self.max_shard_size
+        try:
+            return FolderForm(
+                format="safetensors" if format in _FOR_TORCH else cast(Format, format),
+                dtype=cast(Dtype | None, self.dtype),
+                config=self.config,
+                max_shard_bytes=None if max_shard_size is None else parsed_size(max_shard_size),
+                at=self.at,
+                include=self.include,
+                exclude=self.exclude,
+                rename=dict(text.partition("=")[::2] for text in self.rename),
+                max_host_bytes=self.max_bytes,
+            )
+        except ValueError as error:
+            raise UsageError(f"{command}: {error}") from error
+
 
 def export(directory: str, step: str | None, out: Path, wanted: Exported, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt export``; returns the exit code."""
@@ -67,26 +83,25 @@ def export(directory: str, step: str | None, out: Path, wanted: Exported, *, as_
     format = wanted.format
     if format is None:
         format = "pt" if out.suffix in _PICKLED else "safetensors"
-    max_shard_bytes = None if wanted.max_shard_size is None else parsed_size(wanted.max_shard_size)
     _require_consistent(out, format, wanted)
+    form = wanted.form(format)
     committed = step_named(existing(directory), step)
     stored = StoredStep(committed)
-    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
     try:
-        weights = _selected(weights_at(stored, wanted.at), wanted)
+        weights = form.weights_of(stored)
     except MismatchError as error:
         raise UsageError(f"export: {error} with --at") from error
+    except SelectionError as error:
+        raise UsageError(f"export: {error}") from error
     has_config = None
-    if format in _FOLDERS:
-        files = files_of(stored, wanted.at, wanted.config)
-        has_config = files.has_config or format == "peft"
-        paths, leaves = _write_folder(stored, weights, files, out, options, format, max_shard_bytes)
-    elif format == "safetensors":
-        leaves = list(weights.leaves.values())
-        paths = _write_safetensors(stored, weights, out, options, max_shard_bytes)
-    else:
+    if format in _FOR_TORCH:
+        options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
         more = _write_for_torch(stored, weights, out, format, wanted.with_optimizer, options)
         leaves, paths = [*weights.leaves.values(), *more], [out]
+    else:
+        texts = form.texts_of(stored)
+        has_config = None if texts is None else texts.has_config or format == "peft"
+        paths, leaves = _write(stored, weights, texts, out, form)
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     if has_config is False:
         output.note(
@@ -117,18 +132,6 @@ def export(directory: str, step: str | None, out: Path, wanted: Exported, *, as_
     return OK
 
 
-def _selected(weights: Weights, wanted: Exported) -> Weights:
-    """Selects, renames and casts the weights as the arguments say."""
-    renamed = dict(text.partition("=")[::2] for text in wanted.rename)
-    if wanted.include or wanted.exclude or renamed:
-        try:
-            selection = Selection(wanted.include or None, wanted.exclude, renamed)
-            weights = selected(weights, selection)
-        except SelectionError as error:
-            raise UsageError(f"export: {error}") from error
-    return weights if wanted.dtype is None else cast(weights, _DTYPES[wanted.dtype])
-
-
 def _require_consistent(out: Path, format: str, wanted: Exported) -> None:
     is_file = out.suffix in (".safetensors", *_PICKLED)
     if format == "safetensors" and out.suffix in _PICKLED:
@@ -151,12 +154,12 @@ def _require_consistent(out: Path, format: str, wanted: Exported) -> None:
             f"export: {out}: expected the name of a directory for --format {format}, found the "
             f"name of a {out.suffix} file; give a name without this suffix"
         )
-    if wanted.with_optimizer and format not in ("pt", "dcp"):
+    if wanted.with_optimizer and format not in _FOR_TORCH:
         raise UsageError(
             "export: --optimizer needs --format pt or dcp; with safetensors, --at optimizer writes "
             "the moments to a separate file"
         )
-    if wanted.dtype is not None and format in ("pt", "dcp"):
+    if wanted.dtype is not None and format in _FOR_TORCH:
         raise UsageError("export: --dtype needs --format safetensors, hf or peft")
     if wanted.config is not None and format not in _FOLDERS:
         raise UsageError("export: --config needs --format hf or peft")
@@ -206,37 +209,14 @@ def import_(
     return OK
 
 
-def _write_safetensors(
-    stored: StoredStep,
-    weights: Weights,
-    out: Path,
-    options: CheckpointOptions,
-    max_shard_bytes: int | None,
-) -> list[Path]:
-    from torchax_ckpt.formats.safetensors_io import export_safetensors
-
-    total = sum(leaf.nbytes for leaf in weights.leaves.values())
-    with progress.bar("writing", lambda: total) as on_bytes:
-        return export_safetensors(
-            stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
-        )
-
-
-def _write_folder(
-    stored: StoredStep,
-    weights: Weights,
-    files: FolderFiles,
-    out: Path,
-    options: CheckpointOptions,
-    format: str,
-    max_shard_bytes: int | None,
+def _write(
+    stored: StoredStep, weights: Weights, texts: FolderFiles | None, out: Path, form: FolderForm
 ) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes a folder of transformers or PEFT; returns its files and the leaves in them."""
-    write = export_adapters if format == "peft" else export_model
+    """Writes safetensors, or a folder of transformers or PEFT; returns files and leaves in them."""
     total = sum(leaf.nbytes for leaf in weights.leaves.values())
     try:
         with progress.bar("writing", lambda: total) as on_bytes:
-            return write(stored, weights, files, out, options, max_shard_bytes, on_bytes)
+            return form.write(stored, weights, texts, out, on_bytes)
     except MismatchError as error:
         raise UsageError(f"export: step {stored.committed.step}: {error}") from error
 

@@ -145,13 +145,13 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
         num_chips=asked.chips,
         chips_per_host=asked.chips_per_host,
         num_slices=asked.slices,
-        host_mtbf_secs=_secs("--host-mtbf", asked.host_mtbf),
-        restart_secs=_secs("--restart", asked.restart),
+        host_mtbf_secs=parsed_secs("--host-mtbf", asked.host_mtbf),
+        restart_secs=parsed_secs("--restart", asked.restart),
         process_fraction=asked.process_fraction,
         cluster_fraction=asked.cluster_fraction,
     )
     if asked.mtbf is not None:
-        host_mtbf_secs = _secs("--mtbf", asked.mtbf) * cluster.num_hosts
+        host_mtbf_secs = parsed_secs("--mtbf", asked.mtbf) * cluster.num_hosts
         cluster = dataclasses.replace(cluster, host_mtbf_secs=host_mtbf_secs)
     durable_secs = _option_secs("--durable", asked.durable, known.get("durable_secs"))
     if not durable_secs:
@@ -162,9 +162,9 @@ def _run(asked: Asked, known: Mapping[str, float]) -> planning.Run:
     local = None
     if asked.local_durable is not None:
         local = planning.Tier(
-            blocking_secs=_secs("--local-blocking", asked.local_blocking),
-            durable_secs=_secs("--local-durable", asked.local_durable),
-            restore_secs=_secs("--local-restore", asked.local_restore),
+            blocking_secs=parsed_secs("--local-blocking", asked.local_blocking),
+            durable_secs=parsed_secs("--local-durable", asked.local_durable),
+            restore_secs=parsed_secs("--local-restore", asked.local_restore),
             slowdown=asked.slowdown,
         )
     return planning.Run(
@@ -292,7 +292,7 @@ def _option_secs(option: str, text: str | None, known: float | None) -> float:
       UsageError: the option is not a time, or was neither given nor measured.
     """
     if text is not None:
-        return _secs(option, text)
+        return parsed_secs(option, text)
     if known is None:
         raise UsageError(
             f"plan: {option} is missing; give {option} TIME, for example 90s, or --measured "
@@ -301,12 +301,18 @@ def _option_secs(option: str, text: str | None, known: float | None) -> float:
     return known
 
 
-def _secs(option: str, text: str) -> float:
-    """Parses a time such as ``5min`` into seconds; an error names ``option``."""
+def parsed_secs(option: str, text: str, command: str = "plan") -> float:
+    """Parses a time such as ``5min`` into seconds.
+
+    Raises:
+      UsageError: the text is not a time; the message names command and option.
+    """
     match = _SECS.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"plan: {option}: expected a time such as 90, 90s, 5min, 12h or 365d, "
-                         f"found {text!r}")  # fmt: skip
+        raise UsageError(
+            f"{command}: {option}: expected a time such as 90, 90s, 5min, 12h or 365d, "
+            f"found {text!r}"
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -65,7 +65,7 @@ def swap_in(partial: Path, final: Path) -> None:
 
     Args:
       partial: the written file or folder.
-      final: the name, in the same folder; a file that has this name is replaced.
+      final: the name, in the same file system; a file that has this name is replaced.
 
     Raises:
       OSError: the medium failed to store it.

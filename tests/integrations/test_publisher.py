@@ -1,0 +1,128 @@
+"""The Publisher: steps become folders while the program trains, and training never suffers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from support.models import values
+from support.processes import run_python
+from support.training import before_enabling, mlp
+from support.waiting import wait_until
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.integrations.huggingface import Publisher
+
+SETTINGS: dict[str, Any] = {"format": "safetensors", "poll_secs": 0.01}
+
+
+def train(ckpt: TorchaxCheckpointer, model: torch.nn.Module, num_steps: int) -> None:
+    ckpt.attach(model)
+    for step in ckpt.steps(num_steps):
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, step)
+
+
+def weights(out: Path) -> dict[str, Any]:
+    folder = out / (out / "latest").read_text().strip()
+    with before_enabling():
+        return values(safetensors.torch.load_file(folder / "model.safetensors"))
+
+
+def test_the_last_step_is_published_when_the_training_ends(tmp_path: Path) -> None:
+    run, out, model = tmp_path / "run", tmp_path / "out", mlp()
+    every = {**SETTINGS, "every": 1000}
+    with TorchaxCheckpointer(run) as ckpt, Publisher(ckpt, out, **every) as publisher:
+        train(ckpt, model, 3)
+        assert not (out / "latest").exists()
+    publisher.close()
+    assert (out / "latest").read_text() == "step-3\n"
+    assert weights(out) == values(model.state_dict())
+    # Opened before the checkpointer, it needs the directory only.
+    with Publisher(str(run), str(out), **every), TorchaxCheckpointer(run) as ckpt:
+        train(ckpt, model, 5)
+    assert weights(out) == values(model.state_dict())
+    assert sorted(p.name for p in out.glob("step-*")) == ["step-3", "step-5"]
+
+
+def test_steps_are_published_during_the_training(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keep = policies.PreserveAll()
+    with (
+        TorchaxCheckpointer(tmp_path / "run", preservation_policy=keep) as ckpt,
+        Publisher(ckpt, out, best="loss", mode="max", keep=1, grace_secs=0, **SETTINGS),
+    ):
+        ckpt.attach(mlp())
+        for step, loss in enumerate((1.0, 3.0, 2.0, 4.0), 1):
+            ckpt.save(step, metrics={"loss": loss}, force=True)
+            best = 2 if step == 3 else step
+            wait_until(lambda best=best: [*out.glob("step-*")] == [out / f"step-{best}"])  # type: ignore[misc]
+    assert (out / "latest").read_text() == "step-4\n"
+
+
+def test_failures_are_logged_once_and_pass(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    out.mkdir()
+    (out / "other").touch()
+    with TorchaxCheckpointer(run) as ckpt, Publisher(ckpt, out, **SETTINGS):
+        train(ckpt, mlp(), 2)
+        wait_until(lambda: "expected a new or empty folder" in caplog.text)
+        (out / "other").unlink()
+        wait_until(lambda: (out / "latest").exists())
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [r.getMessage()[:60] for r in warnings if "huggingface" in r.name] == [
+        f"cannot publish to {out}: DirectoryError: {out}"[:60]
+    ]
+
+
+def test_a_wrong_argument_is_raised_at_once(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    for settings, match in (
+        ({"every": 1, "best": "loss"}, "exclude each other"),
+        ({"poll_secs": 0}, "poll_secs"),
+        ({"format": "gguf"}, "format: expected one of hf, peft, safetensors"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Publisher(run, tmp_path / "out", **settings)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_program_that_never_closes_it_ends_all_the_same(tmp_path: Path) -> None:
+    program = """
+        import logging, sys, threading, time
+        import numpy as np
+        from torchax_ckpt import TorchaxCheckpointer
+        from torchax_ckpt.integrations import huggingface
+        from torchax_ckpt.publishing import follower
+
+        logging.basicConfig(level=logging.WARNING)
+        run, out = sys.argv[1:]
+        with TorchaxCheckpointer(run) as ckpt:
+            ckpt.save(1, state={"w": np.ones(8), "v": np.ones((3, 3))}, force=True)
+        writing = threading.Event()
+        go_on = huggingface.Publisher._go_on
+
+        def slowly(publisher, num_bytes):
+            writing.set()
+            publisher._exiting.wait(60)
+            go_on(publisher, num_bytes)
+
+        huggingface.Publisher._go_on = slowly
+        publisher = huggingface.Publisher(
+            run, out, format="safetensors", at="state", poll_secs=0.01
+        )
+        assert writing.wait(60)
+        print("ends")
+    """
+    result = run_python(program, str(tmp_path / "run"), str(tmp_path / "out"), fresh=True)
+    assert result.stdout == "ends\n"
+    assert "WARNING" not in result.stderr
+    assert not list((tmp_path / "out").glob("step-*"))
+    assert sorted(p.name for p in (tmp_path / "out" / ".publishing").iterdir()) == ["lock"]

@@ -1,0 +1,374 @@
+"""Published folders: which steps, complete or absent, for how long, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from support.damage import flip_arrays
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryError,
+    LeaseError,
+    MismatchError,
+    SelectionError,
+    StepNotFoundError,
+)
+from torchax_ckpt.publishing import Best, Every, FolderForm, Follower
+from torchax_ckpt.publishing.published_folders import CONTROL
+from torchax_ckpt.storage.medium import fsync
+
+FORM = FolderForm(format="safetensors", at="state")
+LOSSES = {100: 0.5, 200: 0.3, 300: 0.9, 400: 0.1}
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng(step).standard_normal((64, 64))}
+
+
+def save(directory: Path, *steps: int) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in steps:
+            metrics = {"loss": LOSSES.get(step, 1.0)}
+            ckpt.save(step, state=state(step), metrics=metrics, force=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    save(directory, *LOSSES)
+    return directory
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def follower(run: Path, out: Path, every: int = 1, **settings: Any) -> Follower:
+    rule = settings.pop("rule", Every(every))
+    return Follower(run, out, rule, settings.pop("form", FORM), **settings)
+
+
+def publish(run: Path, out: Path, every: int = 1, **settings: Any) -> int | None:
+    """One program that publishes what is due; returns the step."""
+    with follower(run, out, every, **settings) as following:
+        new = following.publish_due()
+    return None if new is None else new.step
+
+
+def in_out(out: Path) -> list[str]:
+    return sorted(p.name for p in out.iterdir() if p.name not in (CONTROL, "latest"))
+
+
+def latest(out: Path) -> Path:
+    return out / (out / "latest").read_text().strip()
+
+
+def step_in(folder: Path) -> int:
+    """Which step's bits a folder has."""
+    found = safetensors.numpy.load_file(folder / "model.safetensors")["w"].tobytes()
+    return next(s for s in (*LOSSES, 150, 500, 600) if state(s)["w"].tobytes() == found)
+
+
+# --- which steps ---
+
+
+def test_the_newest_step_is_published_once_it_is_far_enough_past_the_last(
+    run: Path, out: Path
+) -> None:
+    for step in (200, 300, 400):
+        shutil.move(run / str(step), run.parent)
+    assert publish(run, out, every=150) is None  # 100 is not 150 past 0
+    shutil.move(run.parent / "200", run)
+    assert publish(run, out, every=150) == 200
+    assert publish(run, out, every=150) is None
+    shutil.move(run.parent / "300", run)
+    assert publish(run, out, every=150) is None
+    shutil.move(run.parent / "400", run)
+    assert publish(run, out, every=150) == 400
+    assert in_out(out) == ["step-200", "step-400"]
+    assert (out / "latest").read_text() == "step-400\n"
+    assert [step_in(out / name) for name in in_out(out)] == [200, 400]
+
+
+def test_the_end_of_a_run_is_published_in_any_case(run: Path, out: Path) -> None:
+    with follower(run, out, every=500) as following:
+        assert following.publish_due() is None
+        new = following.publish_due(is_at_end=True)
+        assert new is not None
+        assert (new.step, new.path) == (400, out / "step-400")
+        assert following.publish_due(is_at_end=True) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("min", [100, 200, None, 400]), ("max", [100, None, 300, None])]
+)
+def test_each_new_best_step_is_published(
+    run: Path, out: Path, mode: Any, expected: list[int | None]
+) -> None:
+    waiting = [(run / str(step)).rename(run.parent / str(step)) for step in LOSSES]
+    published = []
+    for path in waiting:
+        shutil.move(path, run)
+        assert publish(run, out, rule=Best("accuracy", mode)) is None
+        published.append(publish(run, out, rule=Best("loss", mode)))
+    assert published == expected
+    assert publish(run, out, rule=Best("loss", mode)) is None
+
+
+def test_a_run_that_went_back_publishes_its_new_branch(run: Path, out: Path) -> None:
+    assert publish(run, out, every=100) == 400
+    old = latest(out)
+    for step in (200, 300, 400):
+        shutil.rmtree(run / str(step))
+    save(run, 150)
+    assert publish(run, out, every=100) == 150  # 400 was left, and counts no more
+    shutil.rmtree(run / "150")
+    save(run, 400)
+    assert publish(run, out, every=100) == 400
+    assert in_out(out) == ["step-150", "step-400", "step-400-2"]
+    assert latest(out).name == "step-400-2"
+    assert old.exists()
+
+
+# --- for how long ---
+
+
+def test_a_replaced_folder_lives_for_its_grace(run: Path, out: Path) -> None:
+    clock = Clock()
+    steps = [run / str(step) for step in (200, 300, 400)]
+    for path in steps:
+        path.rename(run.parent / path.name)
+    settings: dict[str, Any] = {"keep": 2, "grace_secs": 60, "clock": clock}
+    with follower(run, out, **settings) as following:
+        following.publish_due()
+        for path in steps[:2]:
+            (run.parent / path.name).rename(path)
+            following.publish_due()
+        clock.now += 59
+        following.publish_due()
+        assert in_out(out) == ["step-100", "step-200", "step-300"]
+    with follower(run, out, **settings) as following:  # another program counts on
+        clock.now += 1
+        following.publish_due()
+        assert in_out(out) == ["step-200", "step-300"]
+        clock.now += 1000  # those that are kept stay for ever
+        following.publish_due()
+        assert in_out(out) == ["step-200", "step-300"]
+        assert os.listdir(out / CONTROL) != []
+        assert sorted(os.listdir(out / CONTROL)) == ["lock", "record.json"]
+
+
+# --- what goes wrong ---
+
+
+def test_a_step_deleted_while_it_is_read_is_skipped(tmp_path: Path, out: Path) -> None:
+    run = tmp_path / "large"
+    states = {s: {n: np.full((512 + n, 99), s + n) for n in range(4)} for s in (100, 200)}
+    with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step, large in states.items():
+            ckpt.save(step, state=large, force=True)
+    skipped: list[CheckpointError] = []
+
+    def prune(num_bytes: int) -> None:
+        if (run / "200").exists():
+            assert list((out / CONTROL).glob("writing-*/*"))
+            (run / "200").rename(run / "deleting-200")
+            shutil.rmtree(run / "deleting-200")
+
+    form = FolderForm(format="safetensors", at="state", max_host_bytes=1)  # reads piece by piece
+    with follower(run, out, form=form, on_skipped=skipped.append, on_bytes=prune) as following:
+        new = following.publish_due()
+    assert [type(error) for error in skipped] == [StepNotFoundError]
+    assert in_out(out) == ["step-100"]
+    assert new is not None
+    assert new.step == 100
+    found = safetensors.numpy.load_file(new.path / "model.safetensors")
+    assert {n: a.tobytes() for n, a in found.items()} == {
+        str(n): a.tobytes() for n, a in states[100].items()
+    }
+
+
+def test_a_damaged_step_is_skipped(run: Path, out: Path) -> None:
+    flip_arrays(run / "400")
+    skipped: list[CheckpointError] = []
+    with follower(run, out, on_skipped=skipped.append) as following:
+        assert following.publish_due() is not None
+        assert following.publish_due() is None
+    assert [type(error) for error in skipped] == [CorruptCheckpointError]
+    assert in_out(out) == ["step-300"]
+
+
+def test_a_failure_leaves_nothing_and_is_tried_again(run: Path, out: Path) -> None:
+    def fail(num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with follower(run, out, on_bytes=fail) as following, pytest.raises(DirectoryError, match="28"):
+        following.publish_due()
+    assert sorted(p.name for p in out.rglob("*")) == [CONTROL, "lock"]
+    assert publish(run, out) == 400
+
+
+def test_a_folder_that_would_not_load_is_refused(run: Path, out: Path) -> None:
+    with pytest.raises(MismatchError, match="stores no config of the model"):
+        publish(run, out, form=FolderForm(at="state"))
+    with pytest.raises(SelectionError, match="nothing matches include"):
+        publish(run, out, form=FolderForm(format="safetensors", at="state", include="x"))
+    assert in_out(out) == []
+
+
+def test_what_killed_programs_left_is_removed_and_completed(run: Path, out: Path) -> None:
+    assert publish(run, out, every=400) == 400
+    control = out / CONTROL
+    shutil.copytree(out / "step-400", control / "writing-step-500-0badcafe")
+    shutil.copytree(out / "step-400", control / "deleting-step-1-0badcafe")
+    (control / "record.json.draft").write_text("{")
+    record = json.loads((control / "record.json").read_text())
+    # Killed after the record, before the folder got its name: the entry is dropped.
+    (out / "step-400").rename(out.parent / "step-400")
+    assert publish(run, out, every=500) is None
+    assert sorted(os.listdir(control)) == ["lock", "record.json"]
+    assert not (out / "latest").exists()
+    # Killed after the folder got its name, before ``latest``: the folder counts.
+    (out.parent / "step-400").rename(out / "step-400")
+    assert json.loads((control / "record.json").read_text()) == record
+    assert publish(run, out, every=400) is None
+    assert latest(out) == out / "step-400"
+
+
+def test_the_files_of_a_folder_are_synced_before_its_name_and_its_name_before_latest(
+    run: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which a loss of power may forget what was not synced."""
+    actions: list[tuple[str, str]] = []
+
+    def noted(action: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def do(*paths: Any) -> Any:
+            actions.append((action, os.path.relpath(paths[-1], out)))
+            return act(*paths)
+
+        return do
+
+    monkeypatch.setattr(fsync, "sync", noted("sync", fsync.sync))
+    monkeypatch.setattr(Path, "rename", noted("rename", Path.rename))
+    monkeypatch.setattr(Path, "replace", noted("replace", Path.replace))
+    publish(run, out)
+    named, pointed = actions.index(("rename", "step-400")), actions.index(("replace", "latest"))
+    drafts = {path.partition("/")[2] for action, path in actions[:named] if action == "sync"}
+    drafts = {path.partition("/")[2] for path in drafts if path.startswith("writing-")}
+    assert drafts >= {"", "model.safetensors"}
+    assert ("sync", ".") in actions[named:pointed]
+    assert ("sync", ".") in actions[pointed:]
+    recorded = actions.index(("replace", f"{CONTROL}/record.json"))
+    assert recorded < named
+    assert ("sync", CONTROL) in actions[recorded:named]
+
+
+# --- what is left alone ---
+
+
+@pytest.fixture
+def untouched(run: Path) -> Iterator[None]:
+    """Checks that nothing is written in the directory of the run."""
+
+    def look() -> dict[Path, tuple[int, int]]:
+        found = {path: path.stat() for path in [run, *run.rglob("*")]}
+        return {path: (stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in found.items()}
+
+    before = look()
+    yield
+    assert look() == before
+
+
+@pytest.mark.usefixtures("untouched")
+def test_the_run_is_only_read(run: Path, out: Path) -> None:
+    assert publish(run, out) == 400
+
+
+@pytest.mark.usefixtures("untouched")
+def test_wrong_arguments_are_refused(run: Path, out: Path) -> None:
+    (out.parent / "link").symlink_to(run)
+    for place in (run, run / "out", out.parent / "link" / "out"):
+        with pytest.raises(ValueError, match="outside of the run's directory"):
+            follower(run, place)
+    for text in ("gs://bucket/out", "gs:/bucket", ""):
+        with pytest.raises(ValueError, match="expected a folder on this host"):
+            Follower(run, text, Every(), FORM)
+    wrong: list[dict[str, Any]] = [{"keep": 0}, {"grace_secs": -1}, {"grace_secs": float("nan")}]
+    for settings in wrong:
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            follower(run, out, **settings)
+    with pytest.raises(ValueError, match="at least one step"):
+        Every(0)
+    with pytest.raises(ValueError, match="'min' or 'max'"):
+        Best("loss", "low")  # type: ignore[arg-type]
+    forms: list[dict[str, Any]] = [
+        {"format": "pt"},
+        {"dtype": "int8"},
+        {"format": "peft", "max_shard_bytes": 9},
+        {"format": "safetensors", "config": "x"},
+    ]
+    for form in forms:
+        with pytest.raises(ValueError, match=next(reversed(form))):
+            FolderForm(**form)
+
+
+def test_a_folder_of_others_is_refused_and_left_alone(run: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "latest").write_text("mine")
+    with pytest.raises(DirectoryError, match=r"expected a new or empty folder, .*found 'latest'"):
+        publish(run, out)
+    assert [p.name for p in out.iterdir()] == ["latest"]
+    assert (out / "latest").read_text() == "mine"
+
+
+def test_folders_of_others_among_the_published_ones_stay(run: Path, out: Path) -> None:
+    for step in (300, 400):
+        shutil.move(run / str(step), run.parent)
+    publish(run, out, keep=1, grace_secs=0)
+    for name in ("step-400", "step-1"):
+        (out / name).mkdir()
+    shutil.move(run.parent / "400", run)
+    publish(run, out, keep=1, grace_secs=0)
+    assert in_out(out) == ["step-1", "step-400", "step-400-2"]
+    assert not list((out / "step-400").iterdir())
+    assert latest(out).name == "step-400-2"
+
+
+def test_a_second_program_is_refused(run: Path, out: Path) -> None:
+    with follower(run, out) as first:
+        first.publish_due()
+        with pytest.raises(LeaseError, match=f"publishes here: process {os.getpid()} on "):
+            publish(run, out)
+    assert publish(run, out) is None
+
+
+def test_a_damaged_record_is_refused(run: Path, out: Path) -> None:
+    publish(run, out)
+    path = out / CONTROL / "record.json"
+    path.write_text(path.read_text().replace("step-400", "../../run"))
+    with pytest.raises(DirectoryError, match=r"record\.json: is damaged"):
+        publish(run, out)

@@ -1,0 +1,1 @@
+"""Publishes the steps of a run while the run goes on."""

@@ -1,0 +1,101 @@
+"""The arguments of ``torchax-ckpt follow``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+_RULE, _FOLDER = "Which steps", "What a folder contains"
+
+
+def _option(panel: str, text: str, metavar: str | None = None, *names: str) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
+
+
+def follow(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's directory, or gs://bucket/prefix.")
+    ],
+    out: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT",
+            help="A folder on this host: new, empty, or one that follow has written.",
+        ),
+    ],
+    every: Annotated[
+        int | None,
+        _option(
+            _RULE, "The newest step, once it is N past the last published one; default: 1.", "N"
+        ),
+    ] = None,
+    best: Annotated[
+        str | None,
+        _option(_RULE, "Each new best step: loss, or accuracy:max.", "METRIC"),
+    ] = None,
+    keep: Annotated[int, _option(_RULE, "How many folders to keep.", "N")] = 3,
+    grace: Annotated[
+        str, _option(_RULE, "How long a folder stays that is no longer kept.", "TIME")
+    ] = "10min",
+    poll: Annotated[str, _option(_RULE, "From one look at the run to the next.", "TIME")] = "10s",
+    once: Annotated[
+        bool, _option(_RULE, "Publish the step that is due, if any, and end.", None, "--once")
+    ] = False,
+    format: Annotated[
+        Literal["hf", "peft", "safetensors"],
+        _option(_FOLDER, "hf: for transformers and vLLM; peft: adapters."),
+    ] = "hf",
+    max_shard_size: Annotated[
+        str | None, _option(_FOLDER, "safetensors, hf: files of at most this size: 5GB.", "SIZE")
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        _option(_FOLDER, "Cast floating-point weights to this dtype."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _option(_FOLDER, "hf, peft: take config.json and other text files from here.", "FOLDER"),
+    ] = None,
+    include: Annotated[
+        list[str] | None, _option(_FOLDER, "Names of tensors or modules; repeatable.", "PATTERN")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, _option(_FOLDER, "Names of tensors or modules; repeatable.", "PATTERN")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, _option(_FOLDER, "Write other names; repeatable.", "OLD=NEW")
+    ] = None,
+    at: Annotated[
+        str | None,
+        _option(_FOLDER, "Place of the weights; default: the one attached model.", "PLACE"),
+    ] = None,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Upper bound for array data in memory; default 256 MiB."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per folder.")] = False,
+) -> int:
+    """Watches a run, and publishes its steps as folders, each of which appears at once.
+
+    OUT/latest names the newest folder, for example step-1000. Runs until Ctrl-C or SIGTERM, on any
+    host that can read the run's directory. Only reads there: the training is never disturbed. After
+    a restart, or if it was killed, it goes on where it was.
+    """
+    from torchax_ckpt.cli.convert import Exported
+    from torchax_ckpt.cli.following import follow
+
+    form = Exported(
+        format=format,
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        config=config,
+        at=at,
+        include=include or (),
+        exclude=exclude or (),
+        rename=rename or (),
+        max_bytes=max_bytes,
+    )
+    asked = follow.Asked(run, out, every, best, keep, grace, poll, is_once=once, as_json=json)
+    return follow.follow(asked, form.form(format, "follow"))

@@ -1,0 +1,133 @@
+"""What a folder of a step's weights contains, and in which format."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from torchax_ckpt.formats.huggingface import model_folder
+from torchax_ckpt.formats.huggingface.model_folder import FolderFiles
+from torchax_ckpt.formats.safetensors_io import export_safetensors
+from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
+from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+
+Format = Literal["hf", "peft", "safetensors"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderForm:
+    """What is written of a step, and in which format.
+
+    Attributes:
+      format: "hf" for a folder that transformers and vLLM load; "peft" for a folder of adapters;
+        "safetensors" for the weights alone.
+      dtype: "bf16", "fp16" or "fp32", to which floating-point weights are cast; None for no cast.
+      config: a folder whose ``config.json`` and other text files replace those that the step
+        stores; None for none.
+      max_shard_bytes: the largest total size of the tensors in one file; None for one file.
+      at: the key path of the weights in the step; None for the one attached model.
+      include, exclude: patterns of the names to write, as for ``warm_start``.
+      rename: pattern of names in the step -> the names to write.
+      max_host_bytes: bound on array data in memory; None for the default.
+    """
+
+    format: Format = "hf"
+    dtype: Dtype | None = None
+    config: str | os.PathLike[str] | None = None
+    max_shard_bytes: int | None = None
+    at: str | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Mapping[str, str] | None = None
+    max_host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, found, choices in (
+            ("format", self.format, get_args(Format)),
+            ("dtype", self.dtype, (None, *_DTYPES)),
+        ):
+            if found not in choices:
+                expected = ", ".join(map(str, choices))
+                raise ValueError(f"{name}: expected one of {expected}, found {found!r:.80}")
+        if self.config is not None and self.format == "safetensors":
+            raise ValueError("config: needs the format hf or peft; omit it, or choose one of these")
+        if self.max_shard_bytes is not None and self.format == "peft":
+            raise ValueError("max_shard_bytes: PEFT has no files of several shards; omit it")
+        if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes: expected at least 1, found {self.max_shard_bytes}")
+        self._options()
+        self._selection()
+
+    def weights_of(self, stored: StoredStep) -> Weights:
+        """Returns the weights of a step, selected, renamed and cast.
+
+        Raises:
+          MismatchError: the step has no weights at ``at``.
+          SelectionError: a pattern matches nothing, or two tensors would get one name.
+          CorruptCheckpointError, UnsupportedLeafError: as for ``weights_at``.
+        """
+        weights = weights_at(stored, self.at)
+        selection = self._selection()
+        if selection is not None:
+            weights = selected(weights, selection)
+        return weights if self.dtype is None else cast(weights, _DTYPES[self.dtype])
+
+    def texts_of(self, stored: StoredStep) -> FolderFiles | None:
+        """Returns the text files that say what the model is; None for weights alone.
+
+        Raises:
+          CorruptCheckpointError: the step's text files are damaged.
+          DirectoryError: the folder ``config`` cannot be read.
+        """
+        if self.format == "safetensors":
+            return None
+        config = None if self.config is None else Path(self.config)
+        return model_folder.files_of(stored, self.at, config)
+
+    def write(
+        self,
+        stored: StoredStep,
+        weights: Weights,
+        texts: FolderFiles | None,
+        out: Path,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> tuple[list[Path], list[StoredLeaf]]:
+        """Writes weights and text files; returns the written files, and the leaves in them.
+
+        Args:
+          stored: the step.
+          weights: what ``weights_of`` returned for the step.
+          texts: what ``texts_of`` returned for the step.
+          out: a folder, created if necessary; for the format safetensors also the name of a file.
+          on_bytes: called with the number of bytes of each piece that was written.
+
+        Raises:
+          MismatchError: the format needs adapters or their configs, or allows no adapters.
+          UnsupportedLeafError, DirectoryError, CorruptCheckpointError: as for
+            ``export_safetensors``.
+        """
+        options, max_shard_bytes = self._options(), self.max_shard_bytes
+        if texts is None:
+            paths = export_safetensors(
+                stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
+            )
+            return paths, list(weights.leaves.values())
+        is_peft = self.format == "peft"
+        write = model_folder.export_adapters if is_peft else model_folder.export_model
+        return write(stored, weights, texts, out, options, max_shard_bytes, on_bytes)
+
+    def _options(self) -> CheckpointOptions:
+        return CheckpointOptions(max_host_bytes=self.max_host_bytes)
+
+    def _selection(self) -> Selection | None:
+        """Returns a new selection, since each can be used once; None if all weights are written."""
+        if not (self.include or self.exclude or self.rename):
+            return None
+        return Selection(self.include or None, self.exclude, self.rename)

@@ -1,0 +1,323 @@
+"""The folders that were published from a run, on disk.
+
+    OUT/step-1000/              a published folder, which never changes; step-1000-2 if another
+                                step 1000 was published before, on a branch that the run left
+    OUT/latest                  a text file with the name of the folder that was published last
+    OUT/.publishing/record.json the published folders, in order, and since when each is replaced
+    OUT/.publishing/lock        locked by the one program that publishes here
+    OUT/.publishing/writing-... a folder that is being written
+    OUT/.publishing/deleting-...  a folder that is being deleted
+
+A folder is written under ``.publishing``, synced to the disk, and renamed into OUT, where it
+therefore appears at once or not at all. Only then ``latest`` is replaced, by another rename. A
+folder is deleted in the reverse order: it is renamed out of OUT before its files are removed.
+
+A folder gets its entry in the record before its name, so that the record knows all folders. An
+entry without a folder belongs to a publication that was killed, or to a folder that somebody else
+removed, and is dropped. Folders without an entry are not ours, and are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from torchax_ckpt.errors import CheckpointError, DirectoryError, LeaseError
+from torchax_ckpt.storage.medium import fsync, permissions, seals
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+CONTROL = ".publishing"
+_RECORD, _LOCK = "record.json", "lock"
+_MAX_RECORD_BYTES = 1 << 26
+_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A published folder.
+
+    Attributes:
+      path: the folder.
+      step: completed optimizer steps of the published step.
+      commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970. It tells the
+        step from other steps of the same number.
+      metrics: the metrics that were saved with the step.
+      replaced_secs: since when the folder is no longer among those to keep, in seconds since 1970;
+        None if it is.
+    """
+
+    path: Path
+    step: int
+    commit_timestamp_nsecs: int
+    metrics: dict[str, Any]
+    replaced_secs: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the entry of the record."""
+        return {
+            "folder": self.path.name,
+            "step": self.step,
+            "commit_timestamp_nsecs": self.commit_timestamp_nsecs,
+            "metrics": self.metrics,
+            "replaced_secs": self.replaced_secs,
+        }
+
+    @classmethod
+    def from_json(cls, out: Path, entry: dict[str, Any]) -> Published:
+        """Returns the folder that an entry of the record describes.
+
+        Raises:
+          ValueError, KeyError: the entry is not one that ``to_json`` returned.
+        """
+        name, step, replaced = entry["folder"], entry["step"], entry["replaced_secs"]
+        committed, metrics = entry["commit_timestamp_nsecs"], entry["metrics"]
+        if not (isinstance(name, str) and name.startswith("step-") and Path(name).name == name):
+            raise ValueError(f"expected the name of a folder, found {name!r:.80}")
+        kinds = [type(step), type(committed), type(metrics)]
+        if kinds != [int, int, dict] or not isinstance(replaced, int | float | None):
+            raise ValueError(f"malformed entry of {name!r:.80}")
+        return cls(out / name, step, committed, metrics, replaced)
+
+
+class PublishedFolders:
+    """The folders in OUT. At a time one program publishes there; any number of programs may read.
+
+    Args:
+      out: the folder; created if necessary.
+      clock: returns the time in seconds since 1970.
+
+    Attributes:
+      published: the folders, in the order of their publication.
+    """
+
+    def __init__(self, out: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = out
+        self.published: Sequence[Published] = ()
+        self._control = out / CONTROL
+        self._clock = clock
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Locks OUT, reads the record, and removes what a killed program left; once only.
+
+        Raises:
+          LeaseError: another program publishes there.
+          DirectoryError: OUT has files of other programs but no record; or cannot be written; or
+            the record is damaged.
+        """
+        if self._lock is not None:
+            return
+        with self._translated("publish in"):
+            self._require_ours()
+            permissions.make_folder(epath.Path(self._control))
+            self._lock = self._locked()
+        try:
+            with self._translated("publish in"):
+                self._require_ours()
+                for path in self._control.iterdir():
+                    if path.name not in (_RECORD, _LOCK):
+                        _remove(path)
+                self.published = tuple(f for f in self._recorded() if f.path.is_dir())
+                self._point_to_newest()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unlocks OUT, so that another program may publish there."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextlib.contextmanager
+    def writing(
+        self, step: int, commit_timestamp_nsecs: int, metrics: dict[str, Any]
+    ) -> Iterator[Path]:
+        """Publishes the folder that the ``with`` block writes; removes it if the block raises.
+
+        The arguments are the attributes of the new ``Published``.
+
+        Yields:
+          Where to write the folder, which does not exist yet.
+
+        Raises:
+          DirectoryError: OUT cannot be written.
+        """
+        draft = self._unique(f"writing-step-{step}")
+        try:
+            yield draft
+            with self._translated("publish in"):
+                fsync.sync_tree(epath.Path(draft))
+                new = Published(self._new_path(step), step, commit_timestamp_nsecs, metrics)
+                self._record((*self.published, new))
+                draft.rename(new.path)
+                self.published = (*self.published, new)
+                # Before latest names the folder, its name must survive a loss of power.
+                self._sync_names()
+                self._point_to_newest()
+        finally:
+            _remove(draft)
+
+    def retire(self, keep: int, grace_secs: float) -> list[Published]:
+        """Deletes folders that were replaced ``grace_secs`` ago; returns them.
+
+        Args:
+          keep: the number of folders to keep, those published last.
+          grace_secs: how long a folder stays after it was replaced.
+
+        Raises:
+          DirectoryError: OUT cannot be written.
+        """
+        now = self._clock()
+        kept = self.published[-keep:]
+        known = [
+            dataclasses.replace(folder, replaced_secs=self._since(folder, now, folder in kept))
+            for folder in self.published
+        ]
+        doomed = [
+            folder
+            for folder in known
+            if folder.replaced_secs is not None and now - folder.replaced_secs >= grace_secs
+        ]
+        left = tuple(folder for folder in known if folder not in doomed)
+        with self._translated("delete folders from"):
+            self._point_to_newest()
+            for folder in doomed:
+                if folder.path.exists():
+                    deleting = self._unique(f"deleting-{folder.path.name}")
+                    folder.path.rename(deleting)
+                    # Else a loss of power could leave the folder's name with a part of its files.
+                    self._sync_names()
+                    _remove(deleting)
+            if left != self.published:
+                self._record(left)
+                self.published = left
+        return doomed
+
+    def _since(self, folder: Published, now: float, is_kept: bool) -> float | None:
+        if is_kept:
+            return None
+        # A clock that was set back must not let a folder live for years.
+        return now if folder.replaced_secs is None else min(now, folder.replaced_secs)
+
+    def _require_ours(self) -> None:
+        """Raises if OUT has entries but no record: ``latest``, for one, is a common name."""
+        if self.path.exists() and not (self._control / _RECORD).exists():
+            others = sorted({path.name for path in self.path.iterdir()} - {CONTROL})
+            if others:
+                raise DirectoryError(
+                    f"{self.path}: expected a new or empty folder, or one that was published to "
+                    f"before, found {others[0]!r:.80} and no {CONTROL}/{_RECORD}. Give another "
+                    "folder",
+                    path=self.path,
+                )
+
+    def _locked(self) -> int:
+        # The lock ends with the process, however it ends.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(self._control / _LOCK, flags, 0o664)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            found = os.pread(lock, 200, 0).decode(errors="replace")
+            os.close(lock)
+            if error.errno not in _LOCKED:
+                raise
+            raise LeaseError(
+                f"{self.path}: another program publishes here: {found or 'an unknown process'}. "
+                "End it, or give another folder",
+                path=self.path,
+            ) from None
+        return lock
+
+    def _recorded(self) -> list[Published]:
+        path = self._control / _RECORD
+        try:
+            with open(path, "rb") as file:
+                content = file.read(_MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            return []
+        try:
+            entries = seals.unseal(json.loads(content))["published"]
+            return [Published.from_json(self.path, entry) for entry in entries]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DirectoryError(
+                f"{path}: is damaged: {error!s:.200}. Publish to another folder",
+                path=path,
+            ) from error
+
+    def _record(self, published: Sequence[Published]) -> None:
+        content = seals.seal({"published": [folder.to_json() for folder in published]})
+        self._write(self._control / _RECORD, json.dumps(content).encode())
+
+    def _point_to_newest(self) -> None:
+        """Makes ``latest`` name the folder that was published last; removes it if there is none."""
+        path = self.path / LATEST
+        if not self.published:
+            path.unlink(missing_ok=True)
+            return
+        content = f"{self.published[-1].path.name}\n".encode()
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_bytes() == content:
+                return
+        self._write(path, content)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Replaces a small file: readers, and a loss of power, find the old content or the new."""
+        draft = self._control / f"{path.name}.draft"
+        draft.unlink(missing_ok=True)
+        permissions.write_file(draft, content)
+        fsync.swap_in(draft, path)
+
+    def _new_path(self, step: int) -> Path:
+        name = f"step-{step}"
+        names = itertools.chain((name,), (f"{name}-{count}" for count in itertools.count(2)))
+        taken = {folder.path.name for folder in self.published}
+        return next(p for n in names if n not in taken and not (p := self.path / n).exists())
+
+    def _unique(self, name: str) -> Path:
+        return self._control / f"{name}-{uuid.uuid4().hex[:8]}"
+
+    def _sync_names(self) -> None:
+        fsync.sync(self.path)
+        fsync.sync(self._control)
+
+    @contextlib.contextmanager
+    def _translated(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            text = f"cannot {action} {self.path}: {error}"
+            raise DirectoryError(text, path=self.path) from error
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or folder that nothing names any more; a failure is only logged."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
