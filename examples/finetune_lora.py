@@ -5,8 +5,8 @@
     python examples/finetune_lora.py --check-topology v5e:2x4    # compiles for TPUs, without TPUs
 
 Kill it (or let it kill itself: ``--crash-at 60``) and run the same command again. The run resumes
-from the newest checkpoint, and ends with the same bits as an uninterrupted run. Then it publishes
-the adapter: a folder for ``peft.PeftModel.from_pretrained``.
+from the newest checkpoint, and ends with the same bits as an uninterrupted run. A thread publishes
+the adapter while it is trained, and at the end: folders for ``peft.PeftModel.from_pretrained``.
 
 The base never changes. With ``reuse=True`` two saves write it, and all later ones link it. The
 jitted step donates the adapter and the optimizer's state, and does not return the base. Without
@@ -15,10 +15,10 @@ jitted step donates the adapter and the optimizer's state, and does not return t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, warm_start
 from torchax_ckpt.errors import PlanError
+from torchax_ckpt.integrations.huggingface import Publisher
 
 
 def main() -> None:
@@ -56,7 +57,12 @@ def main() -> None:
     torch.manual_seed(args.seed)  # torchax has a random key of its own:
     env.manual_seed(args.seed)
 
-    with TorchaxCheckpointer(args.directory, options=CheckpointOptions(reuse=True)) as ckpt:
+    published = Path(f"{args.directory}-adapters")
+    options = CheckpointOptions(reuse=True)
+    with (
+        TorchaxCheckpointer(args.directory, options=options) as ckpt,
+        contextlib.ExitStack() as publishing,
+    ):
         if ckpt.latest_step() is None and not args.check_topology:
             # At the first start, the folder supplies the base; later the checkpoint does.
             warm_start(base, folder, shardings=rule, cast=True)
@@ -83,6 +89,7 @@ def main() -> None:
             shardings=rule,
         )
         print(f"resumed: step {start}" if start else "started: no checkpoint")
+        publishing.enter_context(Publisher(ckpt, published, format="peft", every=100))
         params, frozen = hf_training.split(model)
         batches = hf_training.batches(loader, mesh)
         steps = range(start + 1, args.steps + 1)
@@ -108,11 +115,7 @@ def main() -> None:
         sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
     print(f"final state: {hf_training.digest([params, frozen, moments.state_dict()])}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")
-    out = Path(f"{ckpt.directory}-adapters", str(args.steps))
-    if not out.exists():
-        export = [sys.executable, "-m", "torchax_ckpt", "export", ckpt.directory, str(out)]
-        subprocess.run([*export, "--format", "peft"], check=True, stdout=subprocess.DEVNULL)
-    print(f"published: {out}")
+    print(f"published: {published / (published / 'latest').read_text().strip()}")
 
 
 if __name__ == "__main__":

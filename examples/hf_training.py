@@ -215,7 +215,9 @@ def check(name: str, model: torch.nn.Module, optimizer: Any, mesh: Mesh) -> None
     tokens = jax.ShapeDtypeStruct((BATCH, CONTEXT), np.int32, sharding=sharding)
     key = jax.ShapeDtypeStruct((2,), np.uint32, sharding=NamedSharding(mesh, PartitionSpec()))
     state = {"params": params, "frozen": frozen, "opt_state": opt_state}
-    print(step_on_topology(name, step, params, frozen, opt_state, (tokens, key), tokens, state=state))
+    print(
+        step_on_topology(name, step, params, frozen, opt_state, (tokens, key), tokens, state=state)
+    )
 
 
 def digest(state: Any) -> str:

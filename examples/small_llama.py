@@ -34,7 +34,7 @@ def blocks(tokenizer: Any, length: int) -> np.ndarray:
     """Returns the text as tokens, int32 [blocks, length]."""
     tokens: list[int] = []
     for ids in tokenizer(list(source_code()))["input_ids"]:
-        tokens += [*ids, tokenizer.eos_token_id or 0]
+        tokens += [*ids, tokenizer.eos_token_id]
     usable = len(tokens) // length * length
     return np.array(tokens[:usable], np.int32).reshape(-1, length)
 
@@ -51,9 +51,9 @@ def make(folder: Path) -> Path:
     )
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
