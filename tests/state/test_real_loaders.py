@@ -85,9 +85,10 @@ class GrainLoader(GrainDataset):
     def __init__(self) -> None:
         import grain
 
+        source: Any = range(SIZE)
         sampler = grain.samplers.IndexSampler(SIZE, shuffle=True, seed=3, num_epochs=None)
         loader: Any = grain.DataLoader(
-            data_source=range(SIZE),  # type: ignore[arg-type]
+            data_source=source,
             sampler=sampler,
             operations=[grain.transforms.Batch(BATCH)],
         )
