@@ -80,7 +80,8 @@ def main() -> None:
             hf_training.check(args.check_topology, model, optimizer, mesh)
             return
 
-        train_step, moments = hf_training.training_step(model, optimizer, rule)
+        train_step, *abstract = hf_training.training_step(model, optimizer, rule)
+        moments = hf_training.first_state(optimizer, *abstract)
         start = ckpt.attach(
             model,
             dataloader=loader,

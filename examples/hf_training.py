@@ -167,8 +167,8 @@ def abstract(tensors: Tensors, rule: Rule) -> Tensors:
     }
 
 
-def training_step(model: torch.nn.Module, optimizer: Any, rule: Rule) -> tuple[Any, OptaxState]:
-    """Returns a jitted step, and the optimizer's state at the first step.
+def training_step(model: torch.nn.Module, optimizer: Any, rule: Rule) -> tuple[Any, Any, Any]:
+    """Returns a jitted step, and the abstract parameters and optimizer state that it trains.
 
     The step maps (params, frozen, optimizer's state, (tokens, key), targets) to (loss, params,
     optimizer's state). It donates what it returns anew, and does not return what is frozen.
@@ -188,29 +188,33 @@ def training_step(model: torch.nn.Module, optimizer: Any, rule: Rule) -> tuple[A
         return functional.cross_entropy(logits, targets.reshape(-1))
 
     params = abstract(split(model)[0], rule)
-    of_params = {name: array.sharding for name, array in params.items()}
-    of_state = jax.tree.map(lambda a: rule("", a), jax.eval_shape(optimizer.init, params))
-    first = jax.jit(
-        lambda: optimizer.init({n: jnp.zeros(a.shape, a.dtype) for n, a in params.items()}),
-        out_shardings=of_state,
+    opt_state = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rule("", a)),
+        jax.eval_shape(optimizer.init, params),
     )
+    shardings = jax.tree.map(lambda a: a.sharding, (params, opt_state))
     step = interop.jax_jit(
         torchax.train.make_train_step(forward, loss_fn, optimizer),
         # Without out_shardings, the compiler could choose other shardings for the new state.
-        {"donate_argnums": (0, 2), "out_shardings": (None, of_params, of_state)},
+        {"donate_argnums": (0, 2), "out_shardings": (None, *shardings)},
     )
-    return step, OptaxState(interop.torch_view(first()))
+    return step, params, opt_state
+
+
+def first_state(optimizer: Any, params: Any, opt_state: Any) -> OptaxState:
+    """Returns the optimizer's state before the first step, with the shardings of ``opt_state``."""
+    init = jax.jit(
+        lambda: optimizer.init({n: jnp.zeros(a.shape, a.dtype) for n, a in params.items()}),
+        out_shardings=jax.tree.map(lambda a: a.sharding, opt_state),
+    )
+    return OptaxState(interop.torch_view(init()))
 
 
 def check(name: str, model: torch.nn.Module, optimizer: Any, mesh: Mesh) -> None:
     """Compiles the step for the chips of a TPU topology, and prints what they need."""
     rule = fsdp(mesh)
-    step, moments = training_step(model, optimizer, fsdp(Mesh(jax.devices()[:1], ("fsdp",))))
-    params, frozen = (abstract(tensors, rule) for tensors in split(model))
-    opt_state = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rule("", a)),
-        interop.jax_view(moments.state),
-    )
+    step, params, opt_state = training_step(model, optimizer, rule)
+    frozen = abstract(split(model)[1], rule)
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     tokens = jax.ShapeDtypeStruct((BATCH, CONTEXT), np.int32, sharding=sharding)
     key = jax.ShapeDtypeStruct((2,), np.uint32, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -60,7 +60,8 @@ def main() -> None:
         if ckpt.latest_step() is None:
             # At the first start, the folder supplies the weights; later the checkpoint does.
             warm_start(model, folder, shardings=rule)
-        train_step, moments = hf_training.training_step(model, optimizer, rule)
+        train_step, *abstract = hf_training.training_step(model, optimizer, rule)
+        moments = hf_training.first_state(optimizer, *abstract)
         start = ckpt.attach(
             model,
             dataloader=loader,

@@ -69,7 +69,11 @@ def make(folder: Path) -> Path:
         unfinished = Path(parent, "unfinished")
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():  # Otherwise another program has made it in the meantime.
+                raise
     return folder
 
 
