@@ -24,6 +24,7 @@ from torchax_ckpt import TorchaxCheckpointer
 EXAMPLES = ROOT / "examples"
 DIGITS, GPT = EXAMPLES / "train_digits.py", EXAMPLES / "train_gpt.py"
 LIGHTNING = EXAMPLES / "train_lightning.py"
+LORA, LLAMA = EXAMPLES / "finetune_lora.py", EXAMPLES / "pretrain_hf.py"
 ENDLESS = "1000000"
 
 
@@ -211,6 +212,36 @@ def test_lightning_killed_and_resumed_ends_on_the_same_bits(
     resumed = train(LIGHTNING, directory, "--epochs", 3, "--seed", 1)
     assert re.search(f"^resumed: step {saved} ", resumed.output, re.MULTILINE), resumed.output
     assert resumed.digest == uninterrupted
+
+
+@pytest.mark.slow
+def test_lora_killed_and_resumed_publishes_the_same_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where it makes its base
+    uninterrupted = train(LORA, tmp_path / "uninterrupted", "--steps", 12)
+    directory = tmp_path / "killed"
+    crash_at = rng.randrange(6, 12)
+    crash(LORA, directory, crash_at)
+    resumed = train(LORA, directory, "--steps", 12, "--seed", 1)
+    assert 0 < resumed.resumed <= crash_at
+    assert resumed.digest == uninterrupted.digest
+    folders = [tmp_path / f"{name}-adapters" / "step-12" for name in ("uninterrupted", "killed")]
+    ours, theirs = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
+    assert ours == theirs
+    assert ours.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.slow
+def test_a_llama_of_eight_devices_is_resumed_on_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "run"
+    on_8 = train(LLAMA, directory, "--steps", 6)
+    on_4 = train(LLAMA, directory, "--steps", 6, "--devices", 4)
+    assert on_4.resumed == 6
+    assert on_4.digest == on_8.digest
 
 
 @pytest.mark.slow

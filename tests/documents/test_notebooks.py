@@ -88,6 +88,6 @@ def test_what_a_notebook_says_of_the_machine_is_found() -> None:
     assert said_of_the_machine(notebook) == ["stderr", cell.id]
 
 
-def test_there_are_pictures_in_all_but_the_last() -> None:
+def test_there_are_pictures_in_the_first_three() -> None:
     drawn = [path.stem for path in execute.NOTEBOOKS if '"image/png"' in path.read_text()]
     assert drawn == ["1-resume", "2-reshard", "3-how-often"]

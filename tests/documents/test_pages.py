@@ -33,7 +33,7 @@ DIRECTIVES = {"{toctree}", "{eval-rst}"}
 # SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
 # these get a process of their own.
 SEPARATE = {"lightning", "preemption"}
-SLOW = {*SEPARATE, "command-line"}
+SLOW = {*SEPARATE, "command-line", "huggingface", "migration"}
 
 
 @pytest.mark.usefixtures("empty_folder")
