@@ -93,7 +93,6 @@ for number, hosts in enumerate(places):
     place = Place()
     place.value = "none"
     with opened(mine) as ckpt:
-        start = ckpt.attach(stateful={"place": place})
         wanted = {
             name: jax.ShapeDtypeStruct(
                 array.shape,
@@ -103,6 +102,7 @@ for number, hosts in enumerate(places):
             for name, array in expected.items()
         }
         try:
+            start = ckpt.attach(stateful={"place": place})
             found = ckpt.load(start, wanted)
         except Exception as error:
             report(hosts=hosts, error=type(error).__name__)
