@@ -71,7 +71,7 @@ class Simulated:
             _history(),
             policies.LatestN(1),
             CheckpointOptions(),
-            _Ignoring(),
+            _IGNORING,
             self._hosts if has_local_tier else self._calls,
             writers,
         )
@@ -119,7 +119,7 @@ class Simulated:
         path: Any = SimpleNamespace(exists=lambda: not is_lost, parent="a local tier")
         with self._calls.round("reading step 1"):
             step = CommittedStep(1, path, 1)
-            options, verified = CheckpointOptions(), _Ignoring()
+            options, verified = CheckpointOptions(), _IGNORING
             source = local_tier.HostSteps(step, options, self._hosts, "replica", verified)
             source.require_plausible(_READS)
             assert source.read(_READS).keys() == _READS.keys()
@@ -151,6 +151,9 @@ class _Ignoring:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: contextlib.nullcontext()
+
+
+_IGNORING: Any = _Ignoring()
 
 
 def _state(content: bytes) -> PerProcessState:

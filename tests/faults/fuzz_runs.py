@@ -28,6 +28,7 @@ from torchax_ckpt.restoring import host_shards, load, local_tier
 from torchax_ckpt.saving.unchanged.identities import Kept
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, SUMMARY, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -136,7 +137,8 @@ class RunReaders:
                 each.open()
                 each.go_on_from(3)
             assert all(s.step <= 3 for s in history.branches.committed)
-            local.abandonment.learn([durable.abandonment.told(durable.steps())])
+            told = durable.abandonment.told(durable.steps())
+            local.abandonment.learn(Abandonment.compared([told]))
 
     def _divided(self, raw: bytes) -> Iterator[bytes]:
         """The content of each summary; of a document that is no list, all are the raw bytes."""
@@ -168,7 +170,7 @@ class RunReaders:
 
         def opened(committed: CommittedStep) -> local_tier.HostSteps:
             processes = PerHostProcesses(SINGLE_PROCESS)
-            return local_tier.HostSteps(committed, options, 0, processes, "replica", Verified())
+            return local_tier.HostSteps(committed, options, processes, "replica", Verified())
 
         with replaced(Path(self._host.path) / MANIFEST / JSON, raw), _spanning():
             found = load.load_state(self._host, opened, abstract, options, SINGLE_PROCESS)

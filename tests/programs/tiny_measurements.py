@@ -42,11 +42,19 @@ for donate in (False, True):
         3,
         max_secs=100,
         compute_secs=0.01,
+        device_secs=0.01 if donate else None,
         donate=donate,
     )
     found[f"donate {donate}"] = [len(ran["intervals"]), len(ran["blocking"]) > 2, Watched.gone[1:]]
 stopped = measure.loop(
-    "tiny", "orbax_v1", root / "stopped", 3, max_secs=0, compute_secs=None, donate=True
+    "tiny",
+    "orbax_v1",
+    root / "stopped",
+    3,
+    max_secs=0,
+    compute_secs=None,
+    device_secs=None,
+    donate=True,
 )
 found["stopped"] = stopped["intervals"]
 found["modes"] = sorted(measure.modes("tiny", "-", root / "modes", 1))
