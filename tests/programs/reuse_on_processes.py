@@ -28,7 +28,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policie
 from torchax_ckpt.processes.messages import Messages
 from torchax_ckpt.storage.medium import links
 
-SPECS = {"sharded": P("data", "model"), "rows": P("model"), "columns": P(None, "data"), "all": P()}
+SPECS = {"all": P(), "columns": P(None, "data"), "rows": P("model"), "sharded": P("data", "model")}
 SHAPE = (512, 1024)  # 2 MiB
 
 
@@ -47,8 +47,8 @@ def values(step: int, changed: int | None = None) -> dict[str, Any]:
         base["rows"][-1, -1] = 2
     layers = {
         str(i): {
-            "w": np.random.default_rng(10 + i).random((256, 256), np.float32),
             "lora": np.full((16, 16), 1000 * i + step, np.float32),
+            "w": np.random.default_rng(10 + i).random((256, 256), np.float32),
         }
         for i in range(3)
     }
@@ -67,7 +67,7 @@ def state(mesh: Mesh, step: int, changed: int | None = None) -> dict[str, Any]:
     return {
         "base": {name: placed(host, SPECS[name]) for name, host in found["base"].items()},
         "layers": {
-            i: {"w": placed(layer["w"], P("data")), "lora": placed(layer["lora"], P())}
+            i: {"lora": placed(layer["lora"], P()), "w": placed(layer["w"], P("data"))}
             for i, layer in found["layers"].items()
         },
     }
@@ -85,10 +85,10 @@ def is_same(found: Any, expected: Any) -> bool:
     )
 
 
-def written(directory: pathlib.Path, step: int) -> int:
-    """The bytes in files of a step that no other folder has."""
-    files = (directory / str(step) / "state").rglob("d/*")
-    return sum(f.stat().st_size for f in files if f.stat().st_nlink == 1)
+def written(directory: pathlib.Path, step: int, began: float) -> int:
+    """The bytes in files of a step that were written since ``began``; a link changes no time."""
+    found = [path.stat() for path in (directory / str(step) / "state").rglob("d/*")]
+    return sum(file.st_size for file in found if file.st_mtime >= began)
 
 
 def counted() -> dict[str, int]:
@@ -134,9 +134,10 @@ def main() -> None:
         abstract = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), current
         )
+        ckpt.restore(restored, strict=False)  # the rest of the state is loaded
         report(is_restored=is_same(ckpt.load(restored, abstract), current))
     for step in range(first, last + 1):
-        before = counts["messages"]
+        before, began = counts["messages"], time.time() - 0.02  # the clock of files is coarse
         if step == last and settings.get("kill") == INDEX:
             links.link_folder = killed
         is_odd = settings.get("odd") == [INDEX, step]
@@ -149,8 +150,7 @@ def main() -> None:
             if "kill" in settings:
                 os._exit(3)  # JAX would wait for the dead one
         else:
-            is_there = INDEX == 0
-            new = written(directory, step) if is_there else None
+            new = written(directory, step, began) if INDEX == 0 else None
             report(step=step, new=new, messages=counts["messages"] - before)
         links.link_folder = link if is_odd else links.link_folder
     ckpt.close()
