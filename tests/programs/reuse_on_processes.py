@@ -100,7 +100,7 @@ def counted() -> dict[str, int]:
         counts["messages"] += 1
         send(self, *args)
 
-    Messages._set = counting  # type: ignore[method-assign]
+    Messages._set = counting  # type: ignore[method-assign,assignment]
     return counts
 
 
