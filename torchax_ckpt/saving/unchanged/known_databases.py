@@ -64,6 +64,13 @@ def contents_of(manifest: Manifest) -> Iterator[tuple[str, Content]]:
             yield name, Content(members_of(manifest.plan, name), shape, dtype, digests)
 
 
+def leaves_in(manifest: Manifest) -> frozenset[str]:
+    """Returns the leaves in the databases of unchanged arrays of a step."""
+    stored = (name for database in manifest.unchanged.values() for name in database.arrays)
+    plan = manifest.plan
+    return frozenset(leaf for name in stored for leaf in members_of(plan, name))
+
+
 def contents_of_arrays(
     plan: Plan, arrays: Mapping[str, AnyArray], digests: Mapping[str, Digests]
 ) -> dict[str, Content]:

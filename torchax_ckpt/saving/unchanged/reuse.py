@@ -13,9 +13,10 @@ are the same objects as before (``identities.py``).
 There are two copies of each database. Steps take them in turn, so two steps that follow each other
 share no files. This run takes over only what it wrote, or what it read and compared.
 
-In a run of several processes, process 0 knows the databases and decides. The other processes know
-which leaves are still, because all processes must make the same storage plan. So this changes only
-when a step is restored, and after a save has succeeded or failed on all processes.
+In a run of several processes, process 0 knows the databases and decides. All processes know which
+leaves are still, because all must make the same storage plan. So this changes only when a step is
+restored, and after a save has succeeded or failed on all processes; the planner learns of it before
+the next save to this tier.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Written:
 class Reuse:
     """Knows the databases of unchanged arrays of a run, and divides the arrays of each save.
 
-    The thread of a save calls all methods but ``expect``, ``adopt`` and ``kept``, which
+    The thread of a save calls all methods but ``plan_save``, ``adopt`` and ``kept``, which
     the training thread calls while no save is in flight.
 
     Args:
@@ -85,7 +86,7 @@ class Reuse:
         share one copy.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
-      on_still: called with the names of the still leaves whenever they may have changed.
+      on_still: called with the names of the still leaves before each save.
       processes: the processes of the run.
     """
 
@@ -118,14 +119,17 @@ class Reuse:
         self._may_search = searches
         self._verified: Key | None = None  # the step that was restored and compared
 
-    def expect(self, leaves: Callable[[], frozenset[str]]) -> None:
-        """Gives the leaves that will probably not change, unless the run knows already.
+    def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
+        """Tells the planner which leaves are still; called before each save to this tier.
 
-        A run knows once a step is durable or restored. If the guess is right, the first two saves
-        write the leaves as later saves need them; if it is wrong, these saves take longer.
+        Args:
+          expected: returns the leaves that will probably not change, for the saves before the run
+            knows. If the guess is right, the first two saves write the leaves as later saves need
+            them; if it is wrong, these saves take longer.
         """
         if not self._has_learned:
-            self._be_still(leaves())
+            self._be_still(expected())
+        self._on_still(self._still)
 
     def adopt(self, committed: CommittedStep, *, is_verified: bool) -> None:
         """Makes the next save look for what it can take over: the run continues from a step.
@@ -142,7 +146,7 @@ class Reuse:
         self._identities = {}
         self._verified = committed.key if is_verified else None
         self._may_search = self._has_learned = True
-        self._be_still(_leaves_in(manifest))
+        self._be_still(known_databases.leaves_in(manifest))
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -206,10 +210,10 @@ class Reuse:
           arrays: stored name -> array; arrays of numpy are never taken over.
           kept: what the method ``kept`` returned for the save.
         """
-        processes = self._processes
-        known = [stored.contents for stored, _ in self._offered] if processes.is_first else None
+        here = self._processes
+        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
         return comparison.answer(
-            offers, plan, arrays, kept.arrays, self._directory.path, processes, known
+            offers, plan, arrays, kept.arrays, self._directory.path, here, known
         ).to_bytes()
 
     def decide(
@@ -351,7 +355,6 @@ class Reuse:
         if leaves != self._still:
             logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
             self._still = leaves
-            self._on_still(leaves)
 
     def _take_turn(self) -> None:
         """Sets the copy for the next save, given the one that the newest step has."""
@@ -368,7 +371,7 @@ class Reuse:
                 logger.info("nothing is taken over from step %d: %s", committed.step, error)
                 continue
             self._know(committed.key, manifest)
-            found = found or _leaves_in(manifest)
+            found = found or known_databases.leaves_in(manifest)
         with contextlib.suppress(OSError, ValueError, CheckpointError):
             self._know(None, retained.read_manifest(self._directory.path))
         self._apart = self._apart or found
@@ -387,13 +390,6 @@ class Reuse:
                 copy |= dict.fromkeys(held, known)
             if key is not None:
                 self._copy_in[key] = database.copy
-
-
-def _leaves_in(manifest: Manifest) -> frozenset[str]:
-    """Returns the leaves in the databases of unchanged arrays of a step."""
-    stored = (name for database in manifest.unchanged.values() for name in database.arrays)
-    plan = manifest.plan
-    return frozenset(leaf for name in stored for leaf in known_databases.members_of(plan, name))
 
 
 def _folders(stored: KnownDatabase, step_name: str) -> list[str]:
