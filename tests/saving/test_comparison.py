@@ -49,7 +49,7 @@ def test_all_blocks_must_be_compared_and_equal() -> None:
 def test_the_shards_of_a_process_are_joined_and_cut_to_whole_blocks(
     rows: tuple[int, ...], columns: tuple[int, ...], expected: tuple[int, int] | None
 ) -> None:
-    parts = {
+    parts: dict[tuple[int, ...], np.ndarray] = {
         (r, c): HOST[r:s, c:d]
         for r, s in itertools.pairwise(rows)
         for c, d in itertools.pairwise(columns)
@@ -65,7 +65,7 @@ def test_the_shards_of_a_process_are_joined_and_cut_to_whole_blocks(
 
 
 def test_shards_that_form_no_box_are_not_compared() -> None:
-    parts = {(0, 0): HOST[:2, :3], (2, 3): HOST[2:4, 3:]}
+    parts: dict[tuple[int, ...], np.ndarray] = {(0, 0): HOST[:2, :3], (2, 3): HOST[2:4, 3:]}
     sharding = SingleDeviceSharding(jax.devices()[0])
     assert comparison._joined(HostArray(HOST.shape, HOST.dtype, sharding, parts), BLOCK) == {}
 

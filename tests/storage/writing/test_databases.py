@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ def stored(folder: Path, rows: Sequence[int]) -> epath.Path:
     metadata = {"shape": [4, 3], "chunks": [2, 3], "dtype": "<f4", "compressor": None}
     kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": "state.w/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
-    kind = {"create": True} if 0 in rows else {"open": True, "assume_metadata": True}
+    kind: dict[str, Any] = (
+        {"create": True} if 0 in rows else {"open": True, "assume_metadata": True}
+    )
     array = ts.open(spec, **kind).result()
     for row in rows:
         array[row : row + 2] = HOST[row : row + 2]
