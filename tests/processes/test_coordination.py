@@ -383,7 +383,9 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
             values["model/b"][0] = 7
         if index == 0:  # which stores host arrays
             values["rng/torch"] = np.full(1, 5, "<u8")
-        return {name: Digests(blocks[name], v.tobytes()) for name, v in values.items()}
+        # One array is in a database of unchanged arrays.
+        long = {"model/w": np.repeat(values["model/w"].astype(np.uint8), 16).tobytes()}
+        return {n: Digests(blocks[n], v.tobytes(), long.get(n)) for n, v in values.items()}
 
     def act(member: Processes) -> Any:
         mine = taken(member.index)
@@ -396,6 +398,8 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
         "model/b": [7],
         "rng/torch": [5],
     }
+    assert found["model/w"].long == np.repeat([10, 10, 11, 11, 12, 12], 16).astype("u1").tobytes()
+    assert found["model/b"].long is found["rng/torch"].long is None
 
     def differ(member: Processes) -> Any:
         mine = taken(member.index)

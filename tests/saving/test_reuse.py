@@ -8,9 +8,7 @@ import json
 import logging
 import os
 import shutil
-import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
-from support.compare import assert_trees_identical, bits, entries, training_state
+from support.compare import assert_trees_identical, entries, training_state
 from support.damage import edit_json, flip_bit
+from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.own_orbax import abstract
 from support.training import P, fsdp_mesh, fsdp_rule, place
 
@@ -63,74 +62,6 @@ def save_all(directory: Path, states: list[Any], start: int = 1, **settings: Any
     with TorchaxCheckpointer(directory, **{"options": REUSE, **settings}) as ckpt:
         for step, state in enumerate(states, start):
             ckpt.save(step, state=state, force=True)
-
-
-def files(directory: Path, step: int) -> set[int]:
-    """The files of arrays of a step, as numbers that are equal for links to one file."""
-    return {p.stat().st_ino for p in (directory / str(step) / "state").rglob("d/*")}
-
-
-def databases(directory: Path, step: int) -> list[str]:
-    found = (directory / str(step) / "state").glob("ocdbt.process_unchanged*")
-    return sorted(path.name for path in found)
-
-
-def by_orbax(directory: Path, step: int) -> list[dict[str, np.ndarray]]:
-    """All leaves of a step as Orbax alone reads them: by both APIs, with and without abstract."""
-    path = directory / str(step)
-    manifest = ocp.load_checkpointables(path, {"manifest": None})["manifest"]
-    metadata = ocp.metadata(path, checkpointable_name="state").metadata
-    whole = NamedSharding(fsdp_mesh(4), P())
-    wanted = jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-            if leaf.dtype != np.int64
-            else np.zeros(leaf.shape, leaf.dtype)
-        ),
-        metadata,
-    )
-    found = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sharding info not provided")
-        for tree in (
-            v0.PyTreeCheckpointer().restore(path / "state"),
-            ocp.load(path, checkpointable_name="state"),
-            ocp.load(path, wanted, checkpointable_name="state"),
-        ):
-            arrays = {
-                f"{component}/{name}" if name else component: np.asarray(leaf)
-                for component, leaves in tree.items()
-                for name, leaf in leaves.items()
-            }
-            for stack, members in manifest["stacks"].items():
-                arrays |= dict(zip(members, arrays.pop(stack), strict=True))
-            found.append(arrays)
-    return found
-
-
-def data_file(directory: Path, step: int) -> Path:
-    """The largest file of the first database of unchanged arrays."""
-    folder = directory / str(step) / "state" / databases(directory, step)[0]
-    return max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
-
-
-def assert_holds(directory: Path, step: int, state: Any) -> None:
-    """Asserts that this package and Orbax alone read the state from a step, bit for bit."""
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
-        assert_trees_identical(ckpt.load(step, abstract(state)), state)
-    expected = dict(_flat({"state": state}))
-    for arrays in by_orbax(directory, step):
-        assert {n: bits(arrays[n])[1:] for n in expected} == {
-            n: bits(leaf)[1:] for n, leaf in expected.items()
-        }
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: Path) -> None:

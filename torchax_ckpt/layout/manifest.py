@@ -5,12 +5,14 @@ A manifest has this form:
     {"format": "torchax_ckpt", "version": 1, "versions": {...}, "document": {component: node},
      "stacks": {stored name: [member names]}, "empty": [names],
      "digests": {stored name: {"block": [dims], "xxh3_64": base64}},
-     "unchanged": {database: {"copy": 0 or 1, "xxh3_128": {stored name: base64}}},
+     "unchanged": {database: {"copy": 0 or 1, "processes": [indices],
+                              "xxh3_128": {stored name: base64}}},
      "assets": seal}
 
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
 are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
-share, see ``layout/unchanged.py``; ``assets`` is the digest of the step's assets. A step without
+share, see ``layout/unchanged.py``; a database that one process wrote alone lacks ``processes``.
+``assets`` is the digest of the step's assets. A step without
 such databases or without assets lacks the key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.

@@ -4,6 +4,9 @@ The arrays that do not change from save to save are stored in databases of their
 beside the database of the other arrays. A later step can then take such a database whole: on a file
 system, its files are hard links to the files of the earlier step.
 
+In a run of several processes, each process writes its parts of the arrays to a folder of its own.
+The folders of all these processes together are the database. A later step takes all of them.
+
 Two copies of the unchanged arrays exist, numbered 0 and 1. They were written separately and share
 no files. Steps use them in turn, so two steps that follow each other share no files, and damage to
 one file never affects both.
@@ -20,8 +23,9 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
@@ -29,8 +33,10 @@ from torchax_ckpt.layout.digests import Digests
 
 # Orbax merges the databases of a step whose folders are named ``ocdbt.process_`` and an id of
 # letters and digits.
-_NAME = re.compile(r"unchanged(0|[1-9][0-9]{0,8})")
-_PREFIX = "ocdbt.process_"
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_NAME = re.compile(f"unchanged{_NUMBER}")
+_FOLDER = re.compile(rf"ocdbt\.process_unchanged{_NUMBER}(x{_NUMBER})?")
+_MAX_PROCESSES = 10**9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +46,13 @@ class Database:
     Attributes:
       copy: 0 or 1, see the module's docstring.
       arrays: the names of the stored arrays in the database.
+      processes: the processes that wrote a folder of the database each; None if a run of one
+        process wrote the database, which then is one folder.
     """
 
     copy: int
     arrays: tuple[str, ...]
+    processes: tuple[int, ...] | None = None
 
 
 def name_of(number: int) -> str:
@@ -51,14 +60,24 @@ def name_of(number: int) -> str:
     return f"unchanged{number}"
 
 
-def folder_of(name: str) -> str:
-    """Returns the name of the folder of a database, which lies in the step's item of arrays."""
-    return f"{_PREFIX}{name}"
+def folder_of(name: str, process: int | None = None) -> str:
+    """Returns the name of a folder of a database, which lies in the step's item of arrays.
+
+    Args:
+      name: the name of the database.
+      process: the process that writes the folder; None in a run of one process.
+    """
+    return f"ocdbt.process_{name}" + ("" if process is None else f"x{process}")
+
+
+def folders_of(name: str, processes: Sequence[int] | None) -> list[str]:
+    """Returns the names of all folders of a database; ``processes`` as in ``Database``."""
+    return [folder_of(name, process) for process in ([None] if processes is None else processes)]
 
 
 def is_folder(name: str) -> bool:
-    """Returns whether a folder of this name has a database of unchanged arrays."""
-    return name.startswith(_PREFIX) and _NAME.fullmatch(name.removeprefix(_PREFIX)) is not None
+    """Returns whether a folder of this name belongs to a database of unchanged arrays."""
+    return _FOLDER.fullmatch(name) is not None
 
 
 def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -> dict[str, Any]:
@@ -70,6 +89,7 @@ def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -
         known = {stored: digests[stored].long or b"" for stored in database.arrays}
         content[name] = {
             "copy": database.copy,
+            **({} if database.processes is None else {"processes": [*database.processes]}),
             "xxh3_128": {s: base64.b64encode(v).decode("ascii") for s, v in known.items()},
         }
     return {"unchanged": content}
@@ -94,16 +114,19 @@ def from_json(
         seen: set[str] = set()
         for name, entry in raw.items():
             known = {s: base64.b64decode(v, validate=True) for s, v in entry["xxh3_128"].items()}
+            processes = entry.get("processes")
             if (
                 not _NAME.fullmatch(name)
                 or type(entry["copy"]) is not int
                 or entry["copy"] not in (0, 1)
+                or not (processes is None or _are_processes(processes))
                 or not seen.isdisjoint(known)
                 or any(2 * len(digests[s].values) != len(long) for s, long in known.items())
             ):
                 raise ValueError(name)
             seen.update(known)
-            databases[name] = Database(entry["copy"], tuple(known))
+            writers = None if processes is None else tuple(processes)
+            databases[name] = Database(entry["copy"], tuple(known), writers)
             for stored, long in known.items():
                 complete[stored] = dataclasses.replace(digests[stored], long=long)
     except (AttributeError, TypeError, KeyError, ValueError, binascii.Error) as error:
@@ -114,3 +137,13 @@ def from_json(
             path=path,
         ) from error
     return databases, complete
+
+
+def _are_processes(raw: Any) -> bool:
+    """Returns whether a value from JSON is a list of the indices of processes, in order."""
+    return (
+        isinstance(raw, list)
+        and bool(raw)
+        and all(type(index) is int and 0 <= index < _MAX_PROCESSES for index in raw)
+        and all(before < after for before, after in itertools.pairwise(raw))
+    )

@@ -145,6 +145,8 @@ class SaveCalls:
             for tier in due:
                 tier.saver.wait()
             parts = attached or self._unattached
+            if self._durable.reuse is not None and any(tier is self._durable for tier in due):
+                self._durable.reuse.plan_save(parts.frozen)
             capture = self._capture(step, parts, state, fetch_metrics, began)
         except BaseException as error:
             if not self._is_alone:
@@ -194,8 +196,6 @@ class SaveCalls:
         began: float,
     ) -> Capture:
         """Captures the current value of each leaf, and a description of each component."""
-        if self._durable.reuse is not None:
-            self._durable.reuse.expect(attached.frozen)
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]

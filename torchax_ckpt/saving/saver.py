@@ -195,6 +195,7 @@ class Saver:
             save.thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             self._saves.refuse(_round_of(capture.step), error)
+            self._writer.failed()
             self._in_flight = None
             self._history.end(None)
             self._telemetry.saving(capture.step, capture.began)
@@ -291,6 +292,7 @@ class Saver:
         try:
             with self._saves.round(_round_of(capture.step), call):
                 durable, summary = self._writer.write(capture, save, self._recover)
+            self._writer.landed(durable)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
             self._fail(capture.step, save.age_secs, capture.explained(error))
@@ -358,6 +360,7 @@ class Saver:
 
     def _fail(self, step: int, age_secs: float, error: BaseException) -> None:
         path = self._directory.path
+        self._writer.failed()
         if isinstance(error, DonatedBufferError):
             self._on_donated()
         is_lease_lost = isinstance(error, LeaseError)

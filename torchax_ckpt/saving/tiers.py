@@ -126,14 +126,15 @@ class Tiers:
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
         reuse = None
-        can_link = calls.count == 1 and not location.is_bucket(directory.path)
-        if self._options.reuse and name == "durable" and can_link:
+        can_link = name == "durable" and not location.is_bucket(directory.path)
+        if self._options.reuse and can_link:
             reuse = Reuse(
                 directory,
                 self._options.reuse != "one-copy",
                 self._options.verify != "never",
                 lambda: history.branches.committed,
                 self._on_still,
+                saves,
             )
         saver = Saver(
             directory,

@@ -25,8 +25,10 @@ from torchax_ckpt.processes.keepers import Keepers
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.saving.unchanged.comparison import Offer
+from torchax_ckpt.saving.unchanged.division import Division, divided
 from torchax_ckpt.saving.unchanged.identities import Kept
-from torchax_ckpt.saving.unchanged.reuse import Division, Reuse
+from torchax_ckpt.saving.unchanged.reuse import Reuse, Written
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
@@ -127,6 +129,9 @@ class Writer:
         self._versions = installed_versions()
         self._compression = Compression(options.compression)
         self._reuse = reuse
+        # Of the newest save: what process 0 knows, and which leaves are still.
+        self._written: Written | None = None
+        self._still: Sequence[str] | None = None
 
     def write(
         self, capture: Capture, progress: Progress, recover: Callable[[], None]
@@ -138,31 +143,27 @@ class Writer:
           progress: receives the stages.
           recover: cleans up the directory; called on process 0.
         """
-        try:
-            return self._write(capture, progress, recover)
-        except BaseException:
-            if self._reuse:
-                self._reuse.failed()
-            raise
-
-    def _write(
-        self, capture: Capture, progress: Progress, recover: Callable[[], None]
-    ) -> tuple[CommittedStep, dict[str, Any]]:
-        directory, processes = self._directory, self._processes
+        directory, processes, reuse = self._directory, self._processes, self._reuse
         progress.enter("cleaning up the directory")
-        name, existing, seal = processes.first(lambda: self._prepare(capture, recover))
+        name, existing, seal, offers = processes.first(lambda: self._prepare(capture, recover))
         self._history.refresh(committed_step.named(existing, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
-        document, plan, stored = self._stored(capture)
-        division = Division()
-        if self._reuse:
-            progress.enter("comparing the arrays with earlier steps")
-            division = self._reuse.divide(plan, stored, capture.kept)
-            gone = capture.kept.arrays.keys() - division.linked.keys()
+        document, plan, stored, answers = self._stored(capture, offers, progress)
+        division, digests_of_linked = Division(), dict[str, Digests]()
+        if reuse:
+
+            def decide() -> Any:
+                decision = reuse.decide(plan, stored, capture.kept, answers)
+                digests_of_linked.update(decision.digests)
+                return decision.to_json()
+
+            decided = processes.first(decide)
+            division = divided(decided, stored, directory.path, processes)
+            gone = capture.kept.arrays.keys() - division.linked
             stored = {**stored, **capture.kept.stored(gone)}
         digests: Mapping[str, Digests] = {}
 
@@ -175,7 +176,8 @@ class Writer:
 
         def manifest(taken: Mapping[str, Digests]) -> dict[str, Any]:
             nonlocal digests
-            digests = block_digests.gathered({**taken, **division.linked}, stored, processes)
+            arrays = {n: array for n, array in stored.items() if n not in division.linked}
+            digests = {**block_digests.gathered(taken, arrays, processes), **digests_of_linked}
             progress.enter("writing and committing")
             if not processes.is_first:
                 return {}
@@ -206,6 +208,9 @@ class Writer:
             processes=processes,
         )
         self._compression.end(len(stored))
+        self._written = None
+        if reuse and processes.is_first:
+            self._written = reuse.written(division, plan, stored, digests, capture.kept)
         if self._hosts is None:
             durable = self._commit(capture.step, name)
         else:
@@ -213,9 +218,17 @@ class Writer:
         if self._options.read_back:
             progress.enter("reading it back")
             self._read_back(durable)
-        if self._reuse:
-            self._reuse.landed(durable, division, plan, stored, digests, capture.kept)
         return durable, summary
+
+    def landed(self, durable: CommittedStep) -> None:
+        """Records that the newest save succeeded on all processes."""
+        if self._reuse:
+            self._reuse.landed(durable, self._still, self._written)
+
+    def failed(self) -> None:
+        """Records that a save failed on all processes, at any time since it was announced."""
+        if self._reuse:
+            self._reuse.failed()
 
     def retain(self, doomed: Sequence[CommittedStep]) -> None:
         """Keeps what later saves take over from steps that are about to be deleted."""
@@ -227,19 +240,25 @@ class Writer:
 
     def _prepare(
         self, capture: Capture, recover: Callable[[], None]
-    ) -> tuple[str, list[Any], str | None]:
+    ) -> tuple[str, list[Any], str | None, list[Any]]:
         """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
 
         The steps of the run include abandoned steps whose folders are not yet renamed or deleted.
-        The last result is the digest of the new step's assets, or None.
+        The other results are the digest of the new step's assets, or None, and as JSON the
+        databases that the save could take over.
         """
         recover()
         known = committed_step.described(self._history.branches.in_place)
         seal = capture.assets.seal if capture.assets else None
-        return self._directory.path_for(capture.step).name, known, seal
+        offers = [dataclasses.astuple(o) for o in self._reuse.offers()] if self._reuse else []
+        return self._directory.path_for(capture.step).name, known, seal, offers
 
-    def _stored(self, capture: Capture) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored]]:
+    def _stored(
+        self, capture: Capture, offers: Sequence[Any], progress: Progress
+    ) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored], list[bytes]]:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.
+
+        The last result is, on process 0, what each process answers to the offers.
 
         In a run of several processes, Orbax does not accept an array all of whose devices belong to
         one process. Process 0 therefore copies each such array that it has to the host, and writes
@@ -251,7 +270,12 @@ class Writer:
         plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
         arrays = {**arrays, **capture.kept.arrays}
         if capture.per_process is None:
-            return capture.document, plan, arrays
+            return (
+                capture.document,
+                plan,
+                arrays,
+                [self._answer(capture, offers, plan, arrays, progress)],
+            )
         is_per_host = self._processes.is_per_host
         document = capture.document
         if is_per_host:
@@ -265,16 +289,35 @@ class Writer:
         mine = capture.per_process
         mine = dataclasses.replace(mine, nodes={name: document[name] for name in mine.nodes})
         states = mine.to_bytes()
+        answers: list[bytes] = []
         if self._hosts is not None:
             kept = self._keepers.exchange(self._hosts, states, host_shards.parts(document))
             nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, states, kept)
         else:
-            gathered = self._processes.gather(states)
+            answer = self._answer(capture, offers, plan, stored, progress)
+            # One message, because each one of all processes takes as long as the slowest of them.
+            gathered = self._processes.gather(len(answer).to_bytes(8) + answer + states)
             if not self._processes.is_first:
-                return document, plan, stored
-            nodes, leaves = joined(gathered)
+                return document, plan, stored, []
+            starts = [8 + int.from_bytes(sent[:8]) for sent in gathered]
+            answers = [sent[8:start] for sent, start in zip(gathered, starts, strict=True)]
+            nodes, leaves = joined([g[start:] for g, start in zip(gathered, starts, strict=True)])
         plan, more = beside(plan, leaves, self._options.layout)
-        return {**document, **nodes}, plan, {**stored, **more}
+        return {**document, **nodes}, plan, {**stored, **more}, answers
+
+    def _answer(
+        self,
+        capture: Capture,
+        offers: Sequence[Any],
+        plan: Plan,
+        arrays: Mapping[str, Stored],
+        progress: Progress,
+    ) -> bytes:
+        """Returns what this process answers to the databases that the save could take over."""
+        if self._reuse is None:
+            return b""
+        progress.enter("comparing the arrays with earlier steps")
+        return self._reuse.answer([Offer(*o) for o in offers], plan, arrays, capture.kept)
 
     def _any_process(self, flag: bool) -> bool:
         """Returns True on all processes if ``flag`` is set on at least one process."""
@@ -285,11 +328,12 @@ class Writer:
 
     def _commit(self, step: int, name: str) -> CommittedStep:
         def commit() -> list[Any]:
-            return committed_step.described(
-                [self._directory.commit(step, self._directory.path / name)]
-            )
+            committed = self._directory.commit(step, self._directory.path / name)
+            still = self._written.still if self._written else None
+            return [committed_step.described([committed]), still]
 
-        (durable,) = committed_step.named(self._processes.first(commit), self._directory.path)
+        described, self._still = self._processes.first(commit)
+        (durable,) = committed_step.named(described, self._directory.path)
         self._history.landed(durable)
         return durable
 

@@ -50,6 +50,7 @@ class Planner:
         names: Sequence[str],
         arrays: Sequence[AnyArray],
         taken: frozenset[str] = frozenset(),
+        still: frozenset[str] | None = None,
     ) -> Planned:
         """Returns the leaves with their storage plan.
 
@@ -58,11 +59,13 @@ class Planner:
           arrays: the arrays of the leaves; abstract arrays with shardings may stand for arrays on
             devices.
           taken: names that no stack may have.
+          still: replaces the attribute ``still``, which may have changed since a snapshot.
         """
         signatures = [
             (a.shape, a.dtype, None if isinstance(a, np.ndarray) else a.sharding) for a in arrays
         ]
-        known, may_stack, still = self._known, self._may_stack, self.still
+        known, may_stack = self._known, self._may_stack
+        still = self.still if still is None else still
         if (signatures, names, may_stack, still, taken) != (
             known.signatures,
             known.names,
@@ -108,6 +111,11 @@ class Planned:
     _sizes: dict[bool, Mapping[jax.Device, int] | None] = dataclasses.field(default_factory=dict)
     _divisions: dict[frozenset[str], Needed | None] = dataclasses.field(default_factory=dict)
     _totals: dict[str, Mapping[jax.Device, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bounds(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The arguments ``taken`` and ``still`` with which a planner makes this plan again."""
+        return self.taken, self.still
 
     def bytes_on_devices(
         self, arrays: Sequence[AnyArray], *, copy: bool

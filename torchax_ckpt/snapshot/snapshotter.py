@@ -74,7 +74,7 @@ class Snapshot:
     _arrays: Sequence[Array]
     _planner: Planner
     _memory: DeviceMemory
-    _taken: frozenset[str]
+    _bounds: tuple[frozenset[str], frozenset[str]]
     _planned: Planned | None = None
     _copies: Mapping[str, Array] | None = None
     _offloaded: Offloaded | None = None
@@ -93,7 +93,7 @@ class Snapshot:
           SaveError: some processes have stacks already, and others have no memory for stacks. From
             the next snapshot on, no process makes stacks.
         """
-        planned = self._planned or self._planner(self.names, self._arrays, self._taken)
+        planned = self._planned or self._planner(self.names, self._arrays, *self._bounds)
         plan, flat = planned.plan, planned.flat
         ready = self._stacked(planned) if self._copies is None else self._copies
         if not agree(ready is None or plan == flat):
@@ -189,13 +189,13 @@ class Snapshotter:
           OutOfMemoryError: the mode is "copy" or "offload", and there is no memory for that.
           SaveError: the mode is "offload", and the devices have no pinned memory.
         """
-        unavailable = frozenset(taken)
+        bounds = frozenset(taken), self._planner.still
         is_referenced, why = self._is_referenced(names, arrays)
         if is_referenced:
             way: Way = "transfer" if self._mode == "transfer" else "reference"
             self._log_once(way, why)
-            return Snapshot(way, names, arrays, self._planner, self._memory, unavailable)
-        planned = self._planner(names, arrays, unavailable)
+            return Snapshot(way, names, arrays, self._planner, self._memory, bounds)
+        planned = self._planner(names, arrays, *bounds)
         if self._mode != "offload":
             if (snapshot := self._copied(planned, arrays)) is not None:
                 self._log_once("copy", why)
@@ -211,7 +211,7 @@ class Snapshotter:
         if self._mode != "auto":
             raise self._out_of_memory(planned, arrays, exhausted) from exhausted
         self._log_once("transfer", why)
-        return Snapshot("transfer", names, arrays, self._planner, self._memory, unavailable)
+        return Snapshot("transfer", names, arrays, self._planner, self._memory, bounds)
 
     def chosen(
         self, names: Sequence[str], arrays: Sequence[AnyArray]
@@ -272,7 +272,7 @@ class Snapshotter:
             return None
         self._memory.took(copies.values())
         return Snapshot(
-            "copy", planned.names, (), self._planner, self._memory, planned.taken, planned, copies
+            "copy", planned.names, (), self._planner, self._memory, planned.bounds, planned, copies
         )
 
     def _offloaded(self, planned: Planned, arrays: Sequence[Array]) -> Snapshot | None:
@@ -299,7 +299,7 @@ class Snapshotter:
             (),
             self._planner,
             self._memory,
-            planned.taken,
+            planned.bounds,
             planned,
             copies,
             offloaded,

@@ -12,15 +12,20 @@ are the same objects as before (``identities.py``).
 
 There are two copies of each database. Steps take them in turn, so two steps that follow each other
 share no files. This run takes over only what it wrote, or what it read and compared.
+
+In a run of several processes, process 0 knows the databases and decides. All processes know which
+leaves are still, because all must make the same storage plan. So this changes only when a step is
+restored, and after a save has succeeded or failed on all processes; the planner learns of it before
+the next save to this tier.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -31,49 +36,49 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.layout.unchanged import Database
-from torchax_ckpt.saving.unchanged import identities, known_databases
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
+from torchax_ckpt.saving.unchanged import comparison, identities, known_databases, still_leaves
+from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
+from torchax_ckpt.saving.unchanged.division import Decision, Division
 from torchax_ckpt.saving.unchanged.identities import Identity, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import databases, host_batches, retained
+from torchax_ckpt.storage.writing import host_batches, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
 
-# With fewer bytes of still leaves, more databases would cost more time than they save.
-_MIN_STILL_BYTES = 1 << 20
-# Smaller leaves may change now and then without being worth a rewrite of their database.
-_MIN_LEAF_BYTES = 1 << 10
 # How many steps a run searches for the other copy when it starts. Two steps that follow each other
 # have different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """Which arrays of a save are stored in databases of unchanged arrays.
+class Written:
+    """What process 0 knows about the step of a save, once the step is durable.
 
     Attributes:
-      databases: the databases of the new step: name -> database.
-      places: stored name -> where the array is stored, for the arrays in these databases.
-      linked: stored name -> digests, for the arrays whose database the save takes over.
+      databases: the databases of unchanged arrays: name -> database.
+      contents: stored name -> content, for all device arrays.
+      identities: stored name -> the leaves in the array, if their identity proves their values.
+      still: the leaves that count as still from now on; None if these do not change.
     """
 
-    databases: Mapping[str, Database] = dataclasses.field(default_factory=dict)
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
-    linked: Mapping[str, Digests] = dataclasses.field(default_factory=dict)
+    databases: Mapping[str, Database]
+    contents: Mapping[str, Content]
+    identities: Mapping[str, Identity]
+    still: Sequence[str] | None
 
 
 class Reuse:
     """Knows the databases of unchanged arrays of a run, and divides the arrays of each save.
 
-    The thread of a save calls all methods but ``adopt``, which the training thread calls while no
-    save is in flight.
+    The thread of a save calls all methods but ``plan_save``, ``adopt`` and ``kept``, which
+    the training thread calls while no save is in flight.
 
     Args:
       directory: the directory of the run.
@@ -81,7 +86,8 @@ class Reuse:
         share one copy.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
-      on_still: called with the names of the still leaves whenever they may have changed.
+      on_still: called with the names of the still leaves before each save.
+      processes: the processes of the run.
     """
 
     def __init__(
@@ -91,13 +97,19 @@ class Reuse:
         searches: bool,
         steps: Callable[[], Sequence[CommittedStep]],
         on_still: Callable[[frozenset[str]], None],
+        processes: Processes = SINGLE_PROCESS,
     ) -> None:
         self._directory = directory
         self._alternates = alternates
         self._searches = searches
         self._steps = steps
         self._on_still = on_still
+        self._processes = processes
+        # What the storage plan of the next save keeps apart, and what process 0 keeps apart.
         self._still: frozenset[str] = frozenset()
+        self._apart: frozenset[str] = frozenset()
+        self._has_learned = False
+        self._offered: list[tuple[KnownDatabase, epath.Path]] = []
         self._last: Mapping[str, Content] = {}
         # For each of the two copies: stored name -> database that holds the array.
         self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
@@ -107,14 +119,17 @@ class Reuse:
         self._may_search = searches
         self._verified: Key | None = None  # the step that was restored and compared
 
-    def expect(self, leaves: Callable[[], frozenset[str]]) -> None:
-        """Gives the leaves that will probably not change, unless the run knows already.
+    def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
+        """Tells the planner which leaves are still; called before each save to this tier.
 
-        A run knows once a step is durable or restored. If the guess is right, the first two saves
-        write the leaves as later saves need them; if it is wrong, these saves take longer.
+        Args:
+          expected: returns the leaves that will probably not change, for the saves before the run
+            knows. If the guess is right, the first two saves write the leaves as later saves need
+            them; if it is wrong, these saves take longer.
         """
-        if not self._last:
-            self._be_still(leaves())
+        if not self._has_learned:
+            self._be_still(expected())
+        self._on_still(self._still)
 
     def adopt(self, committed: CommittedStep, *, is_verified: bool) -> None:
         """Makes the next save look for what it can take over: the run continues from a step.
@@ -130,17 +145,19 @@ class Reuse:
         self._copies = ({}, {})
         self._identities = {}
         self._verified = committed.key if is_verified else None
-        self._may_search = True
-        self._be_still(_leaves_in(manifest))
+        self._may_search = self._has_learned = True
+        self._be_still(known_databases.leaves_in(manifest))
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
 
-        The training thread calls this method while no save is in flight.
+        In a run of several processes, there are none: each process compares all of its values.
 
         Args:
           names, arrays: the leaves of the state.
         """
+        if self._processes.count > 1:
+            return Kept()
         self._take_turn()
         still = self._still
         leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
@@ -161,122 +178,155 @@ class Reuse:
             identities.references(leaves),
         )
 
-    def divide(self, plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept) -> Division:
-        """Returns which arrays a save stores in databases of unchanged arrays.
+    def offers(self) -> list[Offer]:
+        """Returns the databases that the next save could take over; called on process 0 only."""
+        if self._may_search:
+            self._may_search = False
+            self._search()
+        self._take_turn()
+        paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
+        paths[None] = retained.path_of(self._directory.path)
+        stored = known_databases.distinct(self._copies[self._turn].values())
+        self._offered = [(s, paths[s.step]) for s in stored if s.step in paths]
+        return [
+            Offer(
+                [(n, c.shape, c.dtype, c.digests.block) for n, c in stored.contents.items()],
+                [] if stored.is_verified else _folders(stored, path.name),
+            )
+            for stored, path in self._offered
+        ]
+
+    def answer(
+        self, offers: Sequence[Offer], plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept
+    ) -> bytes:
+        """Compares the arrays of a save with the offers; returns a message for process 0.
 
         Fetches the arrays of the databases that the save could take over, and computes their
         digests.
 
         Args:
+          offers: the result of ``offers`` on process 0.
           plan: the storage plan.
           arrays: stored name -> array; arrays of numpy are never taken over.
           kept: what the method ``kept`` returned for the save.
         """
-        if self._may_search:
-            self._may_search = False
-            self._search()
-        self._take_turn()
+        here = self._processes
+        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
+        return comparison.answer(
+            offers, plan, arrays, kept.arrays, self._directory.path, here, known
+        ).to_bytes()
+
+    def decide(
+        self, plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept, answers: Sequence[bytes]
+    ) -> Decision:
+        """Decides which databases the new step has; called on process 0 only.
+
+        Args:
+          plan, arrays, kept: as for ``answer``.
+          answers: the answers of all processes.
+
+        Raises:
+          ProcessError: the processes have different storage plans.
+        """
+        found = [*map(Answer.of_bytes, answers)]
+        comparison.require_same_stacks(found)
+        decision = Decision(self._turn)
+        for number, (stored, path) in enumerate(self._offered):
+            live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
+            is_same = {
+                name
+                for name, content in stored.contents.items()
+                if content.members == known_databases.members_of(plan, name)
+                and kept.contents.get(name, content) == content
+            }
+            compared = {n: c for n, c in stored.contents.items() if n not in kept.contents}
+            if is_same != stored.contents.keys() or not comparison.are_equal(compared, live):
+                continue
+            if not stored.is_verified and not comparison.are_equal(stored.contents, read):
+                text = "%s is damaged: the unchanged arrays are written again"
+                logger.warning(text, self._directory.path / _folders(stored, path.name)[0])
+                continue
+            decision.take_over(stored, path.name)
         still = {
             name: array
             for name, array in arrays.items()
             if not isinstance(array, np.ndarray)
-            and self._still.issuperset(known_databases.members_of(plan, name))
+            and name not in decision.digests
+            and self._apart.issuperset(known_databases.members_of(plan, name))
         }
-        paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
-        paths[None] = retained.path_of(self._directory.path)
-        copy = self._copies[self._turn]
-        parts: dict[str, Database] = {}
-        places: dict[str, Place] = {}
-        linked: dict[str, Digests] = {}
+        for names in known_databases.packed(still, self._processes.count):
+            decision.write(names, still, self._processes.count)
+        return decision
 
-        for stored in known_databases.distinct(copy[name] for name in still if name in copy):
-            if (path := paths.get(stored.step)) is None:
-                continue
-            source = path / STATE / unchanged.folder_of(stored.name)
-            is_equal = all(
-                kept.contents[name] == content
-                if name in kept.contents
-                else known_databases.is_equal(content, plan, name, still.get(name))
-                for name, content in stored.contents.items()
-            )
-            gc.collect(0)  # JAX frees memory that numpy has viewed only then
-            if is_equal and (stored.is_verified or known_databases.is_sound(stored, source)):
-                name = unchanged.name_of(len(parts))
-                parts[name] = Database(self._turn, tuple(stored.contents))
-                places |= dict.fromkeys(stored.contents, databases.Linked(name, source))
-                linked |= {n: content.digests for n, content in stored.contents.items()}
-        for part in known_databases.packed({n: a for n, a in still.items() if n not in linked}):
-            name = unchanged.name_of(len(parts))
-            parts[name] = Database(self._turn, part)
-            places |= dict.fromkeys(part, databases.Fresh(name, len(part)))
-        return Division(parts, places, linked)
-
-    def landed(
+    def written(
         self,
-        committed: CommittedStep,
         division: Division,
         plan: Plan,
-        arrays: Mapping[str, AnyArray],
+        arrays: Mapping[str, Any],
         digests: Mapping[str, Digests],
         kept: Kept,
-    ) -> None:
-        """Records that a save is durable.
+    ) -> Written:
+        """Returns what is to be known once the new step is durable; called on process 0 only.
 
         Args:
-          committed: the step.
-          division: what ``divide`` returned for the save.
+          division: the arrays that the save took over or stored apart.
           plan: the storage plan of the save.
           arrays: stored name -> array.
           digests: stored name -> digests, of all arrays.
           kept: what the method ``kept`` returned for the save.
         """
-        on_device = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
-        contents = {
-            name: Content(
-                known_databases.members_of(plan, name),
-                tuple(array.shape),
-                array.dtype.name,
-                digests[name],
-            )
-            for name, array in on_device.items()
-        }
-        copy = self._copies[self._turn]
-        copy.clear()
-        for name, database in division.databases.items():
-            held = {stored: contents[stored] for stored in database.arrays}
-            copy |= dict.fromkeys(held, KnownDatabase(committed.key, name, held, is_verified=True))
-        if division.databases:
-            self._copy_in[committed.key] = self._turn
-        present = {s.key for s in self._steps()} | {committed.key}
-        self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
+        contents = known_databases.contents_of_arrays(plan, arrays, digests)
         same = {n: self._identities[n] for n in kept.arrays if n in division.linked}
-        self._identities = same | {
+        new = {
             name: Identity(
                 contents[name],
                 tuple(kept.references[leaf] for leaf in contents[name].members),
-                host_batches.to_announce(on_device[name]),
+                host_batches.to_announce(arrays[name]),
             )
             for name in division.places
             if all(leaf in kept.references for leaf in contents[name].members)
         }
-        found = [leaf for name, now in contents.items() for leaf in self._still_in(name, now)]
-        self._last = contents
-        sizes = {
-            leaf: array.size * array.dtype.itemsize // len(members)
-            for name, array in arrays.items()
-            for members in (known_databases.members_of(plan, name),)
-            for leaf in members
-        }
-        still = frozenset(leaf for leaf in found if sizes[leaf] >= _MIN_LEAF_BYTES)
-        is_worthwhile = sum(sizes[leaf] for leaf in still) >= _MIN_STILL_BYTES
-        self._be_still(still if is_worthwhile else frozenset())
+        still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
+        told = None if still == self._still else sorted(still)
+        return Written(division.databases, contents, same | new, told)
+
+    def landed(
+        self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
+    ) -> None:
+        """Records that a save is durable on all processes.
+
+        Args:
+          committed: the step.
+          still: the attribute of ``written`` on process 0.
+          written: what the method ``written`` returned; None on other processes.
+        """
+        self._has_learned = True
+        self._be_still(self._still if still is None else frozenset(still))
+        if written is None:
+            return
+        copy = self._copies[self._turn]
+        copy.clear()
+        for name, database in written.databases.items():
+            held = {stored: written.contents[stored] for stored in database.arrays}
+            known = KnownDatabase(committed.key, name, held, True, database.processes)
+            copy |= dict.fromkeys(held, known)
+        if written.databases:
+            self._copy_in[committed.key] = self._turn
+        present = {s.key for s in self._steps()} | {committed.key}
+        self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
+        self._identities = dict(written.identities)
+        self._last = written.contents
 
     def failed(self) -> None:
         """Records that a save failed: the next save takes nothing over that this save tried to.
 
-        The reason may be that a database of an earlier step is damaged.
+        The reason may be that a database of an earlier step is damaged, or that several processes
+        did not agree on which leaves are still.
         """
         self._copies[self._turn].clear()
+        if self._processes.count > 1:
+            self._has_learned = False
+            self._be_still(frozenset())
 
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
         """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
@@ -289,8 +339,8 @@ class Reuse:
             newest = max(needed)  # the folder takes databases of one step only
             held = [s for s in stored if s.step == newest]
             try:
-                names = [s.name for s in held]
-                retained.keep(directory.path, steps[newest], names, directory.fence)
+                folders = [f for s in held for f in unchanged.folders_of(s.name, s.processes)]
+                retained.keep(directory.path, steps[newest], folders, directory.fence)
             except OSError as error:  # the next save writes these arrays
                 logger.info("%s: no unchanged arrays are kept aside: %s", newest, error)
                 return
@@ -301,31 +351,10 @@ class Reuse:
             retained.remove(directory.path, directory.fence)
 
     def _be_still(self, leaves: frozenset[str]) -> None:
+        self._apart = leaves
         if leaves != self._still:
             logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
             self._still = leaves
-            self._on_still(leaves)
-
-    def _still_in(self, name: str, now: Content) -> Iterator[str]:
-        """Yields the leaves of an array that did not change since the last save.
-
-        If the last save stored the leaves in another array, a leaf is still if it was.
-        """
-        last = self._last.get(name)
-        if (
-            last is None
-            or last.members != now.members
-            or last.shape != now.shape
-            or last.digests.block != now.digests.block
-        ):
-            yield from self._still.intersection(now.members)
-            return
-        before, after = (
-            np.frombuffer(c.digests.values, "<u8").reshape(len(now.members), -1)
-            for c in (last, now)
-        )
-        is_equal = (before == after).all(axis=1)
-        yield from (leaf for leaf, equal in zip(now.members, is_equal, strict=True) if equal)
 
     def _take_turn(self) -> None:
         """Sets the copy for the next save, given the one that the newest step has."""
@@ -342,11 +371,10 @@ class Reuse:
                 logger.info("nothing is taken over from step %d: %s", committed.step, error)
                 continue
             self._know(committed.key, manifest)
-            found = found or _leaves_in(manifest)
+            found = found or known_databases.leaves_in(manifest)
         with contextlib.suppress(OSError, ValueError, RecursionError, CheckpointError):
             self._know(None, retained.read_manifest(self._directory.path))
-        if not self._still:
-            self._be_still(found)
+        self._apart = self._apart or found
 
     def _know(self, key: Key | None, manifest: Manifest) -> None:
         is_verified = key is not None and key == self._verified
@@ -358,13 +386,13 @@ class Reuse:
             copy = self._copies[database.copy]
             # A step has each array once, so it could not take over two databases with one array.
             if copy.keys().isdisjoint(held):
-                copy |= dict.fromkeys(held, KnownDatabase(key, name, held, is_verified))
+                known = KnownDatabase(key, name, held, is_verified, database.processes)
+                copy |= dict.fromkeys(held, known)
             if key is not None:
                 self._copy_in[key] = database.copy
 
 
-def _leaves_in(manifest: Manifest) -> frozenset[str]:
-    """Returns the leaves in the databases of unchanged arrays of a step."""
-    stored = (name for database in manifest.unchanged.values() for name in database.arrays)
-    plan = manifest.plan
-    return frozenset(leaf for name in stored for leaf in known_databases.members_of(plan, name))
+def _folders(stored: KnownDatabase, step_name: str) -> list[str]:
+    """Returns the folders of a database, relative to the directory of the run."""
+    names = unchanged.folders_of(stored.name, stored.processes)
+    return [f"{step_name}/{STATE}/{name}" for name in names]

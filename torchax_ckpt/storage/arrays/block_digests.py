@@ -12,6 +12,7 @@ Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -85,7 +86,8 @@ def gathered(
 
     Args:
       taken: stored name -> what ``take`` returned on this process.
-      arrays: stored name -> array. All processes share the arrays that are on devices.
+      arrays: stored name -> array, for all arrays in ``taken``. All processes share the arrays
+        that are on devices.
       processes: the processes of the run.
 
     Raises:
@@ -94,13 +96,28 @@ def gathered(
     if processes.count == 1:
         return taken
     shared = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-    layouts = [[n, arrays[n].dtype.name, arrays[n].shape, taken[n].block] for n in shared]
+    layouts = [
+        [n, arrays[n].dtype.name, arrays[n].shape, taken[n].block, taken[n].long is not None]
+        for n in shared
+    ]
     layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())
     all_values = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
+    # The long digests of blocks that have them, and for each block whether it has one.
+    all_long = np.concatenate([np.zeros((0, 16), "u1"), *(_long(taken[name]) for name in shared)])
+    has_long = np.concatenate(
+        [
+            np.zeros(0, bool),
+            *(np.full(len(_values(taken[n])), taken[n].long is not None) for n in shared),
+        ]
+    )
     # The digest of a block that another process stores is zero, and is not sent.
     stored_here = np.flatnonzero(all_values)
     message = (
-        layouts_digest + stored_here.astype("<u8").tobytes() + all_values[stored_here].tobytes()
+        layouts_digest
+        + len(stored_here).to_bytes(8)
+        + stored_here.astype("<u8").tobytes()
+        + all_values[stored_here].tobytes()
+        + all_long[stored_here[has_long[stored_here]]].tobytes()
     )
     for index, sent in enumerate(processes.gather(message)):
         if sent[:8] != layouts_digest:
@@ -109,20 +126,32 @@ def gathered(
                 "names, shapes, dtypes and shardings on all processes. Pass the same objects to "
                 "Checkpointer.attach on every process."
             )
-        where, values = np.split(np.frombuffer(sent, "<u8")[1:], 2)
+        count = int.from_bytes(sent[8:16])
+        where, values = np.frombuffer(sent, "<u8", 2 * count, 16).reshape(2, count)
         all_values[where] = values
+        long = np.frombuffer(sent[16 + 16 * count :], "u1").reshape(-1, 16)
+        all_long[where[has_long[where]]] = long
     if not processes.is_first:
         return taken
     ends = itertools.accumulate(len(_values(taken[name])) for name in shared)
     merged, start = dict(taken), 0
     for name, end in zip(shared, ends, strict=True):
-        merged[name] = Digests(taken[name].block, all_values[start:end].tobytes())
+        known = Digests(taken[name].block, all_values[start:end].tobytes())
+        if taken[name].long is not None:
+            known = dataclasses.replace(known, long=all_long[start:end].tobytes())
+        merged[name] = known
         start = end
     return merged
 
 
 def _values(known: Digests) -> np.ndarray:
     return np.frombuffer(known.values, "<u8")
+
+
+def _long(known: Digests) -> np.ndarray:
+    """Returns the long digests, 16 octets for each block; zeros if there are none."""
+    octets = known.long if known.long is not None else bytes(2 * len(known.values))
+    return np.frombuffer(octets, "u1").reshape(-1, 16)
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:

@@ -124,6 +124,14 @@ def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
         yield StoredPart(start, device, tuple(within))
 
 
+def storing_processes(array: jax.Array | HostArray) -> frozenset[int]:
+    """Returns the indices of the processes that store a part of an array, see ``is_shared``."""
+    shape = tuple(array.shape)
+    replicas = _replicas(array.sharding, shape)
+    is_cut = written_shape(array) != _shard_shape(array)
+    return frozenset(d.process_index for d, n in replicas.items() if is_cut or n == 0)
+
+
 def num_stored_bytes(array: jax.Array | HostArray) -> int:
     """Returns how many bytes of an array this process stores."""
     return sum(1 for _ in stored_parts(array)) * _nbytes(written_shape(array), array)

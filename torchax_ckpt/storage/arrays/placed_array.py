@@ -22,6 +22,9 @@ class Place(Protocol):
           write: writes the array, given a spec and a TensorStore transaction.
         """
 
+    def require_complete(self) -> None:
+        """Raises RuntimeError unless all arrays of the place were stored."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedArray(HostArray):

@@ -10,16 +10,17 @@ OCDBT database refers to its files by paths relative to its folder.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from torchax_ckpt.layout import unchanged
-from torchax_ckpt.layout.digests import Digests
-from torchax_ckpt.storage.arrays import array_checks, block_digests
+from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.medium import links, location
 
@@ -29,89 +30,143 @@ _Write = Callable[[dict[str, Any], Any], Awaitable[None]]
 
 
 class Fresh(Place):
-    """A database that one save writes.
+    """A database that one save writes; in a run of several processes, the part of this process.
 
     All arrays of the database are written in one transaction, so that the database has few files
     and no bytes that a later version of its index would leave unused.
 
     Args:
-      name: the name of the database, see ``layout/unchanged.py``.
+      folder: the name of the database's folder, see ``layout/unchanged.py``. A process that stores
+        no part of the arrays writes no folder.
       count: the number of arrays that are stored in the database.
     """
 
-    def __init__(self, name: str, count: int) -> None:
-        self.name = name
+    def __init__(self, folder: str, count: int) -> None:
+        self._folder = folder
         self._num_missing = count
         self._transaction = ts.Transaction(atomic=True)
 
     async def store(self, spec: dict[str, Any], write: _Write) -> None:
         """Adds an array to the database; the last array makes the database durable."""
-        await write(_in_database(spec, self.name), self._transaction)
+        await write(_in_folder(spec, self._folder), self._transaction)
         self._num_missing -= 1
         if not self._num_missing:
             await self._transaction.commit_async()
+
+    def require_complete(self) -> None:
+        """Raises RuntimeError unless all arrays were added."""
+        if self._num_missing:
+            raise RuntimeError(f"{self._folder}: {self._num_missing} arrays were not written")
 
 
 class Linked(Place):
     """A database that an earlier step has, and that the new step links.
 
     Args:
-      name: the name of the database in the new step.
-      source: the folder of the database in the earlier step.
+      folders: the folders of the database that this process links: the folder in the earlier step,
+        and the name of the folder in the new step.
     """
 
-    def __init__(self, name: str, source: epath.Path) -> None:
-        self.name = name
-        self.source = source
+    def __init__(self, folders: Sequence[tuple[epath.Path, str]]) -> None:
+        self._folders = folders
         self._is_linked = False
 
     async def store(self, spec: dict[str, Any], write: _Write) -> None:
         """Links the database if this is its first array; the array's values are not written."""
         if not self._is_linked:
             self._is_linked = True
-            target = epath.Path(spec["kvstore"]["base"]["path"]).parent
-            target = target / unchanged.folder_of(self.name)
-            await asyncio.to_thread(links.link_folder, self.source, target)
+            step = epath.Path(spec["kvstore"]["base"]["path"]).parent
+            for source, folder in self._folders:
+                await asyncio.to_thread(links.link_folder, source, step / folder)
+
+    def require_complete(self) -> None:
+        """Raises RuntimeError unless the database was linked."""
+        if not self._is_linked:
+            raise RuntimeError(f"{self._folders}: no links were made")
 
 
 def has_only(folder: epath.Path, names: Iterable[str]) -> bool:
-    """Returns whether a database has no other arrays than those with the given stored names."""
+    """Returns whether a folder of a database has only the arrays with the given stored names."""
     known = {array_checks.stored_key(name) for name in names}
-    spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
     try:
-        found = ts.KvStore.open(spec, context=location.reading_context()).result().list().result()
+        found = _opened(folder).list().result()
     except (ValueError, OSError, RuntimeError) as error:  # TensorStore's errors
         logger.info("%s cannot be read: %s", folder, error)
         return False
     return {key.decode(errors="replace").rpartition("/")[0] for key in found} <= known
 
 
-def holds(folder: epath.Path, name: str, shape: Sequence[int], dtype: str, known: Digests) -> bool:
-    """Reads an array of a database; returns whether its blocks have the known long digests.
+def read(
+    folders: Sequence[epath.Path], name: str, shape: Sequence[int], dtype: str
+) -> np.ndarray | None:
+    """Reads an array of a database; returns None if it is damaged or another array.
 
     Args:
-      folder: the folder of the database.
+      folders: the folders of the database. Each has some of the array's chunks; the first one has
+        the array's metadata.
       name: the stored name of the array.
-      shape, dtype: the array's, as the manifest of its step records them.
-      known: the array's digests, with long ones.
+      shape, dtype: of the array.
     """
-    base, path = location.kvstore(folder), f"{array_checks.stored_key(name)}/"
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
     try:
-        array = ts.open(spec, open=True, context=location.reading_context()).result()
-        if (tuple(array.shape), array.dtype.numpy_dtype.name) != (tuple(shape), dtype):
-            return False
-        host = array.read().result()
-    except (ValueError, OSError, RuntimeError) as error:  # TensorStore's errors
-        logger.info("%s: %s cannot be read: %s", folder, name, error)
-        return False
-    return block_digests.take_long(shape, known.block, {(0,) * len(shape): host}) == known.long
+        return _read(folders, f"{array_checks.stored_key(name)}/", tuple(shape), dtype)
+    except (ValueError, LookupError, OSError, RuntimeError) as error:  # also TensorStore's
+        logger.info("%s: %s cannot be read: %s", folders[0], name, error)
+        return None
 
 
-def _in_database(spec: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the spec of an array in the database ``name`` of the same step."""
+def _read(
+    folders: Sequence[epath.Path], path: str, shape: tuple[int, ...], dtype: str
+) -> np.ndarray | None:
+    described = json.loads(_opened(folders[0]).read(f"{path}.zarray").result().value)
+    chunk = tuple(described["chunks"])
+    if tuple(described["shape"]) != shape or len(chunk) != len(shape) or 0 in chunk:
+        return None
+    separator = described.get("dimension_separator", ".")
+    below = ts.KvStore.KeyRange(path, f"{path[:-1]}0")  # "0" follows "/"
+    reads: dict[tuple[int, ...], tuple[tuple[slice, ...], Any]] = {}
+    host: np.ndarray | None = None
+    for folder in folders:
+        array = ts.open(
+            {
+                "driver": "zarr",
+                "kvstore": {"driver": "ocdbt", "base": location.kvstore(folder), "path": path},
+                "metadata": described,
+            },
+            open=True,
+            assume_metadata=True,
+            context=location.reading_context(),
+        ).result()
+        if array.dtype.numpy_dtype.name != dtype:
+            return None
+        host = np.empty(shape, array.dtype.numpy_dtype) if host is None else host
+        for key in _opened(folder).list(below).result():
+            if (last := key.decode().removeprefix(path)) == ".zarray":
+                continue
+            index = tuple(map(int, last.split(separator))) if shape else ()
+            if index in reads:
+                return None  # two folders have the same chunk
+            region = tuple(
+                slice(i * c, min((i + 1) * c, n))
+                for i, c, n in zip(index, chunk, shape, strict=True)
+            )
+            reads[index] = region, array[region].read()
+    if len(reads) != math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True)):
+        return None
+    assert host is not None, "a database has a folder"
+    for region, reading in reads.values():
+        host[region] = reading.result()
+    return host
+
+
+def _opened(folder: epath.Path) -> ts.KvStore:
+    spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
+    return ts.KvStore.open(spec, context=location.reading_context()).result()
+
+
+def _in_folder(spec: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Returns the spec of an array in another folder of the same step."""
     kvstore = dict(spec["kvstore"])
     for part in ("base", "manifest"):
-        path = epath.Path(kvstore[part]["path"]).parent / unchanged.folder_of(name)
+        path = epath.Path(kvstore[part]["path"]).parent / folder
         kvstore[part] = {**kvstore[part], "path": f"{path}/"}
     return {**spec, "kvstore": kvstore}

@@ -148,6 +148,8 @@ class Batches(orbax_internals.StatusCallback):
                 # has viewed only when Python collects garbage.
                 del fetched, stored, writing, digesting
                 gc.collect(0)
+            for place in self._places.values():
+                place.require_complete()
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
             known = concurrent.futures.CancelledError() if was_cancelled else error
@@ -206,6 +208,15 @@ def to_announce(array: jax.Array | HostArray) -> HostArray:
 def fetched(array: jax.Array | HostArray) -> HostArray:
     """Fetches an array: returns the parts that this process stores."""
     return _start(array)()
+
+
+def fetched_shards(array: jax.Array | HostArray) -> HostArray:
+    """Fetches an array: returns the shards on devices of this process."""
+    if isinstance(array, HostArray):
+        return array
+    shards = shards_of(unshared(array))
+    parts = {start_of(shard.index): np.asarray(shard.data) for shard in shards}
+    return HostArray(tuple(array.shape), array.dtype, array.sharding, parts)
 
 
 def _start(array: jax.Array | HostArray) -> _Fetch:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 
 from etils import epath
 
-from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, CommittedStep
 from torchax_ckpt.storage.medium import containment, fsync, links, seals
@@ -30,7 +29,7 @@ def path_of(directory: epath.Path) -> epath.Path:
 def keep(
     directory: epath.Path,
     committed: CommittedStep,
-    names: Iterable[str],
+    folders: Iterable[str],
     fence: Callable[[], None],
 ) -> None:
     """Replaces the folder by one that has databases of a step, as links.
@@ -38,7 +37,7 @@ def keep(
     Args:
       directory: the directory of the run.
       committed: the step.
-      names: the names of the databases.
+      folders: the names of all folders of the databases.
       fence: raises if this program may no longer write to the directory.
 
     Raises:
@@ -49,13 +48,12 @@ def keep(
     if draft.exists():
         draft.rmtree()
     try:
-        for name in names:
-            folder = unchanged.folder_of(name)
+        for folder in folders:
             source = committed.path / STATE / folder
             links.link_folder(source, draft / STATE / folder, may_copy=False)
         links.link_folder(committed.path / MANIFEST, draft / MANIFEST, may_copy=False)
-        for folder in (draft / STATE, draft):
-            fsync.sync(folder)
+        for new in (draft / STATE, draft):
+            fsync.sync(new)
     except OSError:
         draft.rmtree(missing_ok=True)
         raise

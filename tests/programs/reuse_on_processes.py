@@ -1,0 +1,161 @@
+"""Processes save a state of which only the adapters change, as in a fine-tuning with LoRA.
+
+python reuse_on_processes.py INDEX COUNT PORT DIRECTORY FIRST LAST SETTINGS
+
+Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTINGS is JSON:
+"model": the size of the mesh's second axis (default 2); "keep": how many steps are kept (default
+all); "restored": the step to load and compare first; "kill": the process that kills itself in the
+last save, after it has linked; "odd": the process that fails at the given step; "mode": the
+snapshot; "changed": the step from which on the base has other values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from processes_program import COUNT, INDEX, P, report
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
+from torchax_ckpt.processes.messages import Messages
+from torchax_ckpt.storage.medium import links
+
+SPECS = {"all": P(), "columns": P(None, "data"), "rows": P("model"), "sharded": P("data", "model")}
+SHAPE = (512, 1024)  # 2 MiB
+
+
+def mesh_of(model: int) -> Mesh:
+    """All devices as data x model."""
+    return Mesh(np.array(jax.devices()).reshape(-1, model), ("data", "model"))
+
+
+def values(step: int, changed: int | None = None) -> dict[str, Any]:
+    """The values of all leaves at a step."""
+    base = {
+        name: np.random.default_rng(seed).random(SHAPE, np.float32)
+        for seed, name in enumerate(SPECS)
+    }
+    if changed is not None and step >= changed:
+        base["rows"][-1, -1] = 2
+    layers = {
+        str(i): {
+            "lora": np.full((16, 16), 1000 * i + step, np.float32),
+            "w": np.random.default_rng(10 + i).random((256, 256), np.float32),
+        }
+        for i in range(3)
+    }
+    return {"base": base, "layers": layers}
+
+
+def state(mesh: Mesh, step: int, changed: int | None = None) -> dict[str, Any]:
+    """The leaves at a step, on all devices."""
+    found = values(step, changed)
+
+    def placed(host: np.ndarray, spec: Any) -> jax.Array:
+        return jax.make_array_from_callback(
+            host.shape, NamedSharding(mesh, spec), lambda index: host[index]
+        )
+
+    return {
+        "base": {name: placed(host, SPECS[name]) for name, host in found["base"].items()},
+        "layers": {
+            i: {"lora": placed(layer["lora"], P()), "w": placed(layer["w"], P("data"))}
+            for i, layer in found["layers"].items()
+        },
+    }
+
+
+def is_same(found: Any, expected: Any) -> bool:
+    """Whether the shards of this process have the same bits."""
+    return all(
+        a.sharding == b.sharding
+        and all(
+            np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+        )
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    )
+
+
+def written(directory: pathlib.Path, step: int, began: float) -> int:
+    """The bytes in files of a step that were written since ``began``; a link changes no time."""
+    found = [path.stat() for path in (directory / str(step) / "state").rglob("d/*")]
+    return sum(file.st_size for file in found if file.st_mtime >= began)
+
+
+def counted() -> dict[str, int]:
+    """Counts what this process sends to others."""
+    counts = {"messages": 0}
+    send = Messages._set
+
+    def counting(self: Any, *args: Any) -> None:
+        counts["messages"] += 1
+        send(self, *args)
+
+    Messages._set = counting  # type: ignore[method-assign,assignment]
+    return counts
+
+
+def main() -> None:
+    directory = pathlib.Path(sys.argv[4])
+    first, last, settings = int(sys.argv[5]), int(sys.argv[6]), json.loads(sys.argv[7])
+    mesh = mesh_of(settings.get("model", 2))
+    changed = settings.get("changed")
+    keep = settings.get("keep")
+    options = CheckpointOptions(
+        reuse=settings.get("reuse", True),
+        snapshot=settings.get("mode", "auto"),
+        process_timeout_secs=settings.get("timeout_secs", 60),
+    )
+    link = links.link_folder
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        link(*args, **kwargs)
+        time.sleep(0.5)  # so that the others have linked too
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def failed(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    counts = counted()
+    policy = policies.PreserveAll() if keep is None else policies.LatestN(keep)
+    ckpt = TorchaxCheckpointer(directory, options=options, preservation_policy=policy)
+    ckpt.attach()
+    if (restored := settings.get("restored")) is not None:
+        current = state(mesh, restored, changed)
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), current
+        )
+        ckpt.restore(restored, strict=False)  # the rest of the state is loaded
+        report(is_restored=is_same(ckpt.load(restored, abstract), current))
+    for step in range(first, last + 1):
+        before, began = counts["messages"], time.time() - 0.02  # the clock of files is coarse
+        if step == last and settings.get("kill") == INDEX:
+            links.link_folder = killed
+        is_odd = settings.get("odd") == [INDEX, step]
+        links.link_folder = failed if is_odd else links.link_folder
+        try:
+            ckpt.save(step, state=state(mesh, step, changed), force=True)
+            ckpt.wait_until_finished()
+        except errors.CheckpointError as error:
+            report(step=step, failed=str(error))
+            if "kill" in settings:
+                os._exit(3)  # JAX would wait for the dead one
+        else:
+            new = written(directory, step, began) if INDEX == 0 else None
+            report(step=step, new=new, messages=counts["messages"] - before)
+        links.link_folder = link if is_odd else links.link_folder
+    ckpt.close()
+    report(steps=ckpt.all_steps(), count=COUNT)
+
+
+if __name__ == "__main__":
+    main()

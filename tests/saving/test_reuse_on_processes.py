@@ -1,0 +1,168 @@
+"""Several processes take over what did not change; other numbers of processes go on from there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reuse_on_processes import mesh_of, state
+from support import PROGRAMS
+from support.compare import entries
+from support.damage import flip_bit
+from support.linked import assert_holds, data_file, databases, files
+from support.processes import Running, run_processes
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+
+PROGRAM = PROGRAMS / "reuse_on_processes.py"
+WHOLE = 8 << 20  # less than the bytes of the leaves that do not change
+SMALL = WHOLE / 100  # more than the bytes of the others
+
+
+def run(directory: Path, count: int, first: int, last: int, **settings: Any) -> list[list[Any]]:
+    """What each process reports after it has saved steps; see the program."""
+    arguments = str(first), str(last), json.dumps(settings)
+    return run_processes(PROGRAM, count, str(directory), *arguments)
+
+
+def new_bytes(reports: list[Any]) -> dict[int, int]:
+    return {r["step"]: r["new"] for r in reports if "new" in r}
+
+
+def alone(directory: Path, first: int, last: int, keep: Any = None) -> None:
+    """Saves steps in this process, with eight devices."""
+    rule = keep or policies.PreserveAll()
+    options = CheckpointOptions(reuse=True)
+    with TorchaxCheckpointer(directory, options=options, preservation_policy=rule) as ckpt:
+        ckpt.attach()
+        for step in range(first, last + 1):
+            ckpt.save(step, state=state(mesh_of(2), step), force=True)
+
+
+def assert_whole(directory: Path, step: int, changed: int | None = None, model: int = 2) -> None:
+    """Asserts that this process and Orbax alone read what the processes saved, bit for bit."""
+    expected = state(mesh_of(model), step, changed)
+    assert_holds(directory, step, expected, on_other_devices=True)
+
+
+def copied(run: Path, directory: Path) -> None:
+    """Copies a run with its links, as ``cp -a`` does."""
+    shutil.copytree(run, directory, ignore=shutil.ignore_patterns("lease"))
+    first: dict[int, Path] = {}
+    for path in sorted(run.rglob("d/*")):
+        if (new := directory / path.relative_to(run)).exists():
+            known = first.setdefault(path.stat().st_ino, new)
+            if known != new:
+                new.unlink()
+                new.hardlink_to(known)
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    """A run of 6 steps on 2 processes with 2 devices each, and what each reported."""
+    directory = tmp_path_factory.mktemp("by_two") / "run"
+    return directory, run(directory, 2, 1, 6)
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_changed_only(by_two: tuple[Path, list[list[Any]]]) -> None:
+    directory, reports = by_two
+    new = new_bytes(reports[0])
+    assert all(new[step] > WHOLE for step in (1, 2, 3, 4))
+    assert all(0 < new[step] < SMALL for step in (5, 6)), new
+    for step in (5, 6):
+        assert databases(directory, step) == [
+            "ocdbt.process_unchanged0x0",
+            "ocdbt.process_unchanged0x1",
+        ]
+        assert files(directory, step) & files(directory, step - 2)
+        assert not files(directory, step) & files(directory, step - 1)
+        assert_whole(directory, step, model=4)  # on another mesh
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_after_a_failed_save(
+    by_two: tuple[Path, list[list[Any]]], directory: Path
+) -> None:
+    """The failure of one process; from then on, the base changes too."""
+    copied(by_two[0], directory)
+    reports = run(directory, 2, 7, 12, restored=6, odd=[1, 8], changed=11)
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    for told in reports:
+        assert "No space left on device" in told[2]["failed"]
+        assert told[-1]["steps"] == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+    new = new_bytes(reports[0])
+    assert new[7] < SMALL
+    assert files(directory, 7) & files(directory, 5)
+    assert new[9] > WHOLE, "nothing is taken over from what the failed save tried to take"
+    for step in (7, 9, 10, 11, 12):
+        changed = 11 if step >= 11 else None
+        assert not files(directory, step) & files(directory, step - 1)
+        assert_whole(directory, step, changed)
+
+
+@pytest.mark.slow
+def test_fewer_and_more_processes_take_over_what_others_wrote(
+    by_two: tuple[Path, list[list[Any]]], directory: Path
+) -> None:
+    """One process after two, on twice as many devices; then two again, which keep one step."""
+    copied(by_two[0], directory)
+    flip_bit(path := data_file(directory, 6), path.stat().st_size // 2)
+    alone(directory, 7, 9)
+    assert files(directory, 7) & files(directory, 5)
+    assert not files(directory, 8) & files(directory, 6), "the copy of step 6 is damaged"
+    assert databases(directory, 7) == ["ocdbt.process_unchanged0x0", "ocdbt.process_unchanged0x1"]
+    assert databases(directory, 8) == ["ocdbt.process_unchanged0"]
+    assert files(directory, 9) & files(directory, 7)
+    for step in (7, 8, 9):
+        assert_whole(directory, step)
+    (reports, _) = run(directory, 2, 10, 13, restored=9, keep=1)
+    new = new_bytes(reports)
+    assert all(new[step] < SMALL for step in (10, 11, 12, 13)), new
+    assert entries(directory) == {"13", "unchanged"}
+    kept = {path.stat().st_ino for path in (directory / "unchanged").rglob("d/*")}
+    assert kept
+    assert not kept & files(directory, 13)
+    assert_whole(directory, 13)
+    alone(directory, 14, 14)
+    assert kept <= files(directory, 14)
+    assert_whole(directory, 14)
+
+
+@pytest.mark.slow
+def test_four_processes_go_on_from_two(
+    by_two: tuple[Path, list[list[Any]]], directory: Path
+) -> None:
+    """No process has whole blocks of what two processes wrote, so all is written again, twice."""
+    copied(by_two[0], directory)
+    (reports, *_) = run(directory, 4, 7, 9, restored=6)
+    assert reports[0] == {"is_restored": True}
+    assert new_bytes(reports)[9] < SMALL
+    for step in (7, 8, 9):
+        assert not files(directory, step) & files(directory, step - 1)
+        assert_whole(directory, step)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
+    by_two: tuple[Path, list[list[Any]]], directory: Path
+) -> None:
+    copied(by_two[0], directory)
+    settings = json.dumps({"restored": 6, "kill": 1, "timeout_secs": 5})
+    with Running(PROGRAM, 2, str(directory), "7", "8", settings) as running:
+        assert running.wait() == [3, -signal.SIGKILL]
+        told = running.reports(0)
+    assert "process 1 of 2 did not arrive" in told[-1]["failed"]
+    assert told[-2]["new"] < SMALL
+    assert {"5", "6", "7"} < entries(directory)
+    assert "8" not in entries(directory)
+    for step in (5, 6, 7):
+        assert_whole(directory, step)
+    alone(directory, 8, 9)
+    for step in (7, 8, 9):
+        assert files(directory, step) & files(directory, step - 2)
+        assert_whole(directory, step)

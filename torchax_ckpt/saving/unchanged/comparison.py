@@ -1,0 +1,245 @@
+"""Compares the arrays of a save with databases of earlier steps, on all processes of the run.
+
+Process 0 offers the databases that the save could take over. Each process computes the long digests
+of the blocks that it has, and sends them to process 0, which compares them with those of the stored
+arrays. So an array counts as equal only if some process has sent the digest of each of its blocks,
+and all of these digests are equal to the stored ones.
+
+If nobody in this run has read a database, one process reads it, and sends the digests of what it
+has read.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gc
+import json
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from etils import epath
+
+from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.unchanged.known_databases import Content
+from torchax_ckpt.snapshot.host_array import HostArray, Start
+from torchax_ckpt.storage.arrays import block_digests
+from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.writing import databases, host_batches
+
+logger = logging.getLogger(__name__)
+
+_Digests = Mapping[str, Sequence[str]]
+"""Name of an array -> the numbers of its blocks, and their long digests, both in base64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """A database that a save could take over.
+
+    Attributes:
+      arrays: for each array in the database: its stored name, shape, dtype, and the shape of its
+        blocks.
+      unread: the folders of the database, relative to the directory of the run, if the database
+        must be read before it is taken over; else nothing.
+    """
+
+    arrays: Sequence[tuple[str, Sequence[int], str, Sequence[int]]]
+    unread: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one process knows about the offers.
+
+    Attributes:
+      stacks: a digest of the storage plan's stacks, which must be equal on all processes.
+      live: for each offer, the digests of the arrays to save.
+      stored: for each offer, the digests of the stored arrays, if this process has read them.
+    """
+
+    stacks: str
+    live: Sequence[_Digests]
+    stored: Sequence[_Digests]
+
+    def to_bytes(self) -> bytes:
+        """Returns the answer as a message to process 0."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def of_bytes(cls, sent: bytes) -> Answer:
+        """Returns the answer that ``to_bytes`` serialized."""
+        return cls(**json.loads(sent))
+
+
+def answer(
+    offers: Sequence[Offer],
+    plan: Plan,
+    arrays: Mapping[str, AnyArray],
+    skipped: Collection[str],
+    directory: epath.Path,
+    processes: Processes,
+    known: Sequence[Mapping[str, Content]] | None,
+) -> Answer:
+    """Returns what this process knows about the offers.
+
+    Fetches the arrays of the databases that the save could take over, one after another.
+
+    Args:
+      offers: the offers, the same on all processes.
+      plan: the storage plan.
+      arrays: stored name -> array.
+      skipped: the names of arrays that need not be compared.
+      directory: the directory of the run.
+      processes: the processes of the run, which read the databases in turn.
+      known: on process 0, for each offer the content of the database. If the part of an array that
+        this process has is another one, the database is not read.
+    """
+    live: list[_Digests] = []
+    stored: list[_Digests] = []
+    for number, offer in enumerate(offers):
+        here: dict[str, Sequence[str]] = {}
+        has_all = all(_may_be(arrays.get(n), s, d, b) for n, s, d, b in offer.arrays)
+        for name, shape, _, block in offer.arrays if has_all else ():
+            if name not in skipped:
+                array: Any = arrays[name]
+                parts = _parts(array, tuple(block))
+                here[name] = _encoded(block_digests.take_long(shape, tuple(block), parts))
+                del parts
+        gc.collect(0)  # JAX frees memory that numpy has viewed only then
+        live.append(here)
+        may_be_equal = has_all and not (
+            known and any(_differs(known[number][name], sent) for name, sent in here.items())
+        )
+        is_mine = number % processes.count == processes.index
+        folders = [directory / folder for folder in offer.unread]
+        stored.append(_read(offer, folders) if folders and is_mine and may_be_equal else {})
+    stacks = json.dumps(sorted(plan.stacks.items())).encode()
+    return Answer(xxhash.xxh3_128_hexdigest(stacks), live, stored)
+
+
+def require_same_stacks(answers: Sequence[Answer]) -> None:
+    """Raises ProcessError if the processes have different storage plans."""
+    for index, answer in enumerate(answers):
+        if answer.stacks != answers[0].stacks:
+            raise ProcessError(
+                f"process {index} stacks other leaves than process 0: expected the same names, "
+                "shapes, dtypes and shardings on all processes. Pass the same objects to "
+                "Checkpointer.attach on every process."
+            )
+
+
+def are_equal(contents: Mapping[str, Content], sent: Sequence[_Digests]) -> bool:
+    """Returns whether the digests that all processes sent are those of all blocks of some arrays.
+
+    Args:
+      contents: stored name -> the array.
+      sent: what each process sent.
+    """
+    return all(
+        _is_equal(content, [digests[name] for digests in sent if name in digests])
+        for name, content in contents.items()
+    )
+
+
+def _is_equal(content: Content, sent: Iterable[Sequence[str]]) -> bool:
+    expected = _rows(content.digests.long or b"")
+    is_known = np.zeros(len(expected), bool)
+    for digests in sent:
+        where, rows = _decoded(digests)
+        if where.size and where.max() >= len(expected):
+            return False
+        if not np.array_equal(expected[where], rows):
+            return False
+        is_known[where] = True
+    return bool(is_known.all()) and len(expected) > 0
+
+
+def _may_be(array: AnyArray | None, shape: Sequence[int], dtype: str, block: Sequence[int]) -> bool:
+    """Returns whether a database may hold the values of an array; arrays of numpy never are."""
+    return (
+        array is not None
+        and not isinstance(array, np.ndarray)
+        and tuple(array.shape) == tuple(shape)
+        and array.dtype.name == dtype
+        and len(block) == len(shape)
+    )
+
+
+def _differs(content: Content, sent: Sequence[str]) -> bool:
+    where, rows = _decoded(sent)
+    expected = _rows(content.digests.long or b"")
+    return bool(where.size) and not np.array_equal(expected[where], rows)
+
+
+def _parts(array: jax.Array | HostArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:
+    """Returns parts of an array that consist of whole blocks; together, the processes have all.
+
+    A step of another mesh may have blocks that are not those of any process. They are left out.
+    """
+    parts = host_batches.fetched(array).parts
+    if all(
+        start % length == 0 and size % length == 0
+        for first, part in parts.items()
+        for start, size, length in zip(first, part.shape, block, strict=True)
+    ):
+        return parts
+    return _joined(host_batches.fetched_shards(array), block)
+
+
+def _joined(array: HostArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:
+    """Joins the shards of this process, if they form a box, and cuts the box to whole blocks."""
+    starts = np.array([*array.parts], int).reshape(len(array.parts), array.ndim)
+    shape = next(iter(array.parts.values())).shape
+    low, high = starts.min(axis=0), starts.max(axis=0) + shape
+    if len(array.parts) * math.prod(shape) != math.prod((high - low).tolist()):
+        return {}
+    box = np.empty(high - low, array.dtype)
+    for start, part in array.parts.items():
+        first = np.array(start, int) - low
+        box[tuple(slice(f, f + n) for f, n in zip(first, shape, strict=True))] = part
+    lengths = np.array(block, int)
+    first, last = -(-low // lengths) * lengths, high // lengths * lengths
+    if not (first < last).all():
+        return {}
+    within = tuple(slice(f, n) for f, n in zip(first - low, last - low, strict=True))
+    return {tuple(first.tolist()): box[within]}
+
+
+def _read(offer: Offer, folders: Sequence[epath.Path]) -> _Digests:
+    """Reads a database; returns nothing if it is damaged."""
+    names = [name for name, *_ in offer.arrays]
+    if not all(databases.has_only(folder, names) for folder in folders):
+        logger.warning("%s has other arrays than it should", folders[0])
+        return {}
+    found = {}
+    for name, shape, dtype, block in offer.arrays:
+        if (host := databases.read(folders, name, shape, dtype)) is None:
+            return {}
+        parts = {(0,) * len(shape): host}
+        found[name] = _encoded(block_digests.take_long(shape, tuple(block), parts))
+    return found
+
+
+def _encoded(long: bytes) -> Sequence[str]:
+    """Returns long digests of blocks as text, without those that are zero: of no block here."""
+    rows = _rows(long)
+    where = np.flatnonzero(rows.any(axis=1))
+    octets = where.astype("<u8").tobytes(), rows[where].tobytes()
+    return [base64.b64encode(part).decode("ascii") for part in octets]
+
+
+def _decoded(sent: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    where, rows = (base64.b64decode(part, validate=True) for part in sent)
+    return np.frombuffer(where, "<u8"), _rows(rows)
+
+
+def _rows(long: bytes) -> np.ndarray:
+    return np.frombuffer(long, np.uint8).reshape(-1, 16)

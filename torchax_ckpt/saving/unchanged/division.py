@@ -1,0 +1,118 @@
+"""Divides the arrays of a save: process 0 decides which databases of unchanged arrays it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.layout import unchanged
+from torchax_ckpt.layout.digests import Digests
+from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.unchanged.known_databases import KnownDatabase
+from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.arrays.placed_array import Place
+from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.writing import databases
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Which arrays of a save are stored in databases of unchanged arrays.
+
+    Attributes:
+      databases: the databases of the new step: name -> database.
+      places: stored name -> where the array is stored, for the arrays in these databases.
+      linked: the stored names of the arrays whose database the save takes over.
+    """
+
+    databases: Mapping[str, Database] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    linked: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass
+class Decision:
+    """The databases of unchanged arrays in a new step, as process 0 decided.
+
+    Attributes:
+      copy: which of the two copies the step has.
+      entries: for each database its arrays, the processes that have folders of it, and the database
+        that the step takes over: the name of the step's folder and the name of the database; or
+        None.
+      digests: stored name -> digests, for the arrays whose database the save takes over.
+    """
+
+    copy: int
+    entries: list[list[Any]] = dataclasses.field(default_factory=list)
+    digests: dict[str, Digests] = dataclasses.field(default_factory=dict)
+
+    def take_over(self, stored: KnownDatabase, step_name: str) -> None:
+        """Adds a database that the new step takes over."""
+        processes = None if stored.processes is None else [*stored.processes]
+        self.entries.append([[*stored.contents], processes, [step_name, stored.name]])
+        self.digests |= {name: content.digests for name, content in stored.contents.items()}
+
+    def write(self, names: Sequence[str], arrays: Mapping[str, AnyArray], count: int) -> None:
+        """Adds a database that ``count`` processes write; ``arrays`` are those in the save."""
+        writers = None
+        if count > 1:  # process 0 always writes the metadata of the arrays
+            devices: list[Any] = [arrays[name] for name in names]
+            writers = sorted(frozenset({0}).union(*map(chunking.storing_processes, devices)))
+        self.entries.append([[*names], writers, None])
+
+    def to_json(self) -> Any:
+        """Returns what all processes need to know, as JSON."""
+        return [self.copy, self.entries]
+
+
+def divided(
+    decision: Any, arrays: Mapping[str, AnyArray], directory: epath.Path, processes: Processes
+) -> Division:
+    """Returns the division that process 0 decided.
+
+    The folders of a database that the step takes over are divided among the processes, whichever
+    processes wrote them.
+
+    Args:
+      decision: the result of ``Decision.to_json``.
+      arrays: stored name -> array, for all arrays of the save.
+      directory: the directory of the run.
+      processes: the processes of the run.
+
+    Raises:
+      ProcessError: this process saves other arrays than process 0.
+    """
+    copy, entries = decision
+    found: dict[str, Database] = {}
+    places: dict[str, Place] = {}
+    linked: set[str] = set()
+    index = processes.index if processes.count > 1 else None
+    num_folders = 0
+    for number, (names, writers, source) in enumerate(entries):
+        if not arrays.keys() >= set(names):
+            raise ProcessError(
+                f"process {processes.index} saves other arrays than process 0: expected "
+                f"{', '.join(sorted(set(names) - arrays.keys()))[:300]}. Pass the same objects to "
+                "Checkpointer.attach on every process."
+            )
+        name = unchanged.name_of(number)
+        found[name] = Database(copy, tuple(names), None if writers is None else tuple(writers))
+        if source is None:
+            fresh = databases.Fresh(unchanged.folder_of(name, index), len(names))
+            places |= dict.fromkeys(names, fresh)
+            continue
+        linked.update(names)
+        folders = []
+        old = unchanged.folders_of(source[1], writers)
+        for folder, new in zip(old, unchanged.folders_of(name, writers), strict=True):
+            if num_folders % processes.count == processes.index:
+                folders.append((directory / source[0] / STATE / folder, new))
+            num_folders += 1
+        places |= dict.fromkeys(names, databases.Linked(folders))
+    return Division(found, places, frozenset(linked))
