@@ -25,6 +25,7 @@ from torchax_ckpt.layout.manifest import Manifest, array_nodes
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards, load, local_tier
+from torchax_ckpt.saving.unchanged.division import Division, divided
 from torchax_ckpt.saving.unchanged.identities import Kept
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory import commit_record
@@ -34,7 +35,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.directory.verified import Verified
 from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.writing import retained
+from torchax_ckpt.storage.writing import databases, retained
 
 JSON = "data.json"
 
@@ -103,12 +104,19 @@ class RunReaders:
             if not searches_only:
                 reuse.adopt(self._step, is_verified=False)
             elsewhere = {name: array + 1 for name, array in self._arrays.items()}
-            assert not reuse.divide(self._plan, elsewhere, Kept()).linked
-            found = reuse.divide(self._plan, self._arrays, Kept())
-            for name, place in found.places.items():
-                if name in found.linked:
-                    assert epath.Path(place.source).is_relative_to(self._reusing)  # type: ignore[attr-defined]
+            assert not self._taken_by(reuse, elsewhere).linked
+            found = self._taken_by(reuse, self._arrays)
+            for place in found.places.values():
+                if isinstance(place, databases.Linked):
+                    for source, _ in place.folders:
+                        assert source.is_relative_to(self._reusing)
         return set(found.linked)
+
+    def _taken_by(self, reuse: Reuse, arrays: Mapping[str, Any]) -> Division:
+        """What a save of these arrays takes over."""
+        answer = reuse.answer(reuse.offers(), self._plan, arrays, Kept())
+        decision = reuse.decide(self._plan, arrays, Kept(), [answer])
+        return divided(decision.to_json(), arrays, epath.Path(self._reusing), SINGLE_PROCESS)
 
     # --- branches ---
 

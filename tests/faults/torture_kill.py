@@ -21,6 +21,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when imported
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -65,6 +66,8 @@ def fork(child: Callable[[], None]) -> int:
     assert len(os.listdir("/proc/self/task")) == 1, "forking is only sound before threads start"
     pid = os.fork()
     if pid:
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it has done so, or ended
+            os.setpgid(pid, pid)  # both processes do this, because either may run first
         return pid
     code = 1
     try:

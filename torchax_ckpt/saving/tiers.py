@@ -126,8 +126,7 @@ class Tiers:
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
         reuse = None
-        can_link = name == "durable" and not location.is_bucket(directory.path)
-        if self._options.reuse and can_link:
+        if self._options.reuse and name == "durable" and not location.is_bucket(directory.path):
             reuse = Reuse(
                 directory,
                 self._options.reuse != "one-copy",

@@ -99,7 +99,7 @@ def divided(
             raise ProcessError(
                 f"process {processes.index} saves other arrays than process 0: expected "
                 f"{', '.join(sorted(set(names) - arrays.keys()))[:300]}. Pass the same objects to "
-                "Checkpointer.attach on every process."
+                "attach on every process."
             )
         name = unchanged.name_of(number)
         found[name] = Database(copy, tuple(names), None if writers is None else tuple(writers))

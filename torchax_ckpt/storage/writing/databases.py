@@ -62,13 +62,13 @@ class Fresh(Place):
 class Linked(Place):
     """A database that an earlier step has, and that the new step links.
 
-    Args:
+    Attributes:
       folders: the folders of the database that this process links: the folder in the earlier step,
         and the name of the folder in the new step.
     """
 
     def __init__(self, folders: Sequence[tuple[epath.Path, str]]) -> None:
-        self._folders = folders
+        self.folders = folders
         self._is_linked = False
 
     async def store(self, spec: dict[str, Any], write: _Write) -> None:
@@ -76,13 +76,13 @@ class Linked(Place):
         if not self._is_linked:
             self._is_linked = True
             step = epath.Path(spec["kvstore"]["base"]["path"]).parent
-            for source, folder in self._folders:
+            for source, folder in self.folders:
                 await asyncio.to_thread(links.link_folder, source, step / folder)
 
     def require_complete(self) -> None:
         """Raises RuntimeError unless the database was linked."""
         if not self._is_linked:
-            raise RuntimeError(f"{self._folders}: no links were made")
+            raise RuntimeError(f"{self.folders}: no links were made")
 
 
 def has_only(folder: epath.Path, names: Iterable[str]) -> bool:
