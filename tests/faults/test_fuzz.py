@@ -12,7 +12,7 @@ from fuzz_files import Fed
 
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.saving.unchanged import known_databases
+from torchax_ckpt.saving.unchanged import comparison
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 
 
@@ -66,7 +66,7 @@ def test_the_harness_finds_a_save_that_takes_over_other_arrays(
 ) -> None:
     readers = Readers(corpus)
     readers.by_name = {"unchanged of a step": readers.by_name["unchanged of a step"]}
-    monkeypatch.setattr(known_databases, "is_equal", lambda *args: True)
+    monkeypatch.setattr(comparison, "are_equal", lambda *args: True)
     found = fuzz(readers, seed=1, count=60)
     assert ("unchanged of a step", "!! AssertionError") in found.outcomes, found
 
