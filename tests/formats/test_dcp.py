@@ -32,7 +32,8 @@ from torchax_ckpt.errors import (
     MismatchError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.formats import dcp, pickle_records, scratch, untrusted_files
+from torchax_ckpt.formats import dcp, pickle_records, untrusted_files
+from torchax_ckpt.stored import scratch
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
