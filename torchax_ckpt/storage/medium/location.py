@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any
@@ -77,11 +78,23 @@ def reading_context() -> ts.Context:
     up to 2 GiB, before it compares the size with that of the array's chunks.
     """
     most = host_memory.host_memory_bytes() // _UNPACKING_BYTES
+    threads = _threads(max(1, min(most, os.cpu_count() or 1)))
+    # A cache of its own for each use, because the next use may find other bytes in the same files.
+    return ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 100 << 20}}, threads)
+
+
+@functools.cache
+def _threads(num_unpacking: int) -> ts.Context:
+    """Returns the settings that limit TensorStore's threads, which stay until the program ends.
+
+    A read that fails may leave tasks to the threads. While each read had limits of its own, two of
+    many programs crashed in a thread of TensorStore 0.1.86; it is a guess that tasks had outlived
+    their limits.
+    """
     return ts.Context(
         {
-            "data_copy_concurrency": {"limit": max(1, min(most, os.cpu_count() or 1))},
+            "data_copy_concurrency": {"limit": num_unpacking},
             "file_io_concurrency": {"limit": 128},
-            "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
             "gcs_request_retries": {"max_retries": _RETRIES},
         }
     )
