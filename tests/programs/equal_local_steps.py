@@ -40,6 +40,7 @@ with opened() as ckpt:
     training.attach(ckpt)
     training.step()
     ckpt.save(1)
+    own = training.own()
 if INDEX in (0, 3):
     flip_arrays(mine / "1")
 fresh = Training(77)
@@ -47,7 +48,8 @@ with opened() as ckpt:
     start = fresh.attach(ckpt)
     tier = ckpt.restore().tier
     found = held(fresh)
+    is_own = fresh.own() == own
     ckpt.save(2)
     ckpt.wait_until_finished()
     is_verified = (mine / "1" / "verified").exists()
-report(start=start, tier=tier, alike=found == held(training), verified=is_verified)
+report(start=start, tier=tier, alike=found == held(training), own=is_own, verified=is_verified)

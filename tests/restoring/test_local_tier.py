@@ -195,9 +195,21 @@ def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path)
     reports = run_processes(
         PROGRAMS / "equal_local_steps.py", 4, str(tmp_path / "run"), str(tmp_path / "ramdisks")
     )
-    told = {"start": 1, "tier": "local", "alike": True}
+    told = {"start": 1, "tier": "local", "alike": True, "own": True}
     verified = [False, True, True, False]
     assert [report for (report,) in reports] == [{**told, "verified": v} for v in verified]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "count"), [("lost", 4), ("exchanged", 2)])
+def test_a_process_gets_its_own_state_though_a_copy_is_damaged(
+    way: str, count: int, tmp_path: Path
+) -> None:
+    places = str(tmp_path / "run"), str(tmp_path / "ramdisks")
+    reports = run_processes(PROGRAMS / "damaged_local_states.py", count, *places, way)
+    assert [report for (report,) in reports] == [
+        {"start": 2, "tier": "local", "alike": True}
+    ] * count
 
 
 LOST_BY_SUMS = {

@@ -84,6 +84,7 @@ class Processes(Exchanges):
         self._work = ""
         # Key prefixes of earlier rounds that are not deleted yet, and last of the newest round.
         self._rounds: list[str] = []
+        self._forgetting = threading.Lock()
         # Key prefixes of rounds that this process refused since it entered the newest round.
         self._refused: list[str] = []
         self._messages = 0
@@ -155,6 +156,8 @@ class Processes(Exchanges):
 
     def _enter(self, what: str) -> None:
         self._work = what
+        if not self.is_first:  # process 0 deletes the messages of earlier rounds
+            self._rounds.clear()
         self._rounds += [*self._refused, self._next_place(what)]
         self._refused.clear()
         self._messages = 0
@@ -300,8 +303,10 @@ class Processes(Exchanges):
         Call ``_forget`` only after all processes have entered the present round, because no process
         reads messages of earlier rounds from then on.
         """
-        while len(self._rounds) > 1:
-            self._client.key_value_delete(self._rounds.pop(0))
+        with self._forgetting:  # Orbax's threads meet too
+            old, self._rounds[:-1] = self._rounds[:-1], []
+        for place in old:
+            self._client.key_value_delete(place)
 
 
 def _digest(text: str) -> int:

@@ -81,14 +81,14 @@ class Liveness:
         """Records that a checkpointer of this process was opened."""
         with self._changing:
             self._logs.add(log)
-        self._tell(_OPENS)
+            self._tell(_OPENS)
 
     def remove(self, log: _Log) -> None:
         """Records that a checkpointer of this process was closed."""
         with self._changing:
             self._logs.discard(log)
-        if not self._logs:
-            self._tell(_CLOSES)
+            if not self._logs:
+                self._tell(_CLOSES)
 
     def _tell(self, byte: bytes) -> None:
         pass
@@ -317,8 +317,10 @@ class Connection(Liveness):
             else:
                 has_connected = True
                 with contextlib.suppress(OSError):
-                    connection.sendall(hello + (_OPENS if self._logs else _CLOSES))
-                    self._connection = connection
+                    connection.sendall(hello)
+                    with self._changing:  # what changes from now on, is told by the other methods
+                        self._connection = connection
+                        self._tell(_CLOSES if self._is_leaving or not self._logs else _OPENS)
                     connection.recv(1)  # returns when the connection is lost
                 self._connection = None
                 connections.close(connection)
@@ -360,7 +362,7 @@ def _begun(client: Any) -> Liveness:
         if jax.process_index():
             return Connection(client, jax.process_index(), host)
         return Listener(client, jax.process_count(), host)
-    except (AttributeError, OSError) as error:
+    except (AttributeError, OSError, RuntimeError) as error:  # RuntimeError: no more threads
         logger.warning(
             "process %d cannot connect the processes of this run: %s. If a process dies, the "
             "others learn it only from JAX's heartbeat timeout.",

@@ -89,8 +89,10 @@ class HostSteps:
         if committed.path.exists():
             with self._ignoring_damage():
                 self._copy = step_reader.StoredLeaves(committed, self._options, allow_part=True)
-        # Leaves of this process's state, if its own copy lacks the state.
-        self._received: dict[str, np.ndarray] = {}
+        # The host leaves of this process's state. They are read at once, because in every copy of
+        # the step their names stand for the state of the process that wrote the copy.
+        self._own: dict[str, np.ndarray] = {}
+        self._is_own_here = False
         self.document: Mapping[str, Node]
         self.document, self._specs = self._opened()
 
@@ -104,6 +106,11 @@ class HostSteps:
                 shared = per_process_state.without_states(document)
                 content = json.dumps([host_shards.whole(shared), host_shards.specs(shared)])
             self._copy = self._copy if states is not None else None
+        mine = b""
+        if states is not None and (states.count is None or index in states.nodes):
+            mine = self._state(states.of_process(index))
+            if not mine:  # the copy is damaged, and ignored
+                states = None
         told: list[Any] = [None, None, []]
         if states is not None:
             told = [
@@ -120,15 +127,13 @@ class HostSteps:
             self._processes.post(f"state {asked}", self._state(states.of_process(asked)))
         if receives:
             content = self._processes.posted("content", sender).decode()
-        if state_sender == index:
-            assert states is not None
-            nodes = states.of_process(index)
-        else:
-            sent = self._processes.posted(f"state {index}", state_sender)
-            if not sent:
+        self._is_own_here = state_sender == index
+        if not self._is_own_here:
+            mine = self._processes.posted(f"state {index}", state_sender)
+            if not mine:
                 raise self._unreadable(f"the copy of process {state_sender} is damaged")
-            received = PerProcessState.of_bytes(sent)
-            nodes, self._received = received.nodes, dict(received.leaves)
+        state = PerProcessState.of_bytes(mine)
+        nodes, self._own = state.nodes, dict(state.leaves)
         document, specs = json.loads(content)
         specs |= host_shards.specs(nodes)
         return per_process_state.with_states(document, host_shards.whole(nodes), count), specs
@@ -185,8 +190,9 @@ class HostSteps:
 
     def _state(self, nodes: Mapping[str, Node]) -> bytes:
         """Returns a per-process state of this host's copy as a message; b"" if it is damaged."""
+        if self._copy is None:  # it was damaged in the state that another process has asked for
+            return b""
         with self._ignoring_damage():
-            assert self._copy is not None
             found = [node for part in nodes.values() for node in array_nodes(part)]
             arrays = [node["array"] for node in found if "spec" not in node]
             reads = host_shards.on_host(self._copy.document, arrays)
@@ -204,7 +210,7 @@ class HostSteps:
         """
         if self._copy is None:
             return
-        reads = host_shards.as_saved(self._without_received(reads), self._specs)
+        reads = host_shards.as_saved(self._without_own(reads), self._specs)
         self._needed(reads)
         copy, self._copy = self._copy, None
         try:
@@ -218,18 +224,18 @@ class HostSteps:
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` reads every stored byte of this host's copy."""
-        if self._copy is None or self._received:
+        if self._copy is None or not self._is_own_here:
             return False
         return self._copy.is_whole(reads, num_processes)
 
-    def _without_received(self, reads: Mapping[str, Read]) -> dict[str, Read]:
-        return {name: read for name, read in reads.items() if name not in self._received}
+    def _without_own(self, reads: Mapping[str, Read]) -> dict[str, Read]:
+        return {name: read for name, read in reads.items() if name not in self._own}
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Returns leaf name -> array; other hosts send what this host's copy lacks."""
-        state = {name: read for name, read in reads.items() if name in self._received}
-        found = put({n: np.array(self._received[n]) for n in state}, _placements(state))
-        reads = self._without_received(reads)
+        state = {name: read for name, read in reads.items() if name in self._own}
+        found = put({n: np.array(self._own[n]) for n in state}, _placements(state))
+        reads = self._without_own(reads)
         return {**found, **self._read(reads)}
 
     def _read(self, reads: Mapping[str, Read]) -> dict[str, Any]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
+import jax
 import numpy as np
 
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.storage.arrays import block_digests
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 
 # Smaller arrays share a database, because each database takes some milliseconds. If one array of a
-# database changes, all of its arrays are written again. On several processes, this is what one
-# process writes to a database if all write equal parts.
+# database changes, all of its arrays are written again. On several processes, this is the most that
+# one process writes to a database.
 _DATABASE_BYTES = 64 << 20
 
 
@@ -92,17 +95,21 @@ def distinct(stored: Iterable[KnownDatabase]) -> list[KnownDatabase]:
     return list({(s.step, s.name): s for s in stored}.values())
 
 
-def packed(arrays: Mapping[str, AnyArray], num_processes: int) -> Iterator[tuple[str, ...]]:
-    """Divides arrays into groups for one database each; yields the names in each group."""
-    most = _DATABASE_BYTES * num_processes
+def packed(arrays: Mapping[str, jax.Array | HostArray]) -> Iterator[tuple[str, ...]]:
+    """Divides arrays into groups for one database each; yields the names in each group.
+
+    A process holds what it writes of a database in memory until the database is complete. No
+    process writes more of a group than the limit, except of a group of one array.
+    """
     part: list[str] = []
-    nbytes = 0
+    written: collections.Counter[int] = collections.Counter()  # bytes of each process
     for name, array in arrays.items():
-        size = array.size * array.dtype.itemsize
-        if part and nbytes + size > most:
+        writers = chunking.storing_processes(array)
+        share = array.size * array.dtype.itemsize // len(writers)
+        if part and max(written[index] for index in writers) + share > _DATABASE_BYTES:
             yield tuple(part)
-            part, nbytes = [], 0
+            part, written = [], collections.Counter()
         part.append(name)
-        nbytes += size
+        written.update(dict.fromkeys(writers, share))
     if part:
         yield tuple(part)

@@ -254,7 +254,7 @@ class Reuse:
             and name not in decision.digests
             and self._apart.issuperset(known_databases.members_of(plan, name))
         }
-        for names in known_databases.packed(still, self._processes.count):
+        for names in known_databases.packed(still):
             decision.write(names, still, self._processes.count)
         return decision
 
