@@ -119,3 +119,17 @@ def test_without_a_way_to_process_0_the_process_says_so_once(
     [record] = caplog.records
     assert "process 1 cannot connect to process 0, at port" in record.message
     assert "only from JAX's heartbeat timeout" in record.message
+
+
+def test_many_connections_raise_the_limit_of_open_files_or_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (1024, 65536))
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda kind, new: raised.append(new))
+    connections.make_room(256)
+    assert raised == []
+    connections.make_room(1024)
+    assert raised == [(4096, 65536)]
+    with pytest.raises(OSError, match="80000 open files, found 65536"):
+        connections.make_room(20_000)

@@ -7,6 +7,7 @@ worker of a DataLoader, may live on for a while after its parent has died, so it
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 
@@ -18,6 +19,21 @@ _CONNECT_SECS = 10.0
 _open: set[socket.socket] = set()
 # Keeps a fork from happening between the creation of a socket and its entry in ``_open``.
 _changing = threading.Lock()
+
+
+def make_room(count: int) -> None:
+    """Raises this process's limit of open files, if ``count`` connections would take much of it.
+
+    Raises:
+      OSError: the system does not allow enough of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 4 * count  # the program needs files too, and JAX a connection to each process
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise OSError(f"{count} connections need a limit of {needed} open files, found {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def listen(host: str, backlog: int) -> socket.socket:
@@ -39,8 +55,12 @@ def accept(listener: socket.socket) -> socket.socket:
     with _changing:
         connection, _ = listener.accept()
         _open.add(connection)
-    connection.setblocking(False)
-    _keep_alive(connection)
+    try:
+        connection.setblocking(False)
+        _keep_alive(connection)
+    except OSError:  # the other end has closed it already
+        close(connection)
+        raise
     return connection
 
 
@@ -67,7 +87,7 @@ def close(connection: socket.socket) -> None:
     """Closes a connection."""
     with _changing:
         _open.discard(connection)
-    connection.close()
+        connection.close()  # before the next fork
 
 
 def _keep_alive(connection: socket.socket) -> None:

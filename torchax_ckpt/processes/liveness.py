@@ -123,7 +123,7 @@ class Listener(Liveness):
       host: the name or address of process 0's host that the other processes know.
 
     Raises:
-      OSError: this process cannot listen there.
+      OSError: this process cannot listen there, or may not open so many connections.
     """
 
     def __init__(self, client: Any, count: int, host: str) -> None:
@@ -135,6 +135,7 @@ class Listener(Liveness):
         self._peers: dict[int, _Peer] = {}
         self._closed: dict[_Peer, float] = {}  # and the time.monotonic() at which it closed
         self._ended: dict[int, str] = {}
+        connections.make_room(count)
         self._listener = connections.listen(host, count)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
