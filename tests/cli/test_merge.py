@@ -14,7 +14,7 @@ import torch
 from support.commands import run, run_json
 from support.compare import bits
 from support.described import Described, Tokenizer
-from support.models import Tied, values
+from support.models import Tied, WithExtraState, values
 from support.training import fsdp_mesh, fsdp_rule
 from typer.testing import CliRunner
 
@@ -124,6 +124,31 @@ def test_a_new_run_has_the_average(trained: Path, tmp_path: Path) -> None:
     arguments = ["merge", trained, out, "--steps", "800,900", "--format", "run"]
     said = run(*arguments, code=exit_codes.UNAVAILABLE)
     assert "expected a directory without checkpoints, found step 0" in said
+
+
+def test_a_new_run_has_the_extra_state_of_the_newest_step(directory: Path, tmp_path: Path) -> None:
+    def layer(step: int, dtype: torch.dtype = torch.bfloat16) -> WithExtraState:
+        model = WithExtraState(2, 2).to("jax")
+        model.extra = {"scale": torch.full((3,), step / 3, dtype=dtype, device="jax"), "n": step}
+        return model
+
+    models = {"a/b": layer(0), "plain": torch.nn.Linear(2, 2).to("jax")}
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(models)
+        for step in (1, 2):
+            models["a/b"].extra = layer(step).extra
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+    for name in ("a%2Fb", "plain"):
+        arguments = ["--steps", "1,2", "--format", "run", "--dtype", "fp32", "--max-bytes", 8]
+        run("merge", directory, tmp_path / name, *arguments, "--at", f"model/{name}")
+    again = layer(0)
+    with TorchaxCheckpointer(tmp_path / "a%2Fb") as ckpt:
+        ckpt.attach(again)
+    assert again.extra["n"] == 2
+    assert bits(again.extra["scale"]) == bits(layer(2).extra["scale"])
+    with TorchaxCheckpointer(tmp_path / "plain") as ckpt:
+        ckpt.attach(torch.nn.Linear(2, 2).to("jax"))
 
 
 def test_a_folder_says_what_the_model_is(directory: Path, tmp_path: Path) -> None:

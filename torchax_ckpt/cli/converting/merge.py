@@ -141,6 +141,8 @@ def _write_run(averaged: AveragedStep, weights: Weights, out: str, wanted: Expor
         out,
         imported=[f"step {c.step}, weight {share:.6g}" for c, share in averaged.weights.items()],
         scratch=averaged.scratch,
+        extra_from=averaged.newest,
+        at=wanted.at,
         assets=assets_at(averaged, wanted.at),
         options=CheckpointOptions(max_host_bytes=wanted.max_bytes),
     )
