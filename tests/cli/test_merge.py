@@ -181,7 +181,8 @@ def test_arguments_that_make_no_average_are_refused(trained: Path, tmp_path: Pat
         (["--steps", "800,900", "--weights", "1,-1"], "--weights: expected 2 positive numbers"),
         (["--steps", "800,900", "--weights", "0,nan"], "--weights: expected 2 positive numbers"),
         (["--steps", "800,900", "--at", "optimizer"], "expected one attached model"),
-        (["--steps", "800,900", "--format", "run", "--max-shard-size", "1GB"], "need --format"),
+        (["--steps", "800,900", "--format", "run", "--max-shard-size", "1GB"], "needs --format"),
+        (["--steps", "800,900", "--format", "run", "--config", "x"], "--config needs hf or peft"),
     ):
         out = tmp_path / "out"
         assert said in run("merge", trained, out, *arguments, code=exit_codes.USAGE)
