@@ -189,6 +189,16 @@ def test_arguments_that_make_no_average_are_refused(trained: Path, tmp_path: Pat
         assert not out.exists()
 
 
+def test_any_path_may_be_given_as_out(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--steps", "800,900", "--format", "run"]
+    assert "found an empty string" in run("merge", trained, "", *arguments, code=exit_codes.USAGE)
+    monkeypatch.chdir(tmp_path)
+    run("merge", trained, ".", *arguments)
+    assert (tmp_path / "0").is_dir()
+
+
 def test_steps_of_different_models_are_refused(directory: Path, tmp_path: Path) -> None:
     def saved(step: int, model: Any) -> Path:
         other = tmp_path / str(step)
