@@ -53,15 +53,19 @@ def test_once_publishes_what_is_due(saved: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--every", 1, "--best", "loss"), "expected --every or --best, found both"),
-        (("--every", 0), "every: expected at least one step, found 0"),
+        (("--every", 0), "--every: expected at least one step, found 0"),
         (("--best", "loss:low"), "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
-        (("--keep", 0), "keep: expected at least one folder, found 0"),
+        (("--keep", 0), "--keep: expected at least one folder, found 0"),
         (("--grace", "soon"), "--grace: expected a time such as 90"),
         (("--poll", "0s"), "--poll: expected more than 0 s"),
         (("--max-shard-size", "big"), "expected a size such as 5GB"),
-        (("--config", "x", "--format", "safetensors"), "config: needs the format hf or peft"),
-        (("--at", "state"), "stores no config of the model"),
-        (("--at", "state", "--include", "x", "--format", "safetensors"), "nothing matches include"),
+        (("--config", "x", "--format", "safetensors"), "--config: needs the format hf or peft"),
+        (("--at", "state"), "folder that has config.json (--config), save"),
+        (
+            ("--at", "state", "--include", "x", "--format", "safetensors"),
+            "step 20: nothing matches --include: ",
+        ),
+        (("--max-shard-size", "1GB", "--format", "peft"), "--max-shard-size: PEFT has no files"),
     ],
 )
 def test_wrong_usage_is_said(
@@ -120,6 +124,10 @@ def test_it_waits_for_a_run_goes_on_and_ends_with_a_signal(saved: Path, tmp_path
         started.process.terminate()
         assert started.process.wait(60) == exit_codes.OK
         assert started.output() == ("", "")
+    with Started("-c", SLOWLY.format(slow="yes"), *words, "--once") as started:
+        wait_until(lambda: any((out / CONTROL).glob("writing-*/*")))
+        started.process.terminate()
+        assert started.process.wait(60) == exit_codes.TERMINATED
     assert sorted(os.listdir(out)) == [CONTROL]
     assert os.listdir(out / CONTROL) == ["lock"]
 

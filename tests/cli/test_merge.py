@@ -14,7 +14,7 @@ import torch
 from support.commands import run, run_json
 from support.compare import bits
 from support.described import Described, Tokenizer
-from support.models import Tied, values
+from support.models import Tied, WithExtraState, values
 from support.training import fsdp_mesh, fsdp_rule
 from typer.testing import CliRunner
 
@@ -126,6 +126,31 @@ def test_a_new_run_has_the_average(trained: Path, tmp_path: Path) -> None:
     assert "expected a directory without checkpoints, found step 0" in said
 
 
+def test_a_new_run_has_the_extra_state_of_the_newest_step(directory: Path, tmp_path: Path) -> None:
+    def layer(step: int, dtype: torch.dtype = torch.bfloat16) -> WithExtraState:
+        model = WithExtraState(2, 2).to("jax")
+        model.extra = {"scale": torch.full((3,), step / 3, dtype=dtype, device="jax"), "n": step}
+        return model
+
+    models = {"a/b": layer(0), "plain": torch.nn.Linear(2, 2).to("jax")}
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(models)
+        for step in (1, 2):
+            models["a/b"].extra = layer(step).extra
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+    for name in ("a%2Fb", "plain"):
+        arguments = ["--steps", "1,2", "--format", "run", "--dtype", "fp32", "--max-bytes", 8]
+        run("merge", directory, tmp_path / name, *arguments, "--at", f"model/{name}")
+    again = layer(0)
+    with TorchaxCheckpointer(tmp_path / "a%2Fb") as ckpt:
+        ckpt.attach(again)
+    assert again.extra["n"] == 2
+    assert bits(again.extra["scale"]) == bits(layer(2).extra["scale"])
+    with TorchaxCheckpointer(tmp_path / "plain") as ckpt:
+        ckpt.attach(torch.nn.Linear(2, 2).to("jax"))
+
+
 def test_a_folder_says_what_the_model_is(directory: Path, tmp_path: Path) -> None:
     with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
         model = Described().to("jax")
@@ -156,11 +181,22 @@ def test_arguments_that_make_no_average_are_refused(trained: Path, tmp_path: Pat
         (["--steps", "800,900", "--weights", "1,-1"], "--weights: expected 2 positive numbers"),
         (["--steps", "800,900", "--weights", "0,nan"], "--weights: expected 2 positive numbers"),
         (["--steps", "800,900", "--at", "optimizer"], "expected one attached model"),
-        (["--steps", "800,900", "--format", "run", "--max-shard-size", "1GB"], "need --format"),
+        (["--steps", "800,900", "--format", "run", "--max-shard-size", "1GB"], "needs --format"),
+        (["--steps", "800,900", "--format", "run", "--config", "x"], "--config needs hf or peft"),
     ):
         out = tmp_path / "out"
         assert said in run("merge", trained, out, *arguments, code=exit_codes.USAGE)
         assert not out.exists()
+
+
+def test_any_path_may_be_given_as_out(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--steps", "800,900", "--format", "run"]
+    assert "found an empty string" in run("merge", trained, "", *arguments, code=exit_codes.USAGE)
+    monkeypatch.chdir(tmp_path)
+    run("merge", trained, ".", *arguments)
+    assert (tmp_path / "0").is_dir()
 
 
 def test_steps_of_different_models_are_refused(directory: Path, tmp_path: Path) -> None:

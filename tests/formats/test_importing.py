@@ -12,7 +12,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from support.commands import run, run_json
-from support.models import Plain, live, plain, values
+from support.models import Plain, WithExtraState, live, plain, values
 from support.training import before_enabling, fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict
@@ -107,6 +107,18 @@ def test_a_model_that_differs_is_not_attached(
         ckpt.attach(model)
     assert set(caught.value.missing) == {"model/weight", "model/bias"}
     assert "model/scale" in caught.value.unexpected
+
+
+def test_modules_keep_their_extra_state(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    arrays = {"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(arrays, path)
+    run("import", path, directory)
+    model = WithExtraState(2, 2).to("jax")
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(model) == 0
+    assert model.extra == "live"
+    assert values(model.state_dict()).keys() == arrays.keys()
 
 
 def test_wide_integers_are_narrowed_only_where_they_fit(directory: Path, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from support.training import before_enabling, mlp
 from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.errors import SaveError
 from torchax_ckpt.integrations.huggingface import Publisher
+from torchax_ckpt.storage.writing import write_step
 
 SETTINGS: dict[str, Any] = {"format": "safetensors", "poll_secs": 0.01}
 
@@ -95,6 +97,24 @@ def test_a_preempted_program_does_not_stay_to_publish(
             train(ckpt, mlp(), 2)
             monkeypatch.setattr(ckpt, "reached_preemption", lambda was=is_preempted: was)
         assert (out / "latest").exists() is not is_preempted
+
+
+def test_the_error_of_a_save_is_left_for_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        train(ckpt, mlp(), 1)
+        ckpt.wait_until_finished()
+        with monkeypatch.context() as failing, Publisher(ckpt, tmp_path / "out", **SETTINGS):
+            failing.setattr(write_step, "write_step", fail)
+            ckpt.save(2, force=True)
+        assert (tmp_path / "out" / "latest").read_text() == "step-1\n"
+        with pytest.raises(SaveError, match="saving step 2"):
+            ckpt.check_for_errors()
+        ckpt.save(2, force=True)
 
 
 def test_only_process_0_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,20 @@ def test_a_damaged_step_is_skipped(run: Path, out: Path) -> None:
     assert in_out(out) == ["step-300"]
 
 
+def test_a_step_with_values_too_large_for_the_dtype_is_skipped(tmp_path: Path, out: Path) -> None:
+    run = tmp_path / "large"
+    with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step in (100, 200):
+            ckpt.save(step, state={"w": np.full(3, 10.0 ** (step / 40))}, force=True)
+    skipped: list[CheckpointError] = []
+    form = FolderForm(format="safetensors", at="state", dtype="fp16")
+    assert publish(run, out, form=form, on_skipped=skipped.append) == 100
+    assert len(skipped) == 1
+    assert str(skipped[0]).startswith(
+        "step 200: state/w: has values that are too large for float16"
+    )
+
+
 def test_a_failure_leaves_nothing_and_is_tried_again(run: Path, out: Path) -> None:
     def fail(num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -235,7 +249,7 @@ def test_a_failure_leaves_nothing_and_is_tried_again(run: Path, out: Path) -> No
 def test_a_folder_that_would_not_load_is_refused(run: Path, out: Path) -> None:
     with pytest.raises(MismatchError, match="stores no config of the model"):
         publish(run, out, form=FolderForm(at="state"))
-    with pytest.raises(SelectionError, match="nothing matches include"):
+    with pytest.raises(SelectionError, match="step 400: nothing matches include"):
         publish(run, out, form=FolderForm(format="safetensors", at="state", include="x"))
     assert in_out(out) == []
 
@@ -321,6 +335,7 @@ def test_wrong_arguments_are_refused(run: Path, out: Path) -> None:
     for settings in wrong:
         with pytest.raises(ValueError, match=next(iter(settings))):
             follower(run, out, **settings)
+    assert follower(run, Path(".")).out == Path.cwd()
     with pytest.raises(ValueError, match="at least one step"):
         Every(0)
     with pytest.raises(ValueError, match="'min' or 'max'"):
@@ -363,7 +378,43 @@ def test_a_second_program_is_refused(run: Path, out: Path) -> None:
         first.publish_due()
         with pytest.raises(LeaseError, match=f"publishes here: process {os.getpid()} on "):
             publish(run, out)
+        worker = os.dup(first._folders._lock or -1)  # as a forked process has it
     assert publish(run, out) is None
+    os.close(worker)
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+def test_files_of_others_are_not_removed_from_the_folder_of_drafts(
+    run: Path, out: Path, has_record: bool
+) -> None:
+    if has_record:
+        publish(run, out)
+        shutil.move(out / CONTROL, out.parent / "elsewhere")
+    out.mkdir(exist_ok=True)
+    elsewhere = out.parent / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    (elsewhere / "thesis.txt").write_text("mine")
+    (out / CONTROL).symlink_to(elsewhere)
+    with pytest.raises(DirectoryError, match="expected a folder, found a link"):
+        publish(run, out)
+    (out / CONTROL).unlink()
+    elsewhere.rename(out / CONTROL)
+    publish(run, out)
+    assert (out / CONTROL / "thesis.txt").read_text() == "mine"
+
+
+def test_another_run_or_format_is_refused(run: Path, out: Path, tmp_path: Path) -> None:
+    assert publish(run, out, every=400) == 400
+    other = shutil.copytree(run, tmp_path / "other")
+    hf = FolderForm(at="state")
+    for place, form, said in ((other, FORM, "other in the format safet"), (run, hf, "run in the")):
+        with pytest.raises(DirectoryError, match=rf"run in .* safetensors, found the run .*{said}"):
+            publish(place, out, form=form)
+    (tmp_path / "link").symlink_to(run)
+    assert publish(tmp_path / "link", out) is None
+    assert latest(out).name == "step-400"
+    shutil.rmtree(out / "step-400")
+    assert publish(other, out) == 400
 
 
 def test_a_damaged_record_is_refused(run: Path, out: Path) -> None:

@@ -123,6 +123,13 @@ def test_averages_are_those_of_numpy(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_averages_of_finite_numbers_are_finite() -> None:
+    average = np.array([2.0**127, 3e38, 1.0, 2.0], np.float32)
+    newer = np.array([-(2.0**127), 3e38, -1.0, -np.inf], np.float32)
+    averaged_step._move(average, newer, 0.25)
+    assert bits(average) == bits(np.array([2.0**126, 3e38, 0.5, -np.inf], np.float32))
+
+
 def test_only_pieces_with_asked_rows_are_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,26 @@ class Exported:
                 max_host_bytes=self.max_bytes,
             )
         except ValueError as error:
-            raise UsageError(f"{self.command}: {error}") from error
+            raise UsageError(f"{self.command}: {in_options(str(error))}") from error
+
+
+_OPTIONS = {
+    "grace_secs": "grace",
+    "max_shard_bytes": "max-shard-size",
+    "max_host_bytes": "max-bytes",
+    **{
+        name: name
+        for name in ("at", "best", "config", "dtype", "every", "exclude", "format", "include",
+                     "keep", "rename")
+    },
+}  # fmt: skip
+# "keep: ..." or "(config=)" in a sentence, but no part of a tensor's name or of an option.
+_ARGUMENT = re.compile(rf"(?<![\w./%-])({'|'.join(_OPTIONS)})(?:=(?!\w)|(?=: ))")
+
+
+def in_options(message: str) -> str:
+    """Returns a message about arguments in Python as one about the options of a command."""
+    return _ARGUMENT.sub(lambda found: f"--{_OPTIONS[found[1]]}", message)
 
 
 @dataclasses.dataclass(frozen=True)

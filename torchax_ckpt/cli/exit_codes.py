@@ -27,6 +27,8 @@ FAILED = 4
 """An unexpected error. Python itself would exit with 1, which means FOUND here."""
 INTERRUPTED = 130
 """Ctrl-C. As in shells, the code is 128 plus the signal's number."""
+TERMINATED = 143
+"""SIGTERM, where a command was to finish something first."""
 
 EPILOG = (
     "Exit codes: 0 success; 1 the command found damage or a difference, or that a state does not "

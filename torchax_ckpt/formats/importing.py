@@ -6,6 +6,7 @@ for the whole model.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import TensorFiles
-from torchax_ckpt.formats.weights import MODEL, Weights, as_dtype
+from torchax_ckpt.formats.weights import MODEL, Weights, as_dtype, node_at
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, array_nodes, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
@@ -23,6 +24,7 @@ from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.arrays.placement import empty
+from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -85,8 +87,7 @@ def import_weights(
         MODEL: {
             "dict": [[name, _node(names.join((MODEL, name)), arrays)] for name in source.tensors],
             "ties": [[alias, name] for alias, name in tied.items()],
-            "extra_state": [],
-        },
+        },  # without extra state: attach then leaves that of the modules as it is
         IMPORTED: [path.name for path in source.paths],
     }
     return _write(RunDirectory(directory), step, document, plan, stored, assets, options)
@@ -99,12 +100,15 @@ def import_step(
     *,
     imported: Sequence[str],
     scratch: Path,
+    extra_from: StoredStep,
+    at: str | None = None,
     assets: Assets | None = None,
     options: CheckpointOptions | None = None,
 ) -> CommittedStep:
     """Writes weights of a step as step 0 of a new run; ``attach`` can then continue from it.
 
-    The extra state of the step's one attached model is written too.
+    The extra state of the module is written too, with the values that it has in ``extra_from``. If
+    there is no module at ``at``, ``attach`` leaves the extra state of its modules as it is.
 
     Args:
       source: the step.
@@ -112,6 +116,8 @@ def import_step(
       directory: directory of the new run; it must contain no step.
       imported: says for people where the weights come from.
       scratch: a local folder for a temporary file, if the weights exceed ``max_host_bytes``.
+      extra_from: the step that the extra state is read from; not averaged and not cast.
+      at: key path of the weights in the step; None for the one attached model.
       assets: text files that say what the model is, to store with the step.
       options: memory bounds, compression, layout.
 
@@ -127,18 +133,24 @@ def import_step(
     options = options or CheckpointOptions()
     run = RunDirectory(directory)
     _require_empty(run)  # before the source is read, which can take long
-    extra = _extra_state(source)
+    extra = _extra_state(extra_from, at or MODEL)
+    # The arrays in memory get one half of the bound, and what is read meanwhile the other half.
+    half_bytes = max(1, (options.max_host_bytes or STREAMED_BYTES) // 2)
+    half = dataclasses.replace(options, max_host_bytes=half_bytes)
     targets = {names.join((MODEL, name)): leaf for name, leaf in weights.leaves.items()}
-    targets |= {node["array"]: source.leaves[node["array"]] for node in array_nodes(extra)}
     key_of = {leaf.name: key for key, leaf in targets.items()}
-    with room_for(list(targets.values()), scratch, options) as allocate:
+    unchanged = [node["array"] for node in array_nodes(extra or [])]
+    targets |= {name: extra_from.leaves[name] for name in unchanged}
+    with room_for(list(targets.values()), scratch, half) as allocate:
         arrays = {
             key: (allocate or empty)(leaf.shape, np.dtype(leaf.dtype))
             for key, leaf in targets.items()
         }
-        for name, index, content in source.stream(key_of, options):
+        for name, index, content in source.stream(key_of, half):
             array = arrays[key_of[name]]
             array[index] = as_dtype(content, array.dtype, name)
+        for name, index, content in extra_from.stream(unchanged, half):
+            arrays[name][index] = content
         plan = Planner(options.layout)(list(arrays), list(arrays.values())).plan
         stored = execute(plan, arrays, copy=False)
         document = {
@@ -148,18 +160,18 @@ def import_step(
                     for name, leaf in weights.leaves.items()
                 ],
                 "ties": [[alias, name] for alias, name in weights.ties.items()],
-                "extra_state": extra,
+                **({} if extra is None else {"extra_state": extra}),
             },
             IMPORTED: list(imported),
         }
         return _write(run, 0, document, plan, stored, assets, options)
 
 
-def _extra_state(source: StoredStep) -> Sequence[Node]:
-    """Returns the nodes of the extra state of the one attached model; none for several models."""
-    node = source.manifest.document.get(MODEL)
-    found = node.get("extra_state") if isinstance(node, dict) else None
-    return found if isinstance(found, list) else ()
+def _extra_state(stored: StoredStep, place: str) -> list[Any] | None:
+    """Returns the nodes of the extra state of the module at a key path; None if none are stored."""
+    node = node_at(stored, place)
+    found = node.get("extra_state") if isinstance(node, dict) and "ties" in node else None
+    return found if isinstance(found, list) else None
 
 
 def _write(

@@ -50,7 +50,7 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
       UnsupportedLeafError: two leaves would get the same name.
     """
     place = at or MODEL
-    node = _node(stored, place)
+    node = node_at(stored, place)
     is_module = isinstance(node, dict) and "ties" in node
     if node is None or (at is None and not is_module):
         raise MismatchError(
@@ -150,7 +150,7 @@ def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray
     return changed
 
 
-def _node(stored: StoredStep, place: str) -> Any:
+def node_at(stored: StoredStep, place: str) -> Any:
     """Returns the manifest's node at a key path; None if no leaf is at or below the key path.
 
     Returns an empty dict if there are leaves, but the path passes through a node that is not a

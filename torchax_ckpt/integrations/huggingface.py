@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 
-from torchax_ckpt.errors import CheckpointError
+from torchax_ckpt.errors import CheckpointError, SaveTimeoutError
 from torchax_ckpt.publishing import Best, Every, FolderForm, Follower
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class Publisher:
     Args:
       run: the checkpointer, or the directory of the run. With a directory, open the Publisher
         before the checkpointer: it is then closed later, and publishes the last step.
-      out: a folder on this host: new, empty, or one that was published to before. It gets the
-        folders ``step-N``, and the text file ``latest``, which names the newest.
+      out: a folder on this host: new, empty, or one to which steps of this run were published
+        before, in this format. It gets the folders ``step-N``, and the text file ``latest``, which
+        names the newest.
       format: "hf" for folders that transformers and vLLM load, with the config and the tokenizer
         that the steps store; "peft" for folders of adapters; "safetensors" for weights alone.
       every: publish the newest step once it is this many steps or more past the last published
@@ -143,8 +144,10 @@ class Publisher:
             if self._checkpointer.reached_preemption():
                 self._exiting.set()
             else:
-                with contextlib.suppress(CheckpointError):  # a failed save, which is logged already
-                    self._checkpointer.wait_until_finished()
+                with contextlib.suppress(SaveTimeoutError):
+                    # wait_until_finished() would take the errors of saves, which the program's next
+                    # call of the checkpointer is to raise.
+                    self._checkpointer._tiers.wait()
         self._closing.set()
         self._thread.join()
         atexit.unregister(self._exit)

@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     ForeignCheckpointError,
     MismatchError,
+    SelectionError,
     StepNotFoundError,
+    UnsupportedLeafError,
 )
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
@@ -27,6 +30,14 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep
+
+# Errors of one step, after which another step may be published.
+_SKIPPED = (
+    StepNotFoundError,
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    UnsupportedLeafError,
+)
 
 
 class Follower:
@@ -38,7 +49,7 @@ class Follower:
     Args:
       run: the directory of the run, or ``gs://bucket/prefix``; need not exist yet.
       out: the folder to publish to, on this host: new, empty, or one that was published to before.
-        Not in the directory of the run.
+        Not in the directory of the run. All folders in it are of one run and one format.
       rule: which steps are due.
       form: what the folders contain.
       keep: how many folders to keep, those published last.
@@ -46,7 +57,7 @@ class Follower:
         among those to keep.
       clock: returns the time in seconds since 1970.
       on_skipped: called with the reason why a step is not published: it was deleted meanwhile, is
-        damaged, or bare Orbax wrote it.
+        damaged, has values that are too large for the form's dtype, or bare Orbax wrote it.
       on_bytes: called with the number of bytes of each piece that was written. Whatever it raises
         ends the publication, and leaves nothing of it.
 
@@ -77,8 +88,10 @@ class Follower:
             raise ValueError(f"grace_secs: expected seconds, 0 or more, found {grace_secs!r:.80}")
         self._path = location.resolve(run)
         self.out = _local_path(out)
+        identity = str(self._path)
         if not location.is_bucket(self._path):
-            inside = Path(os.path.realpath(self._path))
+            identity = os.path.realpath(self._path)
+            inside = Path(identity)
             if Path(os.path.realpath(self.out)).is_relative_to(inside):
                 raise ValueError(
                     f"out: expected a folder outside of the run's directory, found {self.out}; "
@@ -87,7 +100,7 @@ class Follower:
         self._rule, self._form = rule, form
         self._keep, self._grace_secs = keep, grace_secs
         self._on_skipped, self._on_bytes = on_skipped, on_bytes
-        self._folders = PublishedFolders(self.out, clock)
+        self._folders = PublishedFolders(self.out, identity, form.format, clock)
         self._run: RunDirectory | None = None
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
@@ -107,9 +120,9 @@ class Follower:
 
         Raises:
           LeaseError: another program publishes to ``out``.
-          DirectoryError: the run cannot be read, or ``out`` cannot be written, at the moment.
-          MismatchError, SelectionError, UnsupportedLeafError: the step does not have what the form
-            needs.
+          DirectoryError: the run cannot be read, or ``out`` cannot be written, at the moment; or
+            ``out`` has folders of another run or format.
+          MismatchError, SelectionError: the step does not have what the form needs.
           OutOfMemoryError: this host has too little memory.
         """
         self._folders.open()
@@ -121,7 +134,7 @@ class Follower:
         while (committed := self._due(rule)) is not None:
             try:
                 new = self._publish(committed)
-            except (StepNotFoundError, CorruptCheckpointError, ForeignCheckpointError) as error:
+            except _SKIPPED as error:
                 self._skipped.add(committed)
                 self._on_skipped(error)
                 continue
@@ -183,15 +196,22 @@ class Follower:
 
     def _publish(self, committed: CommittedStep) -> Published:
         assert self._run is not None
-        stored = StoredStep(committed)
         metrics = self._run.metrics(committed)
+        try:
+            return self._write(StoredStep(committed), metrics)
+        except (SelectionError, UnsupportedLeafError) as error:
+            error.message = f"step {committed.step}: {error.message}"
+            raise
+
+    def _write(self, stored: StoredStep, metrics: dict[str, Any]) -> Published:
+        committed = stored.committed
         weights = self._form.weights_of(stored)
         texts = self._form.texts_of(stored)
         if self._form.format == "hf" and texts is not None and not texts.has_config:
             raise MismatchError(
                 f"step {committed.step} in {committed.path} stores no config of the model, without "
-                "which transformers cannot load a folder: give a folder that has config.json as "
-                "config, save the config with the steps (attach a model of transformers), or "
+                "which transformers cannot load a folder: give a folder that has config.json "
+                "(config=), save the config with the steps (attach a model of transformers), or "
                 "choose the format safetensors",
                 step=committed.step,
                 path=committed.path,
@@ -205,7 +225,7 @@ class Follower:
 
 def _local_path(out: str | os.PathLike[str]) -> Path:
     path = os.fspath(out)
-    if not path or "://" in path or Path(path).parts[0].endswith(":"):
+    if not path or "://" in path or path.partition("/")[0].endswith(":"):
         raise ValueError(
             f"out: expected a folder on this host, found {path!r:.200}; folders appear at once by "
             "a rename, which buckets lack"

@@ -3,7 +3,8 @@
     OUT/step-1000/              a published folder, which never changes; step-1000-2 if another
                                 step 1000 was published before, on a branch that the run left
     OUT/latest                  a text file with the name of the folder that was published last
-    OUT/.publishing/record.json the published folders, in order, and since when each is replaced
+    OUT/.publishing/record.json the run, the format, the published folders, in order, and since when
+                                each is replaced
     OUT/.publishing/lock        locked by the one program that publishes here
     OUT/.publishing/writing-... a folder that is being written
     OUT/.publishing/deleting-...  a folder that is being deleted
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 CONTROL = ".publishing"
 _RECORD, _LOCK = "record.json", "lock"
+_DRAFTS, _DRAFT_SUFFIX = ("writing-", "deleting-"), ".draft"
 _MAX_RECORD_BYTES = 1 << 26
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -101,14 +103,19 @@ class PublishedFolders:
 
     Args:
       out: the folder; created if necessary.
+      run: path or URL of the run whose steps are published.
+      format: the format of the folders. All folders in OUT are of one run and one format.
       clock: returns the time in seconds since 1970.
 
     Attributes:
       published: the folders, in the order of their publication.
     """
 
-    def __init__(self, out: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, out: Path, run: str, format: str, clock: Callable[[], float] = time.time
+    ) -> None:
         self.path = out
+        self._source = {"run": run, "format": format}
         self.published: Sequence[Published] = ()
         self._control = out / CONTROL
         self._clock = clock
@@ -119,8 +126,8 @@ class PublishedFolders:
 
         Raises:
           LeaseError: another program publishes there.
-          DirectoryError: OUT has files of other programs but no record; or cannot be written; or
-            the record is damaged.
+          DirectoryError: OUT has files of other programs but no record; or folders of another run
+            or format; or cannot be written; or the record is damaged.
         """
         if self._lock is not None:
             return
@@ -131,10 +138,11 @@ class PublishedFolders:
         try:
             with self._translated("publish in"):
                 self._require_ours()
+                published = tuple(self._recorded())
                 for path in self._control.iterdir():
-                    if path.name not in (_RECORD, _LOCK):
+                    if path.name.startswith(_DRAFTS) or path.name.endswith(_DRAFT_SUFFIX):
                         _remove(path)
-                self.published = tuple(f for f in self._recorded() if f.path.is_dir())
+                self.published = published
                 self._point_to_newest()
         except BaseException:
             self.close()
@@ -143,6 +151,8 @@ class PublishedFolders:
     def close(self) -> None:
         """Unlocks OUT, so that another program may publish there."""
         if self._lock is not None:
+            # Closing is not enough if a forked child, such as a loader's worker, has the file open.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
@@ -219,6 +229,12 @@ class PublishedFolders:
 
     def _require_ours(self) -> None:
         """Raises if OUT has entries but no record: ``latest``, for one, is a common name."""
+        if self._control.is_symlink():
+            raise DirectoryError(
+                f"{self._control}: expected a folder, found a link. Remove the link, or give "
+                "another folder",
+                path=self.path,
+            )
         if self.path.exists() and not (self._control / _RECORD).exists():
             others = sorted({path.name for path in self.path.iterdir()} - {CONTROL})
             if others:
@@ -250,6 +266,7 @@ class PublishedFolders:
         return lock
 
     def _recorded(self) -> list[Published]:
+        """Returns the folders in the record that still exist."""
         path = self._control / _RECORD
         try:
             with open(path, "rb") as file:
@@ -257,16 +274,31 @@ class PublishedFolders:
         except FileNotFoundError:
             return []
         try:
-            entries = seals.unseal(json.loads(content))["published"]
-            return [Published.from_json(self.path, entry) for entry in entries]
+            record = seals.unseal(json.loads(content))
+            source = {key: record[key] for key in self._source}
+            found = [Published.from_json(self.path, entry) for entry in record["published"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DirectoryError(
                 f"{path}: is damaged: {error!s:.200}. Publish to another folder",
                 path=path,
             ) from error
+        found = [folder for folder in found if folder.path.is_dir()]
+        if found and source != self._source:
+            there, here = (
+                f"{s['run']!s:.300} in the format {s['format']!s:.20}"
+                for s in (source, self._source)
+            )
+            raise DirectoryError(
+                f"{self.path}: has folders of the run {there}, found the run {here}. Give another "
+                f"folder, also if the run was moved; or first delete {found[0].path.name} and all "
+                "other folders here",
+                path=self.path,
+            )
+        return found
 
     def _record(self, published: Sequence[Published]) -> None:
-        content = seals.seal({"published": [folder.to_json() for folder in published]})
+        entries = [folder.to_json() for folder in published]
+        content = seals.seal({**self._source, "published": entries})
         self._write(self._control / _RECORD, json.dumps(content).encode())
 
     def _point_to_newest(self) -> None:
@@ -283,7 +315,7 @@ class PublishedFolders:
 
     def _write(self, path: Path, content: bytes) -> None:
         """Replaces a small file: readers, and a loss of power, find the old content or the new."""
-        draft = self._control / f"{path.name}.draft"
+        draft = self._control / f"{path.name}{_DRAFT_SUFFIX}"
         draft.unlink(missing_ok=True)
         permissions.write_file(draft, content)
         fsync.swap_in(draft, path)

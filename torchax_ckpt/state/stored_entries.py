@@ -50,7 +50,7 @@ class StoredModule:
         return cls(
             node_checks.leaves(node, where),
             node_checks.named_texts(node["ties"], where),
-            node_checks.named(node.get("extra_state"), where),
+            node_checks.named(node["extra_state"], where) if "extra_state" in node else None,
         )
 
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:

@@ -38,6 +38,7 @@ class AveragedStep(StoredStep):
     begins as that of the oldest step. Each later step, with the weight w, changes it from ``a`` to
     ``a + (x - a) * (w / W)``, where W is the sum of the weights of the steps up to this one. If x
     equals a, the element stays as it is, so elements that are equal in all steps keep their bits.
+    Where ``x - a`` overflows, the change is to ``a * (1 - w / W) + x * (w / W)``.
 
     Other leaves are those of the newest step: integers, bools and random keys. Leaves of 8 bits or
     less are mostly quantized weights; they must be equal in all steps. Everything else, such as the
@@ -200,6 +201,10 @@ def _move(average: np.ndarray, newer: np.ndarray, share: float) -> None:
         _move(average.imag, newer.imag, share)
         return
     newer = np.asarray(newer, average.dtype)
+    factor = average.dtype.type(share)
     with np.errstate(invalid="ignore", over="ignore"):
-        moved = average + (newer - average) * average.dtype.type(share)
+        moved = average + (newer - average) * factor
+        overflowed = np.isfinite(average) & np.isfinite(newer) & ~np.isfinite(moved)
+        if overflowed.any():  # the distance of two large numbers, not their average
+            np.copyto(moved, average * (1 - factor) + newer * factor, where=overflowed)
     np.copyto(average, moved, where=newer != average)

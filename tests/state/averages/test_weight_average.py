@@ -18,6 +18,7 @@ from support.training import adamw, before_enabling, fsdp_mesh, fsdp_rule, mlp, 
 
 from torchax_ckpt import TorchaxCheckpointer, WeightAverage, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, MismatchError
+from torchax_ckpt.state.modules.module_tensors import Slot
 
 
 def arrays(average: WeightAverage) -> dict[str, Any]:
@@ -161,6 +162,59 @@ def test_a_model_is_evaluated_with_its_average() -> None:
     # The copies are arrays of their own: a program may donate them.
     torchax_backend.buffer(other.embed.weight).delete()
     average.copy_to(other)
+
+
+def test_other_parameters_are_refused_before_anything_changes() -> None:
+    model = mlp()
+    average = WeightAverage(model, 0.5)
+    average.update()
+    before = arrays(average), values(model.state_dict())
+    narrow = mlp(width=8)
+    first = values(narrow.state_dict())
+    with pytest.raises(
+        ValueError, match=r"0.bias: expected shape \[16\], found shape \[8\]; 0.weight: "
+    ):
+        average.copy_to(narrow)
+    with pytest.raises(ValueError, match=r"0.bias: expected shape \[16\], found none; .*2.weight"):
+        average.copy_to(torch.nn.Tanh())
+    assert values(narrow.state_dict()) == first
+    given: dict[str, Any] = dict(model.named_parameters())
+    broadcasts = jax.numpy.ones(())
+    for name, value, said in (
+        ("2.bias", broadcasts, r"2.bias: expected shape \[4\], found shape \[\]"),
+        ("2.weight", np.ones((4, 16)), "found a ndarray that is not on the devices"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            average.update({**given, name: value})
+    with pytest.raises(ValueError, match=r"2.bias: expected shape \[4\], found none"):
+        average.update({name: given[name] for name in given if name != "2.bias"})
+    assert (arrays(average), values(model.state_dict())) == before
+    assert average.num_updates == 1
+    average.update({**given, "more": None})
+    average.copy_to(mlp().requires_grad_(False))
+
+
+def test_a_failed_copy_leaves_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    average = WeightAverage(model, 0.5)
+    average.update()
+    for parameter in model.parameters():
+        torchax_backend.set_buffer(parameter, torchax_backend.buffer(parameter) * 0)
+    before = values(model.state_dict())
+    fill = Slot.fill
+    filled: list[Any] = []
+
+    def failing(slot: Slot, array: Any) -> None:
+        if filled:
+            raise MemoryError
+        filled.append(array)
+        fill(slot, array)
+
+    monkeypatch.setattr(Slot, "fill", failing)
+    with pytest.raises(MemoryError), average.applied():
+        pass
+    assert filled
+    assert values(model.state_dict()) == before
 
 
 def test_what_has_no_average_is_refused() -> None:

@@ -18,6 +18,7 @@ from torchax_ckpt.formats.weights import Weights, in_dtypes_of, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.averaged_step import AveragedStep
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -42,14 +43,18 @@ def merge_steps(
       StepNotFoundError: there is no such step.
       MismatchError: the steps have different weights.
     """
+    if not out:  # probably an unset shell variable, not the working directory
+        raise UsageError("merge: OUT: expected a path, found an empty string")
     is_run, path = wanted.format == _RUN, Path(out)
     if not is_run:
         wanted = settled(path, wanted)
     elif wanted.max_shard_size is not None or wanted.config is not None:
-        raise UsageError("merge: --max-shard-size and --config need --format safetensors or hf")
+        raise UsageError(
+            "merge: --max-shard-size needs --format safetensors or hf; --config needs hf or peft"
+        )
     factors = _factors(existing(directory), steps, weights)
     # A run in a bucket has no folder on this host.
-    scratch = Path(tempfile.gettempdir()) if path.parts[0].endswith(":") else path.parent
+    scratch = Path(tempfile.gettempdir()) if location.is_bucket(out) else path.parent
     averaged = AveragedStep(factors, scratch)
     chosen = chosen_weights(averaged, wanted)
     _require_alike(averaged, chosen, wanted.at)
@@ -141,6 +146,8 @@ def _write_run(averaged: AveragedStep, weights: Weights, out: str, wanted: Expor
         out,
         imported=[f"step {c.step}, weight {share:.6g}" for c, share in averaged.weights.items()],
         scratch=averaged.scratch,
+        extra_from=averaged.newest,
+        at=wanted.at,
         assets=assets_at(averaged, wanted.at),
         options=CheckpointOptions(max_host_bytes=wanted.max_bytes),
     )

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchax_ckpt.cli import output
-from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, UsageError
+from torchax_ckpt.cli.convert import in_options
+from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
 from torchax_ckpt.cli.plan import parsed_secs
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
@@ -91,12 +92,15 @@ def follow(asked: Asked, form: FolderForm) -> int:
                 on_bytes=signals.go_on,
             )
         except (ValueError, TypeError) as error:
-            raise UsageError(f"follow: {error}") from error
-        with follower, contextlib.suppress(_Stopped):
+            raise UsageError(f"follow: {in_options(str(error))}") from error
+        with follower:
             try:
                 _loop(follower, signals.stop, poll_secs, asked)
             except (MismatchError, SelectionError) as error:
-                raise UsageError(f"follow: {error}") from error
+                raise UsageError(f"follow: {in_options(str(error))}") from error
+            except _Stopped:
+                if asked.is_once and signals.received == signal.SIGTERM:
+                    return TERMINATED
     return INTERRUPTED if signals.received == signal.SIGINT else OK
 
 

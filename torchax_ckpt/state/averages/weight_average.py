@@ -108,13 +108,26 @@ class WeightAverage:
             in the model.
 
         Raises:
-          KeyError: ``parameters`` lacks a parameter.
+          ValueError: a parameter is missing, has another shape or is not on the devices; or the
+            model has parameters that require gradients and have no average. Nothing was changed.
         """
-        newer: dict[str, jax.Array] = {}
-        for name, slot in self._slots().items():
-            value: Any = slot.tensor if parameters is None else parameters[name]
-            is_tensor = torchax_backend.is_device_tensor(value)
-            newer[name] = torchax_backend.buffer(value) if is_tensor else value
+        values: Mapping[str, Any] = {name: slot.tensor for name, slot in self._slots().items()}
+        if parameters is not None:
+            values = {name: parameters[name] for name in self._averages if name in parameters}
+        newer = {
+            name: torchax_backend.buffer(value)
+            if torchax_backend.is_device_tensor(value)
+            else value
+            for name, value in values.items()
+        }
+        self._require_alike(
+            {
+                name: _shape(value)
+                if isinstance(value, jax.Array)
+                else f"a {type(value).__name__} that is not on the devices"
+                for name, value in newer.items()
+            }
+        )
         count = self.num_updates
         share = 1 / (count + 1) if self.decay is None or not count else 1 - self.decay
         by_sharding: dict[Sharding, list[str]] = collections.defaultdict(list)
@@ -136,9 +149,11 @@ class WeightAverage:
 
         Raises:
           CallError: the average had no update yet.
+          ValueError: the model has other parameters or other shapes. Nothing was changed.
         """
-        live = self._slots() if model is None else _trained(model)
+        live = self._slots(model)
         self._require_updated()
+        self._require_alike({name: _shape(slot.tensor) for name, slot in live.items()})
         for name, array in self._rounded(live).items():
             live[name].fill(array)
 
@@ -150,14 +165,15 @@ class WeightAverage:
 
         Raises:
           CallError: the average had no update yet.
+          ValueError: the model has other parameters than when the average was created.
         """
         present = [
             (tensor, torchax_backend.buffer(tensor))
             for slot in self._slots().values()
             for tensor in slot.tensors
         ]
-        self.copy_to()
         try:
+            self.copy_to()
             yield
         finally:
             for tensor, array in present:
@@ -179,20 +195,33 @@ class WeightAverage:
         found = {name: torchax_backend.buffer(t) for name, t in state["weights"].items()}
         expected = {name: _form(array) for name, array in self._averages.items()}
         forms = {name: _form(array) for name, array in found.items()}
-        if forms != expected:
-            names = sorted(n for n in {*forms, *expected} if forms.get(n) != expected.get(n))
-            raise ValueError(
-                "the averages are of another model: "
-                + "; ".join(
-                    f"{n}: expected {expected.get(n, 'none')}, found {forms.get(n, 'none')}"
-                    for n in names[:10]
-                )
-            )
+        if differing := _differences(expected, forms):
+            raise ValueError(f"the averages are of another model: {differing}")
         self._averages = found
         self.num_updates = state["num_updates"]
 
-    def _slots(self) -> dict[str, Slot]:
-        return _trained(self._model)
+    def _slots(self, model: torch.nn.Module | None = None) -> dict[str, Slot]:
+        """Returns the slots of parameters that have an average or require gradients.
+
+        The slots are by first name. A copy of the model for evaluation may be frozen.
+        """
+        model = self._model if model is None else model
+        root, _ = torchax_backend.unwrap_jittable(model)
+        trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+        return {
+            name: slot
+            for name, slot in slots(model).items()
+            if name in trained or name in self._averages
+        }
+
+    def _require_alike(self, found: Mapping[str, str]) -> None:
+        """Raises ValueError unless these are the shapes of the averages, by name."""
+        expected = {name: _shape(array) for name, array in self._averages.items()}
+        if differing := _differences(expected, found):
+            raise ValueError(
+                f"the parameters are not those that are averaged: {differing}. Give a model with "
+                "the same parameters and ties, or create a new WeightAverage"
+            )
 
     def _require_updated(self) -> None:
         if not self.num_updates:
@@ -243,13 +272,6 @@ def cast_program(dtype: Any, sharding: Sharding) -> Any:
     return jax.jit(checkpoint_cast, out_shardings=sharding)
 
 
-def _trained(model: torch.nn.Module) -> dict[str, Slot]:
-    """Returns the slots of the parameters that require gradients, by first name."""
-    root, _ = torchax_backend.unwrap_jittable(model)
-    trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
-    return {name: slot for name, slot in slots(model).items() if name in trained}
-
-
 def _live_dtype(slot: Slot) -> np.dtype[Any]:
     dtype = torchax_backend.numpy_dtype(slot.tensor.dtype)
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -269,3 +291,15 @@ def _sharding(slot: Slot) -> Sharding:
 
 def _form(array: jax.Array) -> str:
     return f"{array.dtype}{list(array.shape)}"
+
+
+def _shape(array: Any) -> str:
+    return f"shape {list(array.shape)}"
+
+
+def _differences(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Returns what differs, by name, for a message; an empty text if nothing differs."""
+    names = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+    return "; ".join(
+        f"{n}: expected {expected.get(n, 'none')}, found {found.get(n, 'none')}" for n in names[:10]
+    )
