@@ -116,7 +116,9 @@ def main() -> None:
         sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
     print(f"final state: {hf_training.digest([params, frozen, moments.state_dict()])}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")
-    print(f"published: {published / (published / 'latest').read_text().strip()}")
+    latest = published / "latest"
+    if latest.exists():  # Process 0 publishes.
+        print(f"published: {published / latest.read_text().strip()}")
 
 
 if __name__ == "__main__":

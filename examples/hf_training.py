@@ -54,7 +54,7 @@ def arguments(doc: str, directory: str) -> tuple[argparse.Namespace, Mesh]:
     args = parser.parse_args()
     # Otherwise a SIGKILL would lose the buffered lines.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # Steps that overlap can wait for one another without end, if a few cores act many devices.
+    # Steps that overlap can wait for one another without end, if few cores simulate many devices.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if args.check_topology:
         jax.config.update("jax_platforms", "cpu")  # TPUs of this machine stay free.

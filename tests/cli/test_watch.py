@@ -138,10 +138,17 @@ def test_ctrl_c_ends_well(directory: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(output, "is_watched", lambda: True)
     terminal = functools.partial(Console, force_terminal=True, width=200)
     monkeypatch.setattr(output, "console", terminal)
-    result = CliRunner().invoke(app, ["watch", str(directory), "--every", "0.5"])
+    result = CliRunner().invoke(app, ["watch", str(directory), "--poll", "500ms"])
     assert result.exit_code == 0, result.output
     assert len(looks) == 3
     assert "cannot be read now: stale handle" in result.output
+
+
+@pytest.mark.parametrize("poll", ["0s", "soon"])
+def test_an_interval_is_a_time_above_zero(directory: Path, poll: str) -> None:
+    assert "watch: --poll: expected" in run(
+        "watch", directory, "--poll", poll, code=exit_codes.USAGE
+    )
 
 
 def test_a_directory_must_exist(tmp_path: Path) -> None:

@@ -37,9 +37,16 @@ def follow(
     ] = None,
     keep: Annotated[int, _option(_RULE, "How many folders to keep.", "N")] = 3,
     grace: Annotated[
-        str, _option(_RULE, "How long a folder stays that is no longer kept.", "TIME")
+        str,
+        _option(
+            _RULE,
+            "How long a folder stays that is no longer kept, such as 90s, 10min or 1h.",
+            "TIME",
+        ),
     ] = "10min",
-    poll: Annotated[str, _option(_RULE, "From one look at the run to the next.", "TIME")] = "10s",
+    poll: Annotated[
+        str, _option(_RULE, "From one look at the run to the next, such as 500ms or 1min.", "TIME")
+    ] = "10s",
     once: Annotated[
         bool, _option(_RULE, "Publish the step that is due, if any, and end.", None, "--once")
     ] = False,

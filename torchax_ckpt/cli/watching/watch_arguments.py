@@ -14,12 +14,12 @@ def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Print the view once, as to a pipe or a file.")
     ] = False,
-    every: Annotated[
-        float | None,
+    poll: Annotated[
+        str | None,
         typer.Option(
-            metavar="SECS",
-            min=0.1,
-            help="Seconds between two looks; default: 2, or 10 for a bucket.",
+            metavar="TIME",
+            help="From one look at the run to the next, such as 500ms, 30s or 1min; default: 2s, "
+            "or 10s for a bucket.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
@@ -30,4 +30,4 @@ def watch(
     """
     from torchax_ckpt.cli.watching import watching
 
-    return watching.watch(directory, every, once=once or json, as_json=json)
+    return watching.watch(directory, poll, once=once or json, as_json=json)

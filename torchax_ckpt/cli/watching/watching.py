@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from torchax_ckpt.cli import output
-from torchax_ckpt.cli.exit_codes import OK
+from torchax_ckpt.cli.exit_codes import OK, UsageError
+from torchax_ckpt.cli.plan import parsed_secs
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.cli.watching.running import is_held
 from torchax_ckpt.cli.watching.view import Seen, as_json_of, view
@@ -23,22 +24,27 @@ from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
 # Enough for hours of events of a fast run, and little enough to read at each look.
 _MAX_FILES = 8
-_EVERY_SECS, _EVERY_SECS_OF_BUCKET = 2.0, 10.0
+_POLL, _POLL_OF_BUCKET = "2s", "10s"
 
 
-def watch(directory: str, every_secs: float | None, *, once: bool, as_json: bool) -> int:
+def watch(directory: str, poll: str | None, *, once: bool, as_json: bool) -> int:
     """Runs ``torchax-ckpt watch``; returns the exit code, which is 0 also after Ctrl-C.
 
     Args:
       directory: the run's directory.
-      every_secs: seconds between two looks at the directory; None for the default.
+      poll: from one look at the directory to the next, as text; None for the default.
       once: whether to look once. Without a terminal, the command looks once in any case.
       as_json: whether to print JSON.
 
     Raises:
-      UsageError: the directory does not exist.
+      UsageError: the directory does not exist, or ``poll`` is no time.
       DirectoryError: the directory cannot be read; later looks say so in the view instead.
     """
+    if poll is None:
+        poll = _POLL_OF_BUCKET if location.is_bucket(directory) else _POLL
+    poll_secs = parsed_secs("--poll", poll, "watch")
+    if poll_secs <= 0:
+        raise UsageError(f"watch: --poll: expected more than 0 s, found {poll!r:.80}")
     run = existing(directory)
     seen = look(run)
     if as_json:
@@ -47,13 +53,10 @@ def watch(directory: str, every_secs: float | None, *, once: bool, as_json: bool
     if once or not output.is_watched():
         output.console().print(view(seen))
         return OK
-    if every_secs is None:
-        is_bucket = location.is_bucket(run.path)
-        every_secs = _EVERY_SECS_OF_BUCKET if is_bucket else _EVERY_SECS
     try:
         with rich.live.Live(view(seen), console=output.console(), auto_refresh=False) as live:
             while True:
-                time.sleep(every_secs)
+                time.sleep(poll_secs)
                 live.update(_next(run), refresh=True)
     except KeyboardInterrupt:
         return OK
