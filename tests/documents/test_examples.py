@@ -219,14 +219,14 @@ def test_lora_killed_and_resumed_publishes_the_same_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where it makes its base
-    uninterrupted = train(LORA, tmp_path / "uninterrupted", "--steps", 12)
+    uninterrupted = train(LORA, tmp_path / "uninterrupted", "--steps", 20)
     directory = tmp_path / "killed"
-    crash_at = rng.randrange(6, 12)
+    crash_at = rng.randrange(12, 20)
     crash(LORA, directory, crash_at)
-    resumed = train(LORA, directory, "--steps", 12, "--seed", 1)
+    resumed = train(LORA, directory, "--steps", 20, "--seed", 1)
     assert 0 < resumed.resumed <= crash_at
     assert resumed.digest == uninterrupted.digest
-    folders = [tmp_path / f"{name}-adapters" / "step-12" for name in ("uninterrupted", "killed")]
+    folders = [tmp_path / f"{name}-adapters" / "step-20" for name in ("uninterrupted", "killed")]
     ours, theirs = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
     assert ours == theirs
     assert ours.keys() == {"adapter_config.json", "adapter_model.safetensors"}
