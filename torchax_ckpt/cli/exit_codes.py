@@ -35,7 +35,7 @@ EPILOG = (
     "fit; 2 wrong usage (a directory, step or option that does not exist); 3 a read or write is "
     "impossible at the moment (permission, network, a full disk, too little memory, the lease of "
     "another program, or an output that exists already); 4 a defect in the command itself, with a "
-    "traceback; 130 interrupted by Ctrl-C."
+    "traceback; 130 interrupted by Ctrl-C; 143 ended by SIGTERM before it had finished."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
