@@ -148,10 +148,10 @@ def torture(
     num_kills: int, max_secs: float, seed: int, weakening: str | None, scratch: Path
 ) -> int:
     """Kills so many times, or as often as time allows; prints the table; returns the exit code."""
-    began = time.monotonic()
     choose = random.Random(seed)
     directory, log_path = scratch / "run", scratch / "log"
     preload()
+    began = time.monotonic()
     oracle = Asked({"run": lambda: Oracle(directory, log_path)})
     phase = Phase()
     phases: collections.Counter[str] = collections.Counter()
