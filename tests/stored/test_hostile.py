@@ -353,7 +353,7 @@ ARRAY = {"array": "model/new", "kind": "jax", "dtype": "float32", "shape": [2]}
         (component("model", lambda n: n.update(ties=5)), "a list of named nodes"),
         (component("model", lambda n: n.update(ties=[["a"]])), "a name and a node"),
         (component("model", lambda n: n.update(ties=[["a", 5]])), "a list of names"),
-        (component("model", lambda n: n.pop("extra_state")), "a list of named nodes"),
+        (component("model", lambda n: n.update(extra_state=5)), "a list of named nodes"),
         (component("model", lambda n: n.update(extra_state=[["", {"zebra": 1}]])), "unknown node"),
         (component("optimizer", lambda n: n.update({"class": 5})), "a list of names"),
         (component("optimizer", lambda n: n["dict"].pop()), "param_groups"),
