@@ -133,6 +133,7 @@ def test_a_check_of_a_product_names_its_topology(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_digits_killed_at_random_moments_end_on_the_same_bits(
     tmp_path: Path, rng: random.Random
 ) -> None:

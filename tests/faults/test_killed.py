@@ -37,7 +37,7 @@ def assert_nothing_is_lost(*args: str, at_least: int) -> None:
 @pytest.mark.parametrize(
     ("weakening", "findings"),
     [
-        ("delete-first", ["durable steps lost"]),
+        pytest.param("delete-first", ["durable steps lost"], marks=pytest.mark.long),
         pytest.param("mixed", ["wrong or failed restores"], marks=pytest.mark.long),
         # It depends on the moment of a kill: half a step, or a step of the same number gone.
         pytest.param(

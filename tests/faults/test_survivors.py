@@ -17,7 +17,11 @@ from support.processes import Running
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tier", "victim"), [("local", 0), ("durable", 1)], ids=["part", "read_back"]
+    ("tier", "victim"),
+    [
+        pytest.param("local", 0, id="part"),
+        pytest.param("durable", 1, id="read_back", marks=pytest.mark.long),
+    ],
 )
 def test_a_step_that_all_have_outlives_a_process(tier: str, victim: int, tmp_path: Path) -> None:
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"

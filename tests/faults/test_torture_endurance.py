@@ -18,6 +18,7 @@ def test_many_saves_leave_threads_files_and_arrays_as_they_were() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_leak_is_found() -> None:
     code, _, output = run_torture(PROGRAM, "--saves", "30", "--leak")
     assert code == 1, output

@@ -186,6 +186,7 @@ def test_a_second_program_is_refused_and_takes_over_at_once_when_the_first_is_ki
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "at",
     [

@@ -191,7 +191,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("form", "bound", "is_held"),
     [
-        ("safetensors", 16 << 20, False),
+        pytest.param("safetensors", 16 << 20, False, marks=pytest.mark.long),
         ("pt", 16 << 20, False),
         pytest.param("dcp", 16 << 20, False, marks=pytest.mark.long),
         # So that it would be seen.
