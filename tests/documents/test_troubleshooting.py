@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -111,14 +112,19 @@ def template(node: ast.expr) -> str:
     return ".*?"
 
 
-def templates(error: str) -> Iterator[str]:
-    """What the package's code gives to this error as its message."""
+@functools.cache
+def templates(error: str) -> list[str]:
+    """What the package's code gives to this error as its message, and what it logs."""
+    found = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args:
-                called = ast.unparse(node.func).rpartition(".")[2]
-                if called == error:
-                    yield template(node.args[0])
+                called = ast.unparse(node.func)
+                if called.rpartition(".")[2] == error:
+                    found.append(template(node.args[0]))
+                elif called in ("logger.warning", "logger.error"):
+                    found.append(re.sub("%[sdr]", ".*?", template(node.args[0])))
+    return found
 
 
 @pytest.mark.slow

@@ -80,7 +80,11 @@ def reading_context() -> ts.Context:
     most = host_memory.host_memory_bytes() // _UNPACKING_BYTES
     threads = _threads(max(1, min(most, os.cpu_count() or 1)))
     # A cache of its own for each use, because the next use may find other bytes in the same files.
-    return ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 100 << 20}}, threads)
+    settings = {
+        "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
+        "gcs_request_retries": {"max_retries": _RETRIES},
+    }
+    return ts.Context(settings, threads)
 
 
 @functools.cache
@@ -95,7 +99,6 @@ def _threads(num_unpacking: int) -> ts.Context:
         {
             "data_copy_concurrency": {"limit": num_unpacking},
             "file_io_concurrency": {"limit": 128},
-            "gcs_request_retries": {"max_retries": _RETRIES},
         }
     )
 
