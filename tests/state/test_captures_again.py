@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from support.compare import bits
 
-from torchax_ckpt import torchax_backend
+from torchax_ckpt import WeightAverage, torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.state.stateful import StatefulComponent
 from torchax_ckpt.state.training_state import TrainingState
 
 
@@ -188,6 +190,74 @@ def test_a_form_is_reused_while_only_values_change() -> None:
     known = attached.capture()["optimizer"].form
     program.step()
     assert attached.capture()["optimizer"].form is known
+
+
+class Box:
+    """An object whose state changes at random: in value, in kind, in structure, or not at all."""
+
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.state: dict[str, Any] = {"mean": jnp.zeros(3), "seen": 0, "inner": {"b": [scalar(0)]}}
+
+    def change(self) -> None:
+        value = number(self.choose)
+        match self.choose.randrange(12):
+            case 0 | 1 | 2:
+                self.state["mean"] = jnp.full(3, value)
+            case 3 | 4:
+                self.state["inner"]["b"][0].fill_(value)
+            case 5:
+                self.state["seen"] = self.choose.choice([int(value), True, 1, 1.0, None, "1", b"1"])
+            case 6:
+                self.state["mean"] = self.choose.choice(
+                    [np.zeros(3), torchax_backend.wrap(jnp.zeros(3))]
+                )
+            case 7:
+                self.state["inner"] = self.choose.choice(
+                    [{"b": [scalar(1)]}, {"a": 0, "b": [scalar(1)]}]
+                )
+            case 8:
+                self.state["inner"]["b"] = self.choose.choice([[scalar(2)], [scalar(2), scalar(3)]])
+            case 9:
+                self.state["mean"] = np.float32(value)
+            case 10:
+                self.state = dict(reversed(self.state.items()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_state_is_captured_as_one_that_is_captured_for_the_first_time(seed: int) -> None:
+    box = Box(seed)
+    again = StatefulComponent(box, ("stateful", "box"))
+    forms = set()
+    for _ in range(60):
+        box.change()
+        found = again.capture()
+        want = StatefulComponent(box, ("stateful", "box")).capture()
+        assert found.form.node == want.form.node, box.state
+        assert {n: bits(a) for n, a in found.by_name().items()} == {
+            n: bits(a) for n, a in want.by_name().items()
+        }, box.state
+        forms.add(id(found.form))
+    assert len(forms) < 60
+
+
+def test_the_form_of_a_state_is_reused_while_only_arrays_change() -> None:
+    model = torch.nn.Linear(4, 4).to("jax")
+    average = WeightAverage(model)
+    component = StatefulComponent(average, ("stateful", "average"))
+    component.capture()
+    known = component.capture()
+    for _ in range(3):
+        average.update()
+        found = component.capture()
+        assert found.form is known.form
+        assert dict(found.by_name())["stateful/average/num_updates"] == average.num_updates
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])

@@ -1,4 +1,4 @@
-"""Captures and loads functional state, any pytree that a training step takes and returns."""
+"""Captures pytrees; loads functional state, any pytree that a training step takes and returns."""
 
 from __future__ import annotations
 
@@ -30,52 +30,74 @@ KEY_PATH = ("state",)
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
-class FunctionalState:
-    """Captures functional state; reuses the JSON description of the previous capture if it can.
+class PytreeCapture:
+    """Captures a pytree at each save; reuses the JSON description of earlier captures if it can.
 
     The description (a ``Form``) is the JSON node of the whole pytree, and the list of the leaves'
-    names. A capture reuses the ``Form`` of the previous capture if the structure of the pytree is
-    the same, each array has the same type, shape and dtype, and each leaf that is not an array is
-    an equal int, bool, string or bytes object. A capture that reuses a ``Form`` builds no nodes: it
-    takes references to device arrays, copies host arrays, and does nothing else.
+    names. A capture reuses the ``Form`` of the two captures before it if the structure of the
+    pytree and the order of its dicts are the same, each array has the same type, shape and dtype,
+    and each leaf that is not an array is an equal int, bool, string or bytes object. A capture that
+    reuses a ``Form`` builds no nodes: it takes references to device arrays, copies host arrays, and
+    does nothing else.
+
+    Args:
+      key_path: prefix of the leaves' names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key_path: tuple[str, ...] = KEY_PATH) -> None:
+        self._key_path = key_path
+        self._where = names.join(key_path)
         self._signature: Any = None
         self._form = Form(None, ())
-        self._order: list[int] = []
+        self._order: list[int] | None = None
 
     def capture(self, state: Any) -> Captured:
-        """Captures the functional state at this moment.
+        """Captures the pytree at this moment.
 
         Raises:
           UnsupportedLeafError: a leaf cannot be stored, or its buffer was donated.
         """
+        orders: list[Any] = []
+
+        def take_order(node: Any) -> bool:
+            if type(node) is dict:  # JAX sorts its keys, but it comes back in the order it had
+                orders.append(tuple(node))
+            return False
+
         try:
-            leaves, treedef = jax.tree_util.tree_flatten(state)
+            leaves, treedef = jax.tree_util.tree_flatten(state, is_leaf=take_order)
         except (TypeError, ValueError):  # JAX cannot sort dict keys such as 1 and "1"
-            captured = encoded(state, KEY_PATH)
+            captured = encoded(state, self._key_path)
             require_alive(captured)
             return captured
-        marks = [_signature_of(leaf) for leaf in leaves]
-        signature = None if None in marks else (treedef, marks)
-        if signature is not None and signature == self._signature:
+        with torchax_backend.native_torch():  # torchax would dispatch each question of a tensor
+            marks = [_signature_of(leaf) for leaf in leaves]
+        signature = None if None in marks else (treedef, orders, marks)
+        is_known = signature is not None and signature == self._signature
+        if is_known and self._order is not None:
             with torchax_backend.native_torch():
-                arrays = [freeze(leaves[i], KEY_PATH[0]) for i in self._order]
+                arrays = [freeze(leaves[i], self._where) for i in self._order]
             captured = Captured(self._form, arrays)
         else:
-            captured = encoded(state, KEY_PATH)
-            paths, _ = jax.tree_util.tree_flatten_with_path(state)
-            position = {
-                names.join((*KEY_PATH, *map(key_part, path))): i
-                for i, (path, _) in enumerate(paths)
-            }
-            self._signature = None
-            if signature is not None and position.keys() >= set(captured.form.names):
-                self._signature, self._form = signature, captured.form
-                self._order = [position[name] for name in captured.form.names]
+            captured = encoded(state, self._key_path)
+            # A state that differs at each save, such as a counter, never pays for the order.
+            order = self._positions(state, captured.form) if is_known else None
+            self._signature, self._form, self._order = signature, captured.form, order
         require_alive(captured)
         return captured
+
+    def _positions(self, state: Any, form: Form) -> list[int] | None:
+        """Returns the position of each leaf of the form in the flattened pytree.
+
+        Returns None if the form has leaves that the pytree does not have.
+        """
+        paths, _ = jax.tree_util.tree_flatten_with_path(state)
+        position = {
+            names.join((*self._key_path, *map(key_part, path))): i
+            for i, (path, _) in enumerate(paths)
+        }
+        found = [position.get(name) for name in form.names]
+        return None if None in found else found  # type: ignore[return-value]
 
 
 def _signature_of(leaf: Any) -> Any:
@@ -85,10 +107,10 @@ def _signature_of(leaf: Any) -> Any:
     The signature is None for types that no signature can describe (a float or a set, for example);
     a capture that contains such a leaf builds all its nodes again.
     """
+    if isinstance(leaf, jax.Array):
+        return type(leaf), leaf.aval  # shape, dtype and weak type; arrays share these objects
     if isinstance(leaf, torch.Tensor):
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device
-    if isinstance(leaf, jax.Array):
-        return type(leaf), leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
     if isinstance(leaf, _ARRAYS):
         return type(leaf), leaf.shape, leaf.dtype
     # Equal values of these types have equal nodes. Floats are left out because 0.0 == -0.0, and

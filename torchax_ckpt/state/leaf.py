@@ -35,6 +35,11 @@ def freeze(value: Any, name: str) -> Array:
     Raises:
       UnsupportedLeafError: the leaf is a meta tensor.
     """
+    if isinstance(value, jax.Array):
+        if isinstance(value.dtype, np.dtype):  # quicker than the question below
+            return value
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(value) if is_key else value
     if isinstance(value, torch.Tensor):
         if torchax_backend.is_device_tensor(value):
             return torchax_backend.buffer(value)
@@ -45,9 +50,6 @@ def freeze(value: Any, name: str) -> Array:
                 key_path=name,
             )
         return torchax_backend.to_numpy(value)
-    if isinstance(value, jax.Array):
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(value) if is_key else value
     return np.array(value)
 
 

@@ -13,8 +13,9 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
+from torchax_ckpt.state.component import Captured, Restoration, restore_by_call
 from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.loaders import protocols
 from torchax_ckpt.state.loaders.saved_states import SavedStates
 
@@ -48,12 +49,13 @@ class StatefulComponent:
                 key_path=where,
             )
         self._methods = methods
+        self._state = PytreeCapture(key_path)
         if is_loader:
             protocols.warn_of_workers(value, key_path)
 
     def capture(self) -> Captured:
         """Asks the object for its state, and returns it as captured state."""
-        return encoded(protocols.state_of(self.value, self._methods), self.key_path)
+        return self._state.capture(protocols.state_of(self.value, self._methods))
 
     def prepare(
         self, node: Node | SavedStates, findings: Findings, selection: Selection

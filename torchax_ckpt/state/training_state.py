@@ -62,7 +62,7 @@ class TrainingState:
         self._rng = rng
         self._name_parts: list[Any] = []
         self._names: Mapping[int, tuple[tuple[str, ...], ...]] = {}
-        self._functional = functional.FunctionalState()
+        self._functional = functional.PytreeCapture()
 
         def module(value: Any, path: tuple[str, ...]) -> Component:
             require_module(value, path)

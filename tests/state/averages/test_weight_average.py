@@ -194,6 +194,35 @@ def test_other_parameters_are_refused_before_anything_changes() -> None:
     average.copy_to(mlp().requires_grad_(False))
 
 
+def test_what_is_swapped_or_trained_later_is_seen_by_the_next_update() -> None:
+    model: Any = mlp()
+    model[0].bias.requires_grad_(False)
+    average = WeightAverage(model, 0.5)
+    average.update()
+    average.update()
+    swapped = torch.nn.Parameter(torch.full((4,), 6.0).to("jax"))
+    model[2].bias = swapped
+    before = np.asarray(average.state_dict()["weights"]["2.bias"].jax())
+    average.update()
+    found = np.asarray(average.state_dict()["weights"]["2.bias"].jax())
+    np.testing.assert_array_equal(found, (before + 6) / 2)
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0.bias: expected none, found shape \[16\]"):
+        average.update()
+    assert average.num_updates == 3
+
+
+def test_one_program_updates_a_small_share_of_the_averages() -> None:
+    """Old and new averages of one program are in memory together."""
+    sizes = [8, 8, 512, *[16] * 100]
+    model = torch.nn.ParameterList([torch.ones(size) for size in sizes]).to("jax")
+    chunks = list(WeightAverage(model)._chunks(map(str, range(len(sizes)))))
+    assert [name for chunk in chunks for name in chunk] == [str(i) for i in range(len(sizes))]
+    most = sum(sizes) // 16
+    assert all(len(c) == 1 or sum(sizes[int(n)] for n in c) <= most for c in chunks)
+    assert len(chunks) < 24
+
+
 def test_a_failed_copy_leaves_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     average = WeightAverage(model, 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,20 +17,21 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, CallError
 from torchax_ckpt.snapshot.device_programs import (
+    MAX_ARGUMENTS,
     device_program,
-    in_chunks,
     run_by_sharding,
     zeros_program,
 )
 from torchax_ckpt.snapshot.move_shards import move
-from torchax_ckpt.state.modules.module_tensors import Slot, slots
+from torchax_ckpt.state.modules.module_tensors import Slot, registered, same_objects, slots
 from torchax_ckpt.state.training_state import as_rule, require_module
 
 # Averages of narrower parameters are kept in float32: in bfloat16, a small share of a small change
 # would be rounded away.
 _WIDE = {"bfloat16": jnp.float32, "float16": jnp.float32}
-# The arrays that one program updates: while it runs, old and new averages are both in memory.
-_MAX_ARRAYS = 16
+# One program updates at most this share of the averages' bytes, unless a single array has more:
+# while it runs, old and new averages are both in memory.
+_SHARE = 16
 
 
 class WeightAverage:
@@ -83,6 +84,10 @@ class WeightAverage:
         self._model = model
         rule = as_rule(shardings)
         self._averages: dict[str, jax.Array] = {}
+        # What the model had registered, and what required gradients, when its slots were listed.
+        self._registered: list[Any] = []
+        self._trains: list[bool] = []
+        self._listed: dict[str, Slot] = {}
         for name, slot in self._slots().items():
             if slot.is_on_cpu:
                 raise AttachError(
@@ -111,8 +116,9 @@ class WeightAverage:
           ValueError: a parameter is missing, has another shape or is not on the devices; or the
             model has parameters that require gradients and have no average. Nothing was changed.
         """
-        values: Mapping[str, Any] = {name: slot.tensor for name, slot in self._slots().items()}
-        if parameters is not None:
+        if parameters is None:
+            values: Mapping[str, Any] = {name: slot.tensor for name, slot in self._slots().items()}
+        else:
             values = {name: parameters[name] for name in self._averages if name in parameters}
         newer = {
             name: torchax_backend.buffer(value)
@@ -122,10 +128,10 @@ class WeightAverage:
         }
         self._require_alike(
             {
-                name: _shape(value)
-                if isinstance(value, jax.Array)
-                else f"a {type(value).__name__} that is not on the devices"
-                for name, value in newer.items()
+                name: array.shape
+                if isinstance(array, jax.Array)
+                else f"a {type(array).__name__} that is not on the devices"
+                for name, array in newer.items()
             }
         )
         count = self.num_updates
@@ -134,8 +140,8 @@ class WeightAverage:
         for name, array in newer.items():
             by_sharding[array.sharding].append(name)
         for sharding, names in by_sharding.items():
-            for chunk in in_chunks(names, _MAX_ARRAYS):
-                old = tuple(move(self._averages[name], sharding) for name in chunk)
+            for chunk in self._chunks(names):
+                old = tuple(_moved(self._averages[name], sharding) for name in chunk)
                 new = tuple(newer[name] for name in chunk)
                 updated = average_program(sharding)(np.float32(share), old, new)
                 self._averages.update(zip(chunk, updated, strict=True))
@@ -153,7 +159,7 @@ class WeightAverage:
         """
         live = self._slots(model)
         self._require_updated()
-        self._require_alike({name: _shape(slot.tensor) for name, slot in live.items()})
+        self._require_alike({name: tuple(slot.tensor.shape) for name, slot in live.items()})
         for name, array in self._rounded(live).items():
             live[name].fill(array)
 
@@ -182,7 +188,8 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of updates, and the averages by the names of their parameters."""
         return {
-            "num_updates": self.num_updates,
+            # An array, so that the description of the state stays the same from save to save.
+            "num_updates": np.int64(self.num_updates),
             "weights": {name: torchax_backend.wrap(a) for name, a in self._averages.items()},
         }
 
@@ -198,14 +205,25 @@ class WeightAverage:
         if differing := _differences(expected, forms):
             raise ValueError(f"the averages are of another model: {differing}")
         self._averages = found
-        self.num_updates = state["num_updates"]
+        self.num_updates = int(state["num_updates"])
 
     def _slots(self, model: torch.nn.Module | None = None) -> dict[str, Slot]:
         """Returns the slots of parameters that have an average or require gradients.
 
-        The slots are by first name. A copy of the model for evaluation may be frozen.
+        The slots are by first name. A copy of the model for evaluation may be frozen. The slots of
+        the averaged model are listed again only if its tensors or what is trained has changed.
         """
-        model = self._model if model is None else model
+        if model is not None and model is not self._model:
+            return self._list_slots(model)
+        found = registered(self._model)
+        with torchax_backend.native_torch():  # torchax would dispatch each of these questions
+            trains = [value.requires_grad for value in found if isinstance(value, torch.Tensor)]
+        if trains != self._trains or not same_objects(found, self._registered):
+            self._listed = self._list_slots(self._model)
+            self._registered, self._trains = found, trains
+        return self._listed
+
+    def _list_slots(self, model: torch.nn.Module) -> dict[str, Slot]:
         root, _ = torchax_backend.unwrap_jittable(model)
         trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
         return {
@@ -214,14 +232,37 @@ class WeightAverage:
             if name in trained or name in self._averages
         }
 
-    def _require_alike(self, found: Mapping[str, str]) -> None:
-        """Raises ValueError unless these are the shapes of the averages, by name."""
-        expected = {name: _shape(array) for name, array in self._averages.items()}
-        if differing := _differences(expected, found):
-            raise ValueError(
-                f"the parameters are not those that are averaged: {differing}. Give a model with "
-                "the same parameters and ties, or create a new WeightAverage"
-            )
+    def _chunks(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Yields the names of the averages that one program updates."""
+        most = sum(array.nbytes for array in self._averages.values()) // _SHARE
+        chunk: list[str] = []
+        size = 0
+        for name in names:
+            nbytes = self._averages[name].nbytes
+            if chunk and (2 * len(chunk) >= MAX_ARGUMENTS or size + nbytes > most):
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(name)
+            size += nbytes
+        if chunk:
+            yield chunk
+
+    def _require_alike(self, found: Mapping[str, tuple[int, ...] | str]) -> None:
+        """Raises ValueError unless these are the shapes of the averages, by name.
+
+        Args:
+          found: name -> shape, or what stands in the place of an array, for the message.
+        """
+        expected = {name: array.shape for name, array in self._averages.items()}
+        if found == expected:
+            return
+        differing = _differences(
+            *({name: _shape(shape) for name, shape in some.items()} for some in (expected, found))
+        )
+        raise ValueError(
+            f"the parameters are not those that are averaged: {differing}. Give a model with "
+            "the same parameters and ties, or create a new WeightAverage"
+        )
 
     def _require_updated(self) -> None:
         if not self.num_updates:
@@ -229,7 +270,9 @@ class WeightAverage:
 
     def _rounded(self, live: Mapping[str, Slot]) -> dict[str, jax.Array]:
         """Returns the averages as new arrays with the dtypes and shardings of live parameters."""
-        moved = {name: move(array, _sharding(live[name])) for name, array in self._averages.items()}
+        moved = {
+            name: _moved(array, _sharding(live[name])) for name, array in self._averages.items()
+        }
         found: dict[str, jax.Array] = {}
         by_dtype: dict[Any, dict[str, jax.Array]] = collections.defaultdict(dict)
         for name, array in moved.items():
@@ -289,12 +332,16 @@ def _sharding(slot: Slot) -> Sharding:
     return SingleDeviceSharding(jax.devices()[0])
 
 
+def _moved(array: jax.Array, sharding: Sharding) -> jax.Array:
+    return array if array.sharding == sharding else move(array, sharding)
+
+
 def _form(array: jax.Array) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _shape(array: Any) -> str:
-    return f"shape {list(array.shape)}"
+def _shape(found: tuple[int, ...] | str) -> str:
+    return found if isinstance(found, str) else f"shape {list(found)}"
 
 
 def _differences(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
