@@ -104,9 +104,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(DIGITS, marks=pytest.mark.slow, id="digits"),
+        pytest.param(DIGITS, marks=[pytest.mark.slow, pytest.mark.long], id="digits"),
         pytest.param(GPT, marks=pytest.mark.slow, id="gpt"),
-        pytest.param(LIGHTNING, marks=pytest.mark.slow, id="lightning"),
+        pytest.param(LIGHTNING, marks=[pytest.mark.slow, pytest.mark.long], id="lightning"),
     ],
 )
 def test_a_check_without_libtpu_says_what_to_install(tmp_path: Path, example: Path) -> None:
@@ -167,6 +167,7 @@ def test_digits_killed_at_random_moments_end_on_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_gpt_killed_and_resumed_ends_on_the_same_bits(tmp_path: Path, rng: random.Random) -> None:
     uninterrupted = train(GPT, tmp_path / "uninterrupted", "--steps", 30).digest
     directory = tmp_path / "killed"
@@ -246,7 +247,13 @@ def test_a_llama_of_eight_devices_is_resumed_on_four(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [DIGITS, GPT], ids=["digits", "gpt"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(DIGITS, id="digits"),
+        pytest.param(GPT, marks=pytest.mark.long, id="gpt"),
+    ],
+)
 def test_each_step_has_its_own_dropout_mask(tmp_path: Path, example: Path) -> None:
     # Were the key a constant of the compiled step, it would not matter what later steps draw.
     outcome = run(PROGRAMS / "usual_and_one_key.py", example, tmp_path)

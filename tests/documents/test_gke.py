@@ -181,6 +181,7 @@ ON_TWO_HOSTS = f"""
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_hosts_resume_what_one_has_lost_from_the_others_ramdisk(tmp_path: Path) -> None:
     """Two slices of one host with four devices."""
 

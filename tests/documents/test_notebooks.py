@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import execute
 
 MAX_BYTES = 150_000
+OF_EVERY_CHANGE = ("1-resume", "5-finetune")
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[dict[str, str]]:
@@ -42,7 +43,14 @@ def outputs(notebook: nbformat.NotebookNode) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in execute.NOTEBOOKS],
+    [
+        pytest.param(
+            path,
+            marks=[pytest.mark.slow, *([] if path.stem in OF_EVERY_CHANGE else [pytest.mark.long])],
+            id=path.stem,
+        )
+        for path in execute.NOTEBOOKS
+    ],
 )
 def test_a_notebook_runs_and_keeps_what_that_gives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,7 +40,13 @@ def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [(1,), (0, 1)], ids=["one is told", "all are told"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param((1,), marks=pytest.mark.long, id="one is told"),
+        pytest.param((0, 1), id="all are told"),
+    ],
+)
 def test_at_a_sigterm_all_processes_save_the_same_step_and_end(
     told: tuple[int, ...], tmp_path: Path
 ) -> None:
