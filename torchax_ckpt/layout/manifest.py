@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import reprlib
@@ -160,8 +161,12 @@ class Manifest:
             raise _corrupt(path, "assets", "the digest of the assets", _brief(assets))
         return cls(document, plan, raw["versions"], digests, databases, assets)
 
-    def leaves(self) -> dict[str, dict[str, Any]]:
-        """Returns a dict from leaf name to array node, for all leaves of the step."""
+    def leaves(self) -> Mapping[str, dict[str, Any]]:
+        """Returns a mapping from leaf name to array node, for all leaves of the step."""
+        return self._leaves
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, dict[str, Any]]:
         return {
             node["array"]: node
             for component in self.document.values()
@@ -171,12 +176,10 @@ class Manifest:
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns stored name -> (shape, dtype) of the arrays that contain ``wanted`` leaves."""
         located = self.plan.locate()
-        specs = {
-            name: (tuple(node["shape"]), node["dtype"]) for name, node in self.leaves().items()
-        }
         result = {}
         for name in wanted:
-            shape, dtype = specs[name]
+            node = self._leaves[name]
+            shape, dtype = tuple(node["shape"]), node["dtype"]
             if name in located:
                 stored, _ = located[name]
                 result[stored] = ((len(self.plan.stacks[stored]), *shape), dtype)

@@ -20,7 +20,6 @@ from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.loaders.saved_states import SavedStates
 from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
-from torchax_ckpt.state.modules.module_tensors import slots
 from torchax_ckpt.state.optimizer import OptimizerComponent
 from torchax_ckpt.state.optimizer_entries import unwrapped
 from torchax_ckpt.state.random_state import RandomStateComponent
@@ -122,7 +121,7 @@ class TrainingState:
         return frozenset(
             module.name(slot.fqn)
             for module in self._modules
-            for slot in slots(module.module).values()
+            for slot in module.slots()
             if isinstance(slot.tensor, torch.nn.Parameter) and not slot.tensor.requires_grad
         )
 

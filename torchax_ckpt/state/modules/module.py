@@ -79,6 +79,7 @@ class ModuleComponent:
         self._init = init
         self._combined = Combined(self._node)
         self._registered: list[Any] = []
+        self._slots: list[Slot] = []
         self._persistent: list[Slot] = []
         self._tensors: list[torch.Tensor] = []
         self._ties: list[list[str]] = []
@@ -110,10 +111,15 @@ class ModuleComponent:
         """Returns a dict from each live tensor object's id to its placement after a restore."""
         return {
             id(tensor): placement
-            for slot in slots(self.module).values()
+            for slot in self.slots()
             for placement in [self._placement(slot)]
             for tensor in slot.tensors
         }
+
+    def slots(self) -> list[Slot]:
+        """Returns the module's tensors, which are listed again only if the module has changed."""
+        self._refresh()
+        return self._slots
 
     # --- saving ---
 
@@ -161,14 +167,14 @@ class ModuleComponent:
             return
         self._registered = live
         self._extra_state_modules = extra_state_modules(self.module)
-        every = slots(self.module).values()
-        persistent = [s for s in every if s.persistent]
+        self._slots = list(slots(self.module).values())
+        persistent = [s for s in self._slots if s.persistent]
         self._persistent = persistent
         self._tensors = [s.tensor for s in persistent]
         self._ties = [[alias, s.fqn] for s in persistent for alias in s.aliases]
         self._names = {
             id(tensor): tuple((*self.key_path[1:], n) for n in (slot.fqn, *slot.aliases))
-            for slot in every
+            for slot in self._slots
             for tensor in slot.tensors
         }
         self._specs = None
@@ -198,14 +204,13 @@ class ModuleComponent:
         self, stored: StoredModule, findings: Findings, selection: Selection
     ) -> Restoration:
         """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files."""
-        self._refresh()
         restoration = Restoration()
-        match_wrapped(self.module, stored, selection, self.key_path)
+        match_wrapped(self._stored_names(), stored, selection, self.key_path)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
         with torchax_backend.native_torch():
-            for slot in slots(self.module).values():
+            for slot in self.slots():
                 every_name = [n for n in (slot.fqn, *slot.aliases) if self._is_in(selection, n)]
                 if not (slot.persistent and every_name):
                     continue
@@ -236,6 +241,11 @@ class ModuleComponent:
         self._fill_rest(restoration, supplied)
         self._reshard_rest(restoration, supplied)
         return restoration
+
+    def _stored_names(self) -> list[str]:
+        """Returns every name that a checkpoint of this module has, without the key path."""
+        live = [n for s in self.slots() if s.persistent for n in (s.fqn, *s.aliases)]
+        return [*live, *map(extra_state_key, self._extra_state_modules)]
 
     def _is_in(self, selection: Selection, fqn: str) -> bool:
         return selection.takes(names.join((*self.key_path[1:], fqn)))
@@ -298,7 +308,7 @@ class ModuleComponent:
         """Adds writes that reshard, by the rule, device tensors that are not in ``supplied``."""
         if self._rule is None:
             return
-        for slot in slots(self.module).values():
+        for slot in self.slots():
             if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
                 restoration.writes.append(Write(self._resharder(slot)))
 
@@ -316,7 +326,7 @@ class ModuleComponent:
 
         The module itself rebuilds non-persistent buffers if it can; ``init`` fills the rest.
         """
-        empty = [s for s in slots(self.module).values() if s.is_meta and s.fqn not in supplied]
+        empty = [s for s in self.slots() if s.is_meta and s.fqn not in supplied]
         known = {} if all(s.persistent for s in empty) else rebuilt(self.module)
         for slot in empty:
             value = known.get(slot.fqn)

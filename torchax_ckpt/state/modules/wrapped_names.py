@@ -10,31 +10,27 @@ import logging
 from collections.abc import Iterable
 
 import jax
-import torch
 
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.state.modules.module_tensors import extra_state_modules, slots
 from torchax_ckpt.state.stored_entries import StoredModule, extra_state_key
 
 logger = logging.getLogger(__name__)
 
 
 def match_wrapped(
-    module: torch.nn.Module, stored: StoredModule, selection: Selection, key_path: tuple[str, ...]
+    live: Iterable[str], stored: StoredModule, selection: Selection, key_path: tuple[str, ...]
 ) -> None:
     """Lets the selection take names that differ by wrappers for one name; process 0 logs it once.
 
     The optimizers that are restored with the same selection find their parameters by it too.
 
     Args:
-      module: the live module.
+      live: the names in the live module.
       stored: what the checkpoint or the files have for it.
       selection: the selection of the restore.
       key_path: prefix of the leaves' names.
     """
-    live = [n for s in slots(module).values() if s.persistent for n in (s.fqn, *s.aliases)]
-    live += map(extra_state_key, extra_state_modules(module))
     known = [*stored.tensors, *stored.ties, *map(extra_state_key, stored.extra_state or ())]
 
     def named(fqns: Iterable[str]) -> list[str]:
