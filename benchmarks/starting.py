@@ -1,0 +1,169 @@
+"""Measures how long a program takes from its start to the end of its first step, with a restore.
+
+    python benchmarks/starting.py [--models digits,gpt2] [--rounds 5]
+
+Starts a program that trains a model with AdamW on one CPU device in three ways, in turn, each in a
+process of its own: ``without`` checkpoints; with an ``empty`` directory, so that nothing is
+restored; and with a directory from which it ``restores`` parameters and optimizer state. The time
+counts from the start of the process: imports, building the model, compiling the step, the restore,
+the first step. The target for ``restores`` is 1.3 x the time of ``without``, plus the time to read
+as many bytes from one file, which like the checkpoint comes from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WAYS = ("without", "empty", "restores")
+TARGET = 1.3
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def digits() -> tuple[Any, Any]:
+    """Returns a small classifier, and its input."""
+    import torch
+    from torch import nn
+
+    layers = [nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)]
+    return nn.Sequential(*layers), torch.zeros(32, 64)
+
+
+def gpt2() -> tuple[Any, Any]:
+    """Returns a transformer of the size of GPT-2 124M (1.5 GB with AdamW), and its input."""
+    import torch
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", True, norm_first=True)
+    layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(50257, 768), layers), torch.zeros(1, 32, dtype=torch.int64)
+
+
+MODELS = {"digits": digits, "gpt2": gpt2}
+
+
+def train(model: str, directory: str, saves: bool) -> None:
+    """Trains for one step; prints when it has ended. With ``saves``, saves its state then."""
+    import jax
+    import optax
+    import torchax
+    from torchax import interop
+
+    torchax.enable_globally()
+    module, inputs = MODELS[model]()
+    jitted = interop.JittableModule(module.to("jax"))
+    params, inputs = interop.jax_view(dict(jitted.params)), interop.jax_view(inputs.to("jax"))
+    optimizer = optax.adamw(1e-3)
+    opt_state = jax.jit(optimizer.init)(params)
+    ckpt = None
+    if directory:
+        from torchax_ckpt import TorchaxCheckpointer
+
+        ckpt = TorchaxCheckpointer(directory)
+        ckpt.attach()
+        if ckpt.latest_step() is not None:
+            state = ckpt.load(abstract_state={"params": params, "opt_state": opt_state})
+            params, opt_state = state["params"], state["opt_state"]
+
+    def loss(params: Any) -> Any:
+        given = interop.torch_view(params)
+        output = jitted.functional_call("forward", given, dict(jitted.buffers), inputs_view)
+        return (interop.jax_view(output) ** 2).mean()
+
+    def step(params: Any, opt_state: Any) -> Any:
+        updates, opt_state = optimizer.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    inputs_view = interop.torch_view(inputs)
+    jitted_step = jax.jit(step, donate_argnums=(0, 1))
+    params, opt_state = jax.block_until_ready(jitted_step(params, opt_state))
+    print(f"AT {time.time()}", flush=True)
+    if ckpt is not None:
+        if saves:
+            ckpt.save(1, state={"params": params, "opt_state": opt_state}, force=True)
+        ckpt.close()
+
+
+# --- the measurement ---------------------------------------------------------------------------
+
+
+def started(model: str, directory: Path | None, *, saves: bool = False) -> float:
+    """Runs the program; returns the seconds from its start to the end of its first step."""
+    began = time.time()
+    done = subprocess.run(
+        [sys.executable, __file__, "--train", model, str(directory or ""), str(int(saves))],
+        env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("AT ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{model} failed:\n{done.stderr[-3000:]}")
+    return float(lines[0].removeprefix("AT ")) - began
+
+
+def reading(folder: Path, scratch: Path) -> float:
+    """Returns the seconds to read a file as large as the folder, from the page cache."""
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    block = bytearray(os.urandom(16 << 20))
+    with open(scratch, "wb", buffering=0) as file:
+        left = size
+        while left:
+            left -= file.write(memoryview(block)[: min(left, len(block))])
+    began = time.perf_counter()
+    with open(scratch, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+    secs = time.perf_counter() - began
+    scratch.unlink()
+    return secs
+
+
+def brief(secs: list[float]) -> str:
+    return f"{statistics.median(secs):.2f} s ({min(secs):.2f} - {max(secs):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        model, directory, saves = args.train
+        train(model, directory, saves == "1")
+        return
+    print("| model | without | empty | restores | reading the bytes | restores, less reading |")
+    print("|---|---|---|---|---|---|")
+    for model in args.models.split(","):
+        with tempfile.TemporaryDirectory() as temporary:
+            root = Path(temporary)
+            started(model, root / "run", saves=True)
+            found: dict[str, list[float]] = {way: [] for way in WAYS}
+            read = []
+            for _ in range(args.rounds):
+                found["without"].append(started(model, None))
+                found["empty"].append(started(model, root / "empty"))
+                shutil.rmtree(root / "empty", ignore_errors=True)
+                found["restores"].append(started(model, root / "run"))
+                read.append(reading(root / "run" / "1", root / "raw"))
+        rest = [r - b for r, b in zip(found["restores"], read, strict=True)]
+        ratio = statistics.median(rest) / statistics.median(found["without"])
+        verdict = "met" if ratio <= TARGET else "missed"
+        columns = [*(brief(found[way]) for way in WAYS), brief(read)]
+        print(f"| {model} | {' | '.join(columns)} | x {ratio:.2f} (x {TARGET}: {verdict}) |")
+
+
+if __name__ == "__main__":
+    main()
