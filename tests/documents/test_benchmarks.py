@@ -241,3 +241,26 @@ def test_the_measurements_run(tmp_path: Path) -> None:
         "fixed interval", "minimum interval", "optimal interval", "a save in flight"
     }  # fmt: skip
     assert "4 forced CPU devices, no accelerator" in found["machine"]["machine"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--functional",)], ids=["attached", "functional"])
+def test_shares_of_a_saves_time_are_printed(flags: tuple[str, ...]) -> None:
+    printed = run_python(BENCHMARKS / "shares.py", "--state", "tiny", "--saves", "2", *flags).stdout
+    assert printed.startswith("tiny, 2 saves without the profile: blocking ")
+    training, saver = printed.split("| thread of the save |")
+    assert "torchax_ckpt/state" in training
+    assert "orbax" in saver
+    for table in (training, saver):
+        shares = [int(share) for share in re.findall(r"\| (\d+)% \|", table)]
+        assert sum(shares[:-1]) == pytest.approx(100, abs=10)
+        assert shares[-1] == 100
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_time_to_a_first_step_is_measured() -> None:
+    command = ("--models", "digits", "--rounds", "1")
+    *_, row = run_python(BENCHMARKS / "starting.py", *command).stdout.splitlines()
+    assert re.fullmatch(r"\| digits \|( [\d.]+ s \([^|]*\) \|){4} x [\d.]+ \(x 1.3: \w+\) \|", row)
