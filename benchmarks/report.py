@@ -149,14 +149,17 @@ def _own(states: dict[str, Any]) -> str:
     lines = [
         "### Against absolute targets",
         "",
-        "| state | blocking by reference, idle devices | the first save blocks longer by "
-        "| digests, of durable | digests, of first restore |",
-        "|---|---|---|---|---|",
+        "| state | blocking by reference, idle devices | by copy, busy devices "
+        "| first restore / torch.load | the first save blocks longer by | digests, of durable "
+        "| digests, of first restore |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         _row(
             name,
             targets.by_reference(state),
+            targets.by_copy(name, state),
+            targets.of_torch_load(name, state["peers"]),
             targets.first_extra(state["peers"]),
             *targets.digests(state["digests"]),
         )
@@ -168,7 +171,6 @@ def _own(states: dict[str, Any]) -> str:
 def _loop(name: str, loop: dict[str, Any]) -> str:
     peers, wanted = loop["peers"], loop["wanted"]
     none = peers["none"]["step"]
-    total = statistics.mean(none)
     lines = [
         f"### Training under continuous saving: {name}",
         "",
@@ -181,7 +183,6 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     few, more = [], []
-    idle = peers["none"].get("processor", 0.0) / len(none)
     for peer, figures in peers.items():
         if peer == "none":
             continue
@@ -189,7 +190,6 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
         if count < wanted:
             few.append(f"{LABELS[peer].strip('*')} ({count})")
         mean = statistics.mean(figures["step"])
-        added = (mean - total) * len(figures["step"]) / max(1, count)
         lines.append(
             _row(
                 LABELS[peer],
@@ -197,7 +197,7 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
                 f"{intervals[int(0.9 * (count - 1))]}" if intervals else "-",
                 seconds(figures["blocking"]) if figures.get("blocking") else "-",
                 f"{targets.seconds(mean)} ({targets.overhead(peers, peer) * 100:+.0f} %)",
-                targets.seconds(added),
+                targets.seconds(targets.added_secs(peers, peer)),
                 str(count),
             )
         )
@@ -209,7 +209,7 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
                     targets.seconds(statistics.median(steps)),
                     targets.seconds(steps[int(0.99 * (len(steps) - 1))]),
                     f"{count / sum(steps) * 60:.0f}",
-                    targets.seconds((figures["processor"] - idle * len(steps)) / count),
+                    targets.seconds(targets.processor_secs(peers, peer)),
                 )
             )
     if more:
@@ -225,7 +225,7 @@ def _loop(name: str, loop: dict[str, Any]) -> str:
             f"**Fewer than {wanted} intervals** within {loop['max_secs']:.0f} s, thus imprecise: "
             f"{', '.join(few)}.",
         ]
-    verdicts = targets.loop(loop)
+    verdicts = [*targets.loop(loop), *targets.waiting(name, peers)]
     lines += ["", *(f"- {verdict}" for verdict in verdicts)] if verdicts else []
     return "\n".join(lines)
 

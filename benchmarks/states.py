@@ -55,6 +55,11 @@ def wide() -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.weight": (1024, 1024) for i in range(64)}
 
 
+def broad() -> dict[str, tuple[int, ...]]:
+    """32 matrices of 4 MiB: 128 leaves with AdamW, 0.4 GB."""
+    return {f"layers.{i}.weight": (1024, 1024) for i in range(32)}
+
+
 def tiny() -> dict[str, tuple[int, ...]]:
     """Two matrices, to test the programs: 8 leaves with AdamW, 2 KB."""
     return {f"layers.{i}.weight": (8, 8) for i in range(2)}
@@ -75,6 +80,7 @@ STATES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
     "gpt2": gpt2,
     "gpt2_xl": gpt2_xl,
     "wide": wide,
+    "broad": broad,
     "moe": moe,
     "tiny": tiny,
 }

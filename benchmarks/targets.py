@@ -19,7 +19,14 @@ OF_BARE = {
 # Largest ratio of the durable time to the medium's time for the same bytes.
 OF_MEDIUM = {"gpt2": 1.5, "wide": 1.5}
 # Blocking time with reference snapshots and idle devices.
-REFERENCE_SECS, REFERENCE_SECS_PER_LEAF = 1e-3, 5e-6
+REFERENCE_SECS, REFERENCE_SECS_PER_LEAF = 0.5e-3, 1e-6
+# Blocking time with copies and busy devices, on four CPU devices of two cores.
+COPY_SECS = {"deep": 25e-3, "moe": 52e-3, "gpt2": 75e-3, "wide": 10e-3}
+# First restore of a process, as a fraction of torch.load and device_put of the same state.
+OF_TORCH_LOAD = {"deep": 1.0, "moe": 1.0, "gpt2": 1.15, "wide": 1.15}
+# What a durable step adds to a training that waits for its device, and a save's processor time.
+ADDED_SECS = {"deep": 12e-3, "broad": 15e-3}
+PROCESSOR_SECS = {"deep": 50e-3}
 # Additional blocking time of the first save.
 FIRST_EXTRA_SECS = 1.0
 DIGESTS_OF_DURABLE, DIGESTS_OF_RESTORE = 0.05, 0.10
@@ -63,6 +70,17 @@ def by_reference(state: dict[str, Any]) -> str:
     return at_most(_median(state["modes"]["reference, idle"]), target, seconds)
 
 
+def by_copy(name: str, state: dict[str, Any]) -> str:
+    found, target = _median(state["modes"]["copy, busy"]), COPY_SECS.get(name)
+    return at_most(found, target, seconds) if target else seconds(found)
+
+
+def of_torch_load(name: str, peers: dict[str, Any]) -> str:
+    ratio = _median(peers[OURS]["restore"]) / _median(peers["torch_save"]["restore"])
+    target = OF_TORCH_LOAD.get(name)
+    return at_most(ratio, target, "x {:.2f}".format) if target else f"x {ratio:.2f}"
+
+
 def first_extra(peers: dict[str, Any]) -> str:
     extra = peers[OURS]["first"] - _median(peers[OURS]["blocking"])
     return at_most(extra, FIRST_EXTRA_SECS, seconds)
@@ -83,6 +101,36 @@ def digests(taken: dict[str, list[float]]) -> tuple[str, str]:
 def overhead(peers: dict[str, Any], peer: str) -> float:
     """Returns by what fraction a peer lengthens the mean step."""
     return statistics.mean(peers[peer]["step"]) / statistics.mean(peers["none"]["step"]) - 1
+
+
+def added_secs(peers: dict[str, Any], peer: str) -> float:
+    """Returns the seconds that a durable step of a peer adds to the training."""
+    steps = peers[peer]["step"]
+    longer = statistics.mean(steps) - statistics.mean(peers["none"]["step"])
+    return longer * len(steps) / max(1, len(peers[peer]["intervals"]))
+
+
+def processor_secs(peers: dict[str, Any], peer: str) -> float:
+    """Returns the processor time of a peer's save, beyond that of the steps meanwhile."""
+    none, figures = peers["none"], peers[peer]
+    idle = none["processor"] / len(none["step"])
+    secs = figures["processor"] - idle * len(figures["step"])
+    return float(secs / len(figures["intervals"]))
+
+
+def waiting(name: str, peers: dict[str, Any]) -> list[str]:
+    """Returns the verdicts on a loop that waits for its device, for each target of the state."""
+    state, is_waiting, _ = name.partition(", waiting ")
+    if not is_waiting or not peers.get(OURS, {}).get("intervals"):
+        return []
+    verdicts = []
+    if target := ADDED_SECS.get(state):
+        found = at_most(added_secs(peers, OURS), target, seconds)
+        verdicts.append(f"added to training per durable step: {found}")
+    if target := PROCESSOR_SECS.get(state):
+        found = at_most(processor_secs(peers, OURS), target, seconds)
+        verdicts.append(f"processor time per save: {found}")
+    return verdicts
 
 
 def loop(measured: dict[str, Any]) -> list[str]:

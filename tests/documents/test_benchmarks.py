@@ -39,7 +39,7 @@ def state(ours: float, bare: float) -> dict[str, Any]:
         "taken": [1.05] * 5, "not taken": [1.0] * 5, "first, compared": [1.2] * 5,
         "first, trusted": [1.0] * 5, "compared": [1.0] * 5, "trusted": [1.0] * 5,
     }  # fmt: skip
-    modes = {"reference, idle": [0.006] * 5}
+    modes = {"reference, idle": [0.0015] * 5, "copy, busy": [0.011] * 5}
     return {"taken": CPU, "peers": peers, "modes": modes, "digests": digests}
 
 
@@ -86,8 +86,9 @@ def test_verdicts_are_computed_for_every_target(tmp_path: Path) -> None:
     assert cells(page, "wide") == [
         "1/2 (target 1/10: missed)", "1/2 (target 1/1.5: met)", "0.50 (target 1.50: met)",
         "1/2 (target 1/1: met)",
-        # 1 ms and 5 us for each of 1,000 leaves.
-        "6.0 ms (target 6.0 ms: met)", "500.0 ms (target 1.00 s: met)",
+        # 0.5 ms and 1 us for each of 1,000 leaves.
+        "1.5 ms (target 1.5 ms: met)", "11.0 ms (target 10.0 ms: missed)",
+        "x 0.50 (target x 1.15: met)", "500.0 ms (target 1.00 s: met)",
         "+5.0% (target +5.0%: missed)",  # a rounding above
         "+20.0% (target +10.0%: missed)",
     ]  # fmt: skip
@@ -143,6 +144,16 @@ def test_a_loop_says_how_long_its_slowest_steps_take_and_what_a_save_costs_the_p
     ours["processor"], ours["intervals"] = 16.0, [50] * 2
     page = written({"loops": {"deep": measured}}, tmp_path)
     assert "| **torchax_ckpt** | 1.00 s | 3.00 s | 1 | 3.00 s |" in page
+
+
+def test_a_loop_that_waits_for_its_device_is_held_against_targets(tmp_path: Path) -> None:
+    measured = loop(1.001, 4.0)
+    measured["peers"]["none"]["processor"] = 0.9
+    measured["peers"]["torchax_ckpt"] |= {"processor": 1.2, "intervals": [3] * 3}
+    assert "- added" not in written({"loops": {"deep": measured}}, tmp_path)
+    page = written({"loops": {"deep, waiting 50 ms for a device": measured}}, tmp_path)
+    assert "- added to training per durable step: 3.0 ms (target 12.0 ms: met)\n" in page
+    assert "- processor time per save: 100.0 ms (target 50.0 ms: missed)\n" in page
 
 
 def test_declined_saves_have_verdicts(tmp_path: Path) -> None:
