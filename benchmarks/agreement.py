@@ -7,8 +7,9 @@ The first form runs JAX's coordination service, with one client for each process
 process and on the loopback address, and prints how long the library's own exchanges of one save
 take. The clients share the cores of this machine with the service, so the times are upper bounds of
 those of a service whose clients are on other hosts. The second form replaces the service by one in
-memory, and prints the requests and bytes of saves, declined saves and restores. In both forms the
-code is the library's own (see ``simulated_processes.py``), without devices, Orbax and storage.
+memory, and prints the requests and bytes of saves, declined saves and restores. With 4,096
+processes it takes some minutes, 4 GB and 8,192 threads. In both forms the code is the library's own
+(see ``simulated_processes.py``), without devices, Orbax and storage.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def traffic(count: int) -> dict[str, tuple[float, float]]:
 
 
 def print_traffic(counts: list[int]) -> None:
-    """Prints a table for each call."""
+    """Prints tables of requests and bytes: of all processes together, and for each process."""
     found = {count: traffic(count) for count in counts}
     for title, part in (("Requests", 0), ("Bytes", 1)):
         print(f"\n| {title} | " + " | ".join(f"{count:,}" for count in counts) + " |")
@@ -137,6 +138,12 @@ def print_traffic(counts: list[int]) -> None:
         for call in found[counts[0]]:
             row = (found[count][call][part] for count in counts)
             print(f"| {call} | " + " | ".join(_brief(number) for number in row) + " |")
+    print("\n| Requests and bytes, each process | " + " | ".join(map("{:,}".format, counts)) + " |")
+    print("|---" * (len(counts) + 1) + "|")
+    for call in found[counts[0]]:
+        shares = ([sent / count for sent in found[count][call]] for count in counts)
+        cells = (f"{requests:.1f}, {_brief(sent)}" for requests, sent in shares)
+        print(f"| {call} | " + " | ".join(cells) + " |")
 
 
 def _brief(number: float) -> str:

@@ -146,6 +146,43 @@ def test_who_does_not_come_is_named(missing: int) -> None:
         assert f"saving step 7: process {missing} of 3 did not arrive" in str(error)
 
 
+def test_at_a_timeout_one_process_alone_looks_who_is_missing() -> None:
+    """Listings by all processes would grow with the square of their number."""
+    group = Group(timeout_secs=0.3)
+    listed: list[str] = []
+    listing = group.service.key_value_dir_get_bytes
+
+    def counting(folder: str) -> list[tuple[str, bytes]]:
+        listed.append(folder)
+        return listing(folder)
+
+    group.service.key_value_dir_get_bytes = counting  # type: ignore[method-assign]
+
+    def act(member: Processes) -> None:
+        if member.index != 0:
+            with member.round("saving step 7"):
+                member.meet()
+
+    told = group(act)
+    for error in told[1:]:
+        assert "saving step 7: process 0 of 3 did not arrive" in str(error)
+    assert sum(folder.endswith("/meeting 0/") for folder in listed) == 1
+
+
+def test_if_process_0_hangs_the_process_that_it_would_wait_for_is_named() -> None:
+    def act(member: Processes) -> None:
+        if member.index != 2:
+            with member.round("saving step 7"):
+                if member.index == 0:
+                    time.sleep(3)
+                member.meet()
+
+    told = Group(timeout_secs=0.3)(act)
+    for error in told[:2]:
+        assert isinstance(error, ProcessTimeoutError)
+        assert "saving step 7: process 2 of 3 did not arrive" in str(error)
+
+
 class Ended(Liveness):
     """Knows that process 1 has ended."""
 
@@ -220,6 +257,28 @@ def test_messages_are_deleted_once_all_have_come_to_the_next_round() -> None:
     assert group(act) == [None] * 3
     assert len({key.split("/")[1] for key in group.service.known}) <= 2
     assert len(group.service.known) < 20
+    assert [len(member._rounds) for member in group.members] == [1] * 3
+
+
+class CopiedSlowly(list[str]):
+    """A list of which two threads would make equal copies, unless they take turns."""
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        time.sleep(0.2)
+        return found
+
+
+def test_threads_that_meet_at_once_delete_an_earlier_round_once() -> None:
+    deleted: list[str] = []
+    client = SimpleNamespace(key_value_delete=deleted.append)
+    member = Processes("forgetting", 30, client, index=0, count=3)
+    member._rounds = CopiedSlowly(["first", "second", "third"])
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(member._forget) for _ in range(2)]:
+            done.result()
+    assert deleted == ["first", "second"]
+    assert member._rounds == ["third"]
 
 
 def test_those_who_do_different_things_never_meet_and_the_next_round_is_whole() -> None:

@@ -2,8 +2,9 @@
 
 python damaged_local_states.py INDEX COUNT PORT DIRECTORY RAMDISKS lost|exchanged
 
-Either the last two hosts have lost the newest step and the copy of the first host is damaged; or
-the two hosts have exchanged their ramdisks and the copy of the second host is damaged.
+Either the last two hosts have lost the newest step and the copy of the first host is damaged in the
+states that it keeps for others; or the two hosts have exchanged their ramdisks and the copy of the
+second host is damaged.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import sys
 import jax
 import numpy as np
 import processes_program as program
-from jax.experimental.multihost_utils import sync_global_devices
+from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes_program import INDEX, Training, report
-from support.damage import flip_arrays
+from support.damage import damage, flip_arrays
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 
@@ -47,17 +48,18 @@ with opened(mine) as ckpt:
     training.step()
     ckpt.save(2)
     own = training.own()
+keys = process_allgather(np.random.get_state(legacy=False)["state"]["key"])
 sync_global_devices("saved")
 if way == "lost":
     if count - 2 <= INDEX:
         shutil.rmtree(mine / "2")
-    damaged = 0
+    if INDEX == 0:
+        damage(mine / "2", keys[-1].tobytes()[:64])
 else:
     mine = ramdisks / f"new {INDEX}"
     shutil.copytree(ramdisks / str(1 - INDEX), mine)
-    damaged = 1
-if damaged == INDEX:
-    flip_arrays(mine / "2")
+    if INDEX == 1:
+        flip_arrays(mine / "2")
 sync_global_devices("damaged")
 fresh = Training(77)
 with opened(mine) as ckpt:

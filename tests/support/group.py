@@ -21,7 +21,8 @@ class Service:
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
         with self._changed:
-            assert allow_overwrite or key not in self.known, f"{key} was set before"
+            if not allow_overwrite and key in self.known:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
             self.known[key] = value
             self._changed.notify_all()
 

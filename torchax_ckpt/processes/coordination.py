@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _made: collections.Counter[str] = collections.Counter()
 # The verdict on a round that succeeded on all processes.
 _SUCCESS = b""
+# How many processes the message of a timeout names.
+_NUM_NAMED = 8
 
 
 class Processes(Exchanges):
@@ -247,13 +249,28 @@ class Processes(Exchanges):
         they are the same ones if some have sent a message and some have not. If all have sent one,
         it is process 0, which must answer. If none has, it is process 0, which must send first.
         """
-        found = self._client.key_value_dir_get_bytes(f"{place}/")
-        there = {key.rpartition("/")[2] for key, _ in found}
-        behind = [i for i in range(1, self.count) if str(i) not in there]
-        return behind if self.is_first or (there and behind) else [0]
+        if self.is_first:
+            return self._behind(place)[0]
+        # One process looks for all of them: the listings of all would grow with the square of
+        # their number, because each lists a message of each process.
+        try:
+            self._client.key_value_set_bytes(f"{place} looked for", b"")
+        except jax.errors.JaxRuntimeError:  # another process was first
+            found = self._wait(f"{place} missing", POLL_SECS)
+            return [0] if found is None else json.loads(found)
+        behind, has_any = self._behind(place)
+        missing = behind[: _NUM_NAMED + 1] if has_any and behind else [0]
+        self._set(f"{place} missing", json.dumps(missing).encode())
+        return missing
+
+    def _behind(self, place: str) -> tuple[list[int], bool]:
+        """Returns the processes that have sent no message at ``place``, and whether any has."""
+        there = {key.rpartition("/")[2] for key, _ in self._listed(f"{place}/")}
+        return [i for i in range(1, self.count) if str(i) not in there], bool(there)
 
     def _timeout_error(self, missing: Sequence[int]) -> ProcessTimeoutError:
-        named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        named = ", ".join(map(str, missing[:_NUM_NAMED]))
+        named += ", ..." if len(missing) > _NUM_NAMED else ""
         return ProcessTimeoutError(
             f"{self._work}: process {named} of {self.count} did not arrive within "
             f"{self.timeout_secs:g} s after process {self.index}. It died, hangs, is much slower, "

@@ -35,6 +35,7 @@ from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards, step_reader
 from torchax_ckpt.restoring.host_shards import digest
 from torchax_ckpt.restoring.shard_exchange import rounds_of, routes, runs
+from torchax_ckpt.restoring.state_senders import Answer, StateSenders
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
 from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state import per_process_state
@@ -113,32 +114,22 @@ class HostSteps:
                 states = None
         told: list[Any] = [None, None, []]
         if states is not None:
-            told = [
-                digest(content),
-                states.count,
-                sorted(states.nodes),
-            ]
-        answer = self._processes.answer(json.dumps(told).encode(), self._senders)
-        count, sender, receives, posts, state_sender, state_posts = json.loads(answer)
+            told = [digest(content), states.count, sorted(states.nodes)]
+        answer = self._processes.answer(json.dumps(told).encode(), self._first_answers)
+        count, sender, receives, posts, asked = json.loads(answer)
         if posts:
             self._processes.post("content", content.encode())
-        for asked in state_posts:
-            assert states is not None
-            self._processes.post(f"state {asked}", self._state(states.of_process(asked)))
+        self._is_own_here = asked[0] is None
+        mine = self._received_state(states, asked) or mine
         if receives:
             content = self._processes.posted("content", sender).decode()
-        self._is_own_here = state_sender == index
-        if not self._is_own_here:
-            mine = self._processes.posted(f"state {index}", state_sender)
-            if not mine:
-                raise self._unreadable(f"the copy of process {state_sender} is damaged")
         state = PerProcessState.of_bytes(mine)
         nodes, self._own = state.nodes, dict(state.leaves)
         document, specs = json.loads(content)
         specs |= host_shards.specs(nodes)
         return per_process_state.with_states(document, host_shards.whole(nodes), count), specs
 
-    def _senders(self, told: Sequence[bytes]) -> list[bytes]:
+    def _first_answers(self, told: Sequence[bytes]) -> list[bytes]:
         """Decides on process 0 which processes send a document or a per-process state to which.
 
         Args:
@@ -147,8 +138,8 @@ class HostSteps:
 
         Returns:
           For each process: the number of processes that saved; who sends the document, whether this
-          process receives it, and whether this process sends it; who sends this process's state;
-          and the processes whose states this process sends.
+          process receives it, and whether this process sends it; and the answer of
+          ``StateSenders``.
         """
         digests, counts, held = zip(*map(json.loads, told), strict=True)
         if not any(digests):
@@ -159,34 +150,48 @@ class HostSteps:
                 f"{counts[first]} hosts saved this step, and {len(told)} restore it. Restore it "
                 "with as many hosts, or read the step from the durable tier (tier='durable')"
             )
-        holders: dict[int, int] = {}
-        for index in reversed(range(len(told))):
-            holders |= dict.fromkeys(held[index], index)
-        senders: list[int] = []
-        posts: list[list[int]] = [[] for _ in told]
-        for index, its_digest in enumerate(digests):
-            if index in held[index] or (counts[first] is None and its_digest):
-                senders.append(index)
-                continue
-            sender = first if counts[first] is None else holders.get(index)
-            if sender is None:
-                raise self._unreadable(
-                    f"no host has the random state and the loader positions of process {index}; "
-                    "restore another step, or this step from the durable tier (tier='durable')"
-                )
-            senders.append(sender)
-            posts[sender].append(index)
+        if counts[first] is None:
+            self._state_senders = StateSenders.of_equal(map(bool, digests))
+        else:
+            self._state_senders = StateSenders.of_states(held)
         receives = [its_digest != digests[first] for its_digest in digests]
         answers = zip(
             [counts[first]] * len(told),
             [first] * len(told),
             receives,
             [index == first and any(receives) for index in range(len(told))],
-            senders,
-            posts,
+            self._asked_states(self._state_senders.lacking),
             strict=True,
         )
         return [json.dumps(answer).encode() for answer in answers]
+
+    def _asked_states(self, lacking: Sequence[int]) -> list[Answer]:
+        """Returns, on process 0, the answers of ``StateSenders``."""
+        try:
+            return self._state_senders.answers(lacking)
+        except LookupError as error:
+            raise self._unreadable(
+                "no host has an undamaged copy of the random state and the loader positions of "
+                f"process {error}; restore another step, or this step from the durable tier "
+                "(tier='durable')"
+            ) from None
+
+    def _next_answers(self, lacking: Sequence[bytes]) -> list[bytes]:
+        return [json.dumps(answer).encode() for answer in self._asked_states(b"".join(lacking))]
+
+    def _received_state(self, states: HostStates | None, asked: Answer) -> bytes:
+        """Sends other processes their states; returns the state that this one is sent, or b""."""
+        mine, (sender, posts, is_any) = b"", asked
+        while is_any:
+            for index in posts:
+                assert states is not None
+                self._processes.post(f"state {index}", self._state(states.of_process(index)))
+            if sender is not None:
+                mine = self._processes.posted(f"state {self._processes.host_index}", sender)
+            is_lacking = sender is not None and not mine
+            told = self._processes.answer(bytes([is_lacking]), self._next_answers)
+            sender, posts, is_any = json.loads(told)
+        return mine
 
     def _state(self, nodes: Mapping[str, Node]) -> bytes:
         """Returns a per-process state of this host's copy as a message; b"" if it is damaged."""

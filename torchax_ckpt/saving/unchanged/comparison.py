@@ -26,12 +26,16 @@ import xxhash
 from etils import epath
 
 from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.saving.unchanged.known_databases import Content
+from torchax_ckpt.saving.unchanged import index_runs
+from torchax_ckpt.saving.unchanged.index_runs import Runs
+from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.host_array import HostArray, Start
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.writing import databases, host_batches
 
 logger = logging.getLogger(__name__)
@@ -47,12 +51,29 @@ class Offer:
     Attributes:
       arrays: for each array in the database: its stored name, shape, dtype, and the shape of its
         blocks.
-      unread: the folders of the database, relative to the directory of the run, if the database
-        must be read before it is taken over; else nothing.
+      unread: if the database must be read before it is taken over: the name of the step's folder,
+        the name of the database, and the processes that wrote it as runs (None if one process
+        did); else None.
     """
 
     arrays: Sequence[tuple[str, Sequence[int], str, Sequence[int]]]
-    unread: Sequence[str]
+    unread: tuple[str, str, Runs | None] | None
+
+    @classmethod
+    def of(cls, stored: KnownDatabase, step_name: str) -> Offer:
+        """Returns the offer of a database in a step, given the name of the step's folder."""
+        runs = None if stored.processes is None else index_runs.runs_of(stored.processes)
+        return cls(
+            [(n, c.shape, c.dtype, c.digests.block) for n, c in stored.contents.items()],
+            None if stored.is_verified else (step_name, stored.name, runs),
+        )
+
+    def folders(self) -> list[str]:
+        """Returns the folders to read, relative to the directory of the run."""
+        if self.unread is None:
+            return []
+        step_name, name, runs = self.unread
+        return folders_of(step_name, name, None if runs is None else index_runs.indices_of(runs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +140,17 @@ def answer(
             known and any(_differs(known[number][name], sent) for name, sent in here.items())
         )
         is_mine = number % processes.count == processes.index
-        folders = [directory / folder for folder in offer.unread]
-        stored.append(_read(offer, folders) if folders and is_mine and may_be_equal else {})
+        if offer.unread and is_mine and may_be_equal:
+            stored.append(_read(offer, [directory / folder for folder in offer.folders()]))
+        else:
+            stored.append({})
     stacks = json.dumps(sorted(plan.stacks.items())).encode()
     return Answer(xxhash.xxh3_128_hexdigest(stacks), live, stored)
+
+
+def folders_of(step_name: str, name: str, processes: Sequence[int] | None) -> list[str]:
+    """Returns the folders of a database in a step, relative to the directory of the run."""
+    return [f"{step_name}/{STATE}/{folder}" for folder in unchanged.folders_of(name, processes)]
 
 
 def require_same_stacks(answers: Sequence[Answer]) -> None:

@@ -13,6 +13,7 @@ from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.unchanged import index_runs
 from torchax_ckpt.saving.unchanged.known_databases import KnownDatabase
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
@@ -42,9 +43,9 @@ class Decision:
 
     Attributes:
       copy: which of the two copies the step has.
-      entries: for each database its arrays, the processes that have folders of it, and the database
-        that the step takes over: the name of the step's folder and the name of the database; or
-        None.
+      entries: for each database its arrays, the processes that have folders of it as runs (None in
+        a run of one process), and the database that the step takes over: the name of the step's
+        folder and the name of the database; or None.
       digests: stored name -> digests, for the arrays whose database the save takes over.
     """
 
@@ -54,8 +55,8 @@ class Decision:
 
     def take_over(self, stored: KnownDatabase, step_name: str) -> None:
         """Adds a database that the new step takes over."""
-        processes = None if stored.processes is None else [*stored.processes]
-        self.entries.append([[*stored.contents], processes, [step_name, stored.name]])
+        writers = None if stored.processes is None else index_runs.runs_of(stored.processes)
+        self.entries.append([[*stored.contents], writers, [step_name, stored.name]])
         self.digests |= {name: content.digests for name, content in stored.contents.items()}
 
     def write(self, names: Sequence[str], arrays: Mapping[str, AnyArray], count: int) -> None:
@@ -63,7 +64,8 @@ class Decision:
         writers = None
         if count > 1:  # process 0 always writes the metadata of the arrays
             devices: list[Any] = [arrays[name] for name in names]
-            writers = sorted(frozenset({0}).union(*map(chunking.storing_processes, devices)))
+            indices = frozenset({0}).union(*map(chunking.storing_processes, devices))
+            writers = index_runs.runs_of(sorted(indices))
         self.entries.append([[*names], writers, None])
 
     def to_json(self) -> Any:
@@ -94,7 +96,8 @@ def divided(
     linked: set[str] = set()
     index = processes.index if processes.count > 1 else None
     num_folders = 0
-    for number, (names, writers, source) in enumerate(entries):
+    for number, (names, runs, source) in enumerate(entries):
+        writers = None if runs is None else tuple(index_runs.indices_of(runs))
         if not arrays.keys() >= set(names):
             raise ProcessError(
                 f"process {processes.index} saves other arrays than process 0: expected "
@@ -102,7 +105,7 @@ def divided(
                 "attach on every process."
             )
         name = unchanged.name_of(number)
-        found[name] = Database(copy, tuple(names), None if writers is None else tuple(writers))
+        found[name] = Database(copy, tuple(names), writers)
         if source is None:
             fresh = databases.Fresh(unchanged.folder_of(name, index), len(names))
             places |= dict.fromkeys(names, fresh)

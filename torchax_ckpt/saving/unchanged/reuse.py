@@ -45,7 +45,7 @@ from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
-from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import host_batches, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
@@ -188,13 +188,7 @@ class Reuse:
         paths[None] = retained.path_of(self._directory.path)
         stored = known_databases.distinct(self._copies[self._turn].values())
         self._offered = [(s, paths[s.step]) for s in stored if s.step in paths]
-        return [
-            Offer(
-                [(n, c.shape, c.dtype, c.digests.block) for n, c in stored.contents.items()],
-                [] if stored.is_verified else _folders(stored, path.name),
-            )
-            for stored, path in self._offered
-        ]
+        return [Offer.of(stored, path.name) for stored, path in self._offered]
 
     def answer(
         self, offers: Sequence[Offer], plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept
@@ -244,7 +238,8 @@ class Reuse:
                 continue
             if not stored.is_verified and not comparison.are_equal(stored.contents, read):
                 text = "%s is damaged: the unchanged arrays are written again"
-                logger.warning(text, self._directory.path / _folders(stored, path.name)[0])
+                folder = comparison.folders_of(path.name, stored.name, stored.processes)[0]
+                logger.warning(text, self._directory.path / folder)
                 continue
             decision.take_over(stored, path.name)
         still = {
@@ -390,9 +385,3 @@ class Reuse:
                 copy |= dict.fromkeys(held, known)
             if key is not None:
                 self._copy_in[key] = database.copy
-
-
-def _folders(stored: KnownDatabase, step_name: str) -> list[str]:
-    """Returns the folders of a database, relative to the directory of the run."""
-    names = unchanged.folders_of(stored.name, stored.processes)
-    return [f"{step_name}/{STATE}/{name}" for name in names]
