@@ -198,13 +198,24 @@ class HostMemory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive = self.peak = 0
-        put, ready = placement._put, jax.block_until_ready
-        moving: dict[int, np.ndarray] = {}
+        put, make, ready = jax.device_put, jax.make_array_from_callback, jax.block_until_ready
+        moving: dict[int, Any] = {}
 
-        def slow_put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
-            arrays = put(hosts, devices)
+        def slow_put(hosts: list[np.ndarray], *args: Any, **named: Any) -> Any:
+            arrays = put(hosts, *args, **named)
             moving.update({id(array): host for array, host in zip(arrays, hosts, strict=True)})
             return arrays
+
+        def slow_make(shape: Any, sharding: Any, callback: Any, **named: Any) -> jax.Array:
+            parts: list[np.ndarray] = []
+
+            def part(index: Any) -> np.ndarray:
+                parts.append(callback(index))
+                return parts[-1]
+
+            array = make(shape, sharding, part, **named)
+            moving[id(array)] = parts
+            return array
 
         def wait(arrays: Any) -> Any:
             for array in jax.tree.leaves(arrays):
@@ -213,7 +224,8 @@ class HostMemory:
 
         for module in (placement, read_arrays):
             monkeypatch.setattr(module, "empty", self._empty)
-        monkeypatch.setattr(placement, "_put", slow_put)
+        monkeypatch.setattr(jax, "device_put", slow_put)
+        monkeypatch.setattr(jax, "make_array_from_callback", slow_make)
         monkeypatch.setattr(jax, "block_until_ready", wait)
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

@@ -235,7 +235,8 @@ class SingleLeaf(Target):
             if self._placement is Local.HOST:
                 self._shards.append(whole)
             else:
-                moving += _put([whole] * len(devices), devices)
+                targets = [None if to is Local.DEFAULT_DEVICE else to for to in devices]
+                moving += jax.device_put([whole] * len(targets), targets)
         self._shards += moving
         if not self._missing:
             self._leaves[self._leaf] = _assemble(self.wanted.shape, self._placement, self._shards)
@@ -346,21 +347,6 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
             for device, index in placement.addressable_devices_indices_map(shape).items()
         ]
     return [(placement, _bounds(None, shape))]
-
-
-def _put(hosts: list[np.ndarray], devices: list[Any]) -> list[Any]:
-    """Starts to move host arrays to devices, in one batch, and returns the device arrays.
-
-    The result has None for each array that stays on the host.
-    """
-    moved = [i for i, device in enumerate(devices) if device is not Local.HOST]
-    targets = [None if devices[i] is Local.DEFAULT_DEVICE else devices[i] for i in moved]
-    result: list[Any] = [None] * len(hosts)
-    if moved:
-        arrays = jax.device_put([hosts[i] for i in moved], targets)
-        for i, array in zip(moved, arrays, strict=True):
-            result[i] = array
-    return result
 
 
 def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
