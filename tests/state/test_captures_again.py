@@ -16,6 +16,7 @@ from support.compare import bits
 
 from torchax_ckpt import WeightAverage, torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.stateful import StatefulComponent
 from torchax_ckpt.state.training_state import TrainingState
 
@@ -245,6 +246,24 @@ def test_a_state_is_captured_as_one_that_is_captured_for_the_first_time(seed: in
         }, box.state
         forms.add(id(found.form))
     assert len(forms) < 60
+
+
+def recursion_left(depth: int = 0) -> int:
+    try:
+        return recursion_left(depth + 1)
+    except RecursionError:
+        return depth
+
+
+def test_keys_that_cannot_be_sorted_cost_no_recursion_depth() -> None:
+    """An error of JAX's flatten shortens what Python allows, which kills long runs."""
+    component = StatefulComponent(Box(0), ("stateful", "box"))
+    component.value.state = {"seen": [{1: 0, "1": 0}, {(1, None): 0, "a": jnp.zeros(2)}]}
+    before = recursion_left()
+    for _ in range(50):
+        assert component.capture().form.names == ("stateful/box/seen/1/a",)
+        PytreeCapture().capture(component.value.state)
+    assert recursion_left() == before
 
 
 def test_the_form_of_a_state_is_reused_while_only_arrays_change() -> None:

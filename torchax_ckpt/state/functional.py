@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -60,13 +61,18 @@ class PytreeCapture:
         orders: list[Any] = []
 
         def take_order(node: Any) -> bool:
-            if type(node) is dict:  # JAX sorts its keys, but it comes back in the order it had
+            # JAX sorts the keys of a dict, but a dict comes back in the order that it had. Where
+            # JAX cannot sort, as with 1 and "1", the dict is a leaf here. Otherwise JAX 0.10.2
+            # would raise an error, and each such error shortens the recursion that Python allows
+            # on this thread for good: after some hundred saves, every call would fail.
+            if isinstance(node, dict) and not isinstance(node, collections.OrderedDict):
                 orders.append(tuple(node))
+                return not _are_sortable(node)
             return False
 
         try:
             leaves, treedef = jax.tree_util.tree_flatten(state, is_leaf=take_order)
-        except (TypeError, ValueError):  # JAX cannot sort dict keys such as 1 and "1"
+        except (TypeError, ValueError):  # raised by the class of a node of the pytree
             captured = encoded(state, self._key_path)
             require_alive(captured)
             return captured
@@ -98,6 +104,14 @@ class PytreeCapture:
         }
         found = [position.get(name) for name in form.names]
         return None if None in found else found  # type: ignore[return-value]
+
+
+def _are_sortable(keys: Iterable[Any]) -> bool:
+    try:
+        sorted(keys)
+    except Exception:  # of any class: keys may be objects of the user
+        return False
+    return True
 
 
 def _signature_of(leaf: Any) -> Any:
