@@ -32,7 +32,6 @@ from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import location
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 
@@ -126,7 +125,7 @@ class Tiers:
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
         reuse = None
-        if self._options.reuse and name == "durable" and not location.is_bucket(directory.path):
+        if self._options.reuse and name == "durable":
             reuse = Reuse(
                 directory,
                 self._options.reuse != "one-copy",

@@ -35,11 +35,10 @@ from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.saving.unchanged import comparison, identities, known_databases, still_leaves
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
-from torchax_ckpt.saving.unchanged.division import Decision, Division
+from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
 from torchax_ckpt.saving.unchanged.identities import Identity, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.stacking import Array
@@ -47,7 +46,7 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import host_batches, retained
+from torchax_ckpt.storage.writing import databases, host_batches, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -55,23 +54,6 @@ logger = logging.getLogger(__name__)
 # How many steps a run searches for the other copy when it starts. Two steps that follow each other
 # have different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """What process 0 knows about the step of a save, once the step is durable.
-
-    Attributes:
-      databases: the databases of unchanged arrays: name -> database.
-      contents: stored name -> content, for all device arrays.
-      identities: stored name -> the leaves in the array, if their identity proves their values.
-      still: the leaves that count as still from now on; None if these do not change.
-    """
-
-    databases: Mapping[str, Database]
-    contents: Mapping[str, Content]
-    identities: Mapping[str, Identity]
-    still: Sequence[str] | None
 
 
 class Reuse:
@@ -109,7 +91,8 @@ class Reuse:
         self._still: frozenset[str] = frozenset()
         self._apart: frozenset[str] = frozenset()
         self._has_learned = False
-        self._offered: list[tuple[KnownDatabase, epath.Path]] = []
+        # The databases of the newest offers, their steps, and the bytes that a save would copy.
+        self._offered: list[tuple[KnownDatabase, epath.Path, int]] = []
         self._last: Mapping[str, Content] = {}
         # For each of the two copies: stored name -> database that holds the array.
         self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
@@ -187,13 +170,22 @@ class Reuse:
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
         stored = known_databases.distinct(self._copies[self._turn].values())
-        self._offered = [(s, paths[s.step]) for s in stored if s.step in paths]
+        found = [(s, paths[s.step]) for s in stored if s.step in paths]
+        present = {path: databases.present(path / STATE) for path in {path for _, path in found}}
+        self._offered = []
+        for known, path in found:
+            folders = unchanged.folders_of(known.name, known.processes)
+            if missing := [name for name in folders if name not in present[path]]:
+                text = "%s is gone: the unchanged arrays are written again"
+                logger.warning(text, path / STATE / missing[0])
+                continue
+            self._offered.append((known, path, sum(present[path][name] for name in folders)))
         return [
             Offer(
-                [(n, c.shape, c.dtype, c.digests.block) for n, c in stored.contents.items()],
-                [] if stored.is_verified else _folders(stored, path.name),
+                [(n, c.shape, c.dtype, c.digests.block) for n, c in known.contents.items()],
+                [] if known.is_verified else _folders(known, path.name),
             )
-            for stored, path in self._offered
+            for known, path, _ in self._offered
         ]
 
     def answer(
@@ -211,7 +203,7 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
         """
         here = self._processes
-        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
+        known = [stored.contents for stored, *_ in self._offered] if here.is_first else None
         return comparison.answer(
             offers, plan, arrays, kept.arrays, self._directory.path, here, known
         ).to_bytes()
@@ -231,7 +223,7 @@ class Reuse:
         found = [*map(Answer.of_bytes, answers)]
         comparison.require_same_stacks(found)
         decision = Decision(self._turn)
-        for number, (stored, path) in enumerate(self._offered):
+        for number, (stored, path, _) in enumerate(self._offered):
             live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
             is_same = {
                 name
@@ -288,7 +280,8 @@ class Reuse:
         }
         still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
         told = None if still == self._still else sorted(still)
-        return Written(division.databases, contents, same | new, told)
+        copied = sum(n for s, _, n in self._offered if s.contents.keys() <= division.linked)
+        return Written(division.databases, contents, same | new, told, copied)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
