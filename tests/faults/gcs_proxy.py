@@ -104,6 +104,7 @@ class FaultProxy:
         """The fault that a request meets, or nothing."""
         with self._lock:
             self.counts["requests"] += 1
+            self.counts["copies"] += "/rewriteTo/" in request
             if not re.search(self.concerned, request):
                 return ""
             kind = self.is_out

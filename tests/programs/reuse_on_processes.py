@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from processes_program import COUNT, INDEX, P, report
 
@@ -85,9 +86,10 @@ def is_same(found: Any, expected: Any) -> bool:
     )
 
 
-def written(directory: pathlib.Path, step: int, began: float) -> int:
+def written(directory: epath.Path, step: int, began: float) -> int:
     """The bytes in files of a step that were written since ``began``; a link changes no time."""
-    found = [path.stat() for path in (directory / str(step) / "state").rglob("d/*")]
+    state = pathlib.Path(directory) / str(step) / "state"
+    found = [path.stat() for path in state.rglob("d/*")]
     return sum(file.st_size for file in found if file.st_mtime >= began)
 
 
@@ -105,7 +107,7 @@ def counted() -> dict[str, int]:
 
 
 def main() -> None:
-    directory = pathlib.Path(sys.argv[4])
+    directory = epath.Path(sys.argv[4])
     first, last, settings = int(sys.argv[5]), int(sys.argv[6]), json.loads(sys.argv[7])
     mesh = mesh_of(settings.get("model", 2))
     changed = settings.get("changed")
@@ -150,7 +152,8 @@ def main() -> None:
             if "kill" in settings:
                 os._exit(3)  # JAX would wait for the dead one
         else:
-            new = written(directory, step, began) if INDEX == 0 else None
+            is_local = "://" not in str(directory)
+            new = written(directory, step, began) if INDEX == 0 and is_local else None
             report(step=step, new=new, messages=counts["messages"] - before)
         links.link_folder = link if is_odd else links.link_folder
     ckpt.close()
