@@ -6,7 +6,8 @@ Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTIN
 "model": the size of the mesh's second axis (default 2); "keep": how many steps are kept (default
 all); "restored": the step to load and compare first; "kill": the process that kills itself in the
 last save, after it has linked; "odd": the process that fails at the given step; "mode": the
-snapshot; "changed": the step from which on the base has other values.
+snapshot; "changed": the step from which on the base has other values; "ramdisks": the folder of
+local tiers, which save each step too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from processes_program import COUNT, INDEX, P, report
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.processes.messages import Messages
 from torchax_ckpt.storage.medium import links
 
@@ -129,7 +130,16 @@ def main() -> None:
 
     counts = counted()
     policy = policies.PreserveAll() if keep is None else policies.LatestN(keep)
-    ckpt = TorchaxCheckpointer(directory, options=options, preservation_policy=policy)
+    local, every = None, policies.FixedIntervalPolicy(1)
+    if ramdisks := settings.get("ramdisks"):
+        local = LocalTier(f"{ramdisks}/{INDEX}", save_decision_policy=every, keep=20)
+    ckpt = TorchaxCheckpointer(
+        directory,
+        save_decision_policy=every,
+        preservation_policy=policy,
+        local=local,
+        options=options,
+    )
     ckpt.attach()
     if (restored := settings.get("restored")) is not None:
         current = state(mesh, restored, changed)
@@ -145,7 +155,7 @@ def main() -> None:
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
         try:
-            ckpt.save(step, state=state(mesh, step, changed), force=True)
+            ckpt.save(step, state=state(mesh, step, changed), force=local is None)
             ckpt.wait_until_finished()
         except errors.CheckpointError as error:
             report(step=step, failed=str(error))

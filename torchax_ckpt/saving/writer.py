@@ -298,6 +298,7 @@ class Writer:
         answers: list[bytes] = []
         if self._hosts is not None:
             kept = self._keepers.exchange(self._hosts, states, host_shards.parts(document))
+            answers = [self._answer(capture, offers, plan, stored, progress)]
             nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, states, kept)
         else:
             answer = self._answer(capture, offers, plan, stored, progress)

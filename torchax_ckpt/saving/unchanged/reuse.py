@@ -46,7 +46,7 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import databases, host_batches, retained
+from torchax_ckpt.storage.writing import databases, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,9 @@ class Reuse:
       steps: returns the steps of the run, oldest first.
       on_still: called with the names of the still leaves before each save.
       processes: the processes of the run.
+      leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
+        still, because a snapshot for both tiers has one storage plan. ``plan_save`` and ``kept``
+        are not called for a local tier.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Reuse:
         steps: Callable[[], Sequence[CommittedStep]],
         on_still: Callable[[frozenset[str]], None],
         processes: Processes = SINGLE_PROCESS,
+        leader: Reuse | None = None,
     ) -> None:
+        self._leader = leader
         self._directory = directory
         self._alternates = alternates
         self._searches = searches
@@ -123,13 +128,17 @@ class Reuse:
         """
         if not self._searches:
             return
-        manifest = parse_manifest(committed)
-        self._last = dict(known_databases.contents_of(manifest))
         self._copies = ({}, {})
         self._identities = {}
-        self._verified = committed.key if is_verified else None
-        self._may_search = self._has_learned = True
-        self._be_still(known_databases.leaves_in(manifest))
+        self._may_search = True
+        if self._leader is None:
+            manifest = parse_manifest(committed)
+            self._last = dict(known_databases.contents_of(manifest))
+            self._has_learned = True
+            self._be_still(known_databases.leaves_in(manifest))
+        # Parts of a local step may have been read from other hosts, in place of damaged ones here.
+        is_read = is_verified and not self._processes.is_per_host
+        self._verified = committed.key if is_read else None
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -159,6 +168,7 @@ class Reuse:
             found,
             same,
             identities.references(leaves),
+            {name: self._identities[name] for name in found},
         )
 
     def offers(self) -> list[Offer]:
@@ -239,12 +249,13 @@ class Reuse:
                 logger.warning(text, self._directory.path / _folders(stored, path.name)[0])
                 continue
             decision.take_over(stored, path.name)
+        apart = self._apart if self._leader is None else self._leader._still
         still = {
             name: array
             for name, array in arrays.items()
             if not isinstance(array, np.ndarray)
             and name not in decision.digests
-            and self._apart.issuperset(known_databases.members_of(plan, name))
+            and apart.issuperset(known_databases.members_of(plan, name))
         }
         for names in known_databases.packed(still):
             decision.write(names, still, self._processes.count)
@@ -268,20 +279,13 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
         """
         contents = known_databases.contents_of_arrays(plan, arrays, digests)
-        same = {n: self._identities[n] for n in kept.arrays if n in division.linked}
-        new = {
-            name: Identity(
-                contents[name],
-                tuple(kept.references[leaf] for leaf in contents[name].members),
-                host_batches.to_announce(arrays[name]),
-            )
-            for name in division.places
-            if all(leaf in kept.references for leaf in contents[name].members)
-        }
-        still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
-        told = None if still == self._still else sorted(still)
+        known = identities.learned(kept, division.linked, division.places, contents, arrays)
+        told = None
+        if self._leader is None:
+            still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
+            told = None if still == self._still else sorted(still)
         copied = sum(n for s, _, n in self._offered if s.contents.keys() <= division.linked)
-        return Written(division.databases, contents, same | new, told, copied)
+        return Written(division.databases, contents, known, told, copied)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
