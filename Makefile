@@ -82,7 +82,7 @@ torture-flips: $(INSTALLED)
 
 GCS_SAVES ?= 500
 torture-gcs: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_gcs.py --saves $(GCS_SAVES)
+	$(BIN)/python tests/faults/torture_gcs.py --saves $(GCS_SAVES) $(GCS_FLAGS)
 
 INPUTS ?= 100000
 torture-fuzz: $(INSTALLED)

@@ -53,14 +53,15 @@ class CheckpointOptions:
       on_save_error: what a failed save does to training. "continue" reports the failure, and the
         next save tries again. "raise" raises it in the next call of ``save``, also in ``steps``.
       reuse: whether a save takes over what did not change since an earlier step, instead of writing
-        it again. The files of the new step are then hard links to files of the earlier step; every
-        step stays complete, also when other steps are deleted. Two steps that were saved one after
-        the other share no files. Works for device arrays in a durable directory on a file system
-        that all processes share; an array on the devices of one of several processes, and all
-        other saves, are written in full. Whether an array changed is decided by 128-bit digests of
-        its bytes, on all processes together. "one-copy" lets all steps share the same files: a run
-        then writes the unchanged arrays once instead of twice and stores them once, but damage to
-        one file can affect every step.
+        it again. The files of the new step are then hard links to files of the earlier step, or in
+        a bucket copies that the storage service makes; every step stays complete, also when other
+        steps are deleted. Two steps that were saved one after the other share no files, except in a
+        local tier that keeps one step. Works for device arrays, in each tier by itself; an array on
+        the devices of one of several processes is written in full. Whether an array
+        changed is decided by 128-bit digests of its bytes, on all processes together. "one-copy"
+        lets all steps share the same files: a run then writes the unchanged arrays once instead of
+        twice and, on a file system, stores them once, but damage to one file can affect every
+        step.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from

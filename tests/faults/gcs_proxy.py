@@ -34,6 +34,7 @@ class FaultProxy:
       needs_credentials: whether a caller without a token is refused.
       hook: called with every "METHOD path" before it is handled.
       counts: what happened to requests, by kind.
+      uploaded_bytes: the bytes that clients have sent to be stored.
     """
 
     def __init__(self, server: gcs_server.GcsServer, seed: int = 0) -> None:
@@ -47,6 +48,7 @@ class FaultProxy:
         self.slow_secs = 1.0
         self.hook: Callable[[str], None] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
+        self.uploaded_bytes = 0
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._httpd = _Httpd(("127.0.0.1", 0), _Handler)
@@ -70,6 +72,7 @@ class FaultProxy:
         self.needs_credentials = False
         self.hook = None
         self.server.spoil = None
+        self.server.storage.rewrite_bytes = gcs_server.ONE_REQUEST
 
     def pause(self, concerned: str) -> tuple[threading.Event, threading.Event]:
         """Has the next request that a text is found in wait before it is handled.
@@ -101,6 +104,7 @@ class FaultProxy:
         """The fault that a request meets, or nothing."""
         with self._lock:
             self.counts["requests"] += 1
+            self.counts["copies"] += "/rewriteTo/" in request
             if not re.search(self.concerned, request):
                 return ""
             kind = self.is_out
@@ -146,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         refused = self._refused()
         if refused is not None:
             return self._answer(*refused)
+        if self.path.startswith("/upload/"):
+            proxy.uploaded_bytes += len(body)
         status, headers, content = self._forward(body)
         if kind == "slow":
             time.sleep(proxy.slow_secs)

@@ -2,7 +2,8 @@
 
 The emulator of PyPI's ``gcp-storage-emulator`` leaves out what clients of the real service rely
 on: the generation of what is downloaded, writes that depend on the generation, moving an object
-within its bucket, and the same answer to a request that is sent again because its answer got lost.
+within its bucket, copies in several requests, and the same answer to a request that is sent again
+because its answer got lost.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import re
 import threading
 import urllib.parse
+import uuid
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +27,11 @@ _MOVE = (
     r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.*[^/]+)"
     r"/moveTo/o/(?P<dest_object_id>.*[^/]+)$"
 )
+_REWRITE = (
+    r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.*[^/]+)"
+    r"/rewriteTo/b/(?P<dest_bucket_name>[-.\w]+)/o/(?P<dest_object_id>.*[^/]+)$"
+)
+ONE_REQUEST = 1 << 40  # larger than any object
 Spoil = Callable[[str, bytes], "bytes | None"]
 """What becomes of an acknowledged object (name, content): other bytes, or None for nothing."""
 
@@ -38,6 +45,7 @@ class GcsServer:
     Attributes:
       port: where it listens.
       spoil: set it to have the medium lie about what it stores.
+      storage: what it stores; ``storage.rewrite_bytes`` are the most bytes that one request copies.
     """
 
     def __init__(self, bucket: str = "bucket") -> None:
@@ -50,6 +58,7 @@ class GcsServer:
         # was deleted, kept for a week.
         self.storage._write_config_to_file = lambda: None
         self.storage.buckets[bucket]["softDeletePolicy"] = {"retentionDurationSeconds": 0}
+        self.storage.rewrite_bytes = ONE_REQUEST
         self.spoil: Spoil | None = None
         create = self.storage.create_file
 
@@ -76,6 +85,7 @@ class GcsServer:
 
 _moved: dict[str, Any] = {}
 _finished: dict[str, Any] = {}
+_rewriting: dict[str, tuple[list[str], int]] = {}
 _lock = threading.Lock()
 
 
@@ -90,6 +100,7 @@ def _mend() -> None:
         mended = {h: _conditional(h) for h in (objects.insert, objects.delete)}
         emulator.HANDLERS = (
             (_MOVE, {"POST": _move}),
+            (_REWRITE, {"POST": _rewrite}),
             *(
                 (pattern, {m: mended.get(h, h) for m, h in methods.items()})
                 for pattern, methods in emulator.HANDLERS
@@ -159,6 +170,36 @@ def _move(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) 
         storage.create_file(bucket, target, content, _moved[token])
         storage.delete_file(bucket, name)
     response.json(_moved[token])
+
+
+def _rewrite(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
+    """Copies a part of an object; only the answer to the last request of a copy has no token."""
+    query, params = request.query, request.params
+    _ = request.data  # off the connection
+    source = storage.objects[params["bucket_name"]].get(params["object_id"])
+    target = storage.objects[params["dest_bucket_name"]].get(params["dest_object_id"])
+    if source is None:
+        response.status = HTTPStatus.NOT_FOUND
+        return
+    for condition, found in (("ifSourceGenerationMatch", source), ("ifGenerationMatch", target)):
+        generation = str(found["generation"]) if found else "0"
+        if query.get(condition, [generation]) != [generation]:
+            response.status = HTTPStatus.PRECONDITION_FAILED
+            return
+    what, num_done = [*params.values(), str(source["generation"])], 0
+    if "rewriteToken" in query:
+        known, num_done = _rewriting.get(query["rewriteToken"][0], ([], 0))
+        if known != what:
+            response.status = HTTPStatus.BAD_REQUEST
+            return
+    num_done += storage.rewrite_bytes
+    if num_done >= (size := int(source["size"])):
+        objects.rewrite(request, response, storage, *args, **kwargs)
+        return
+    token = uuid.uuid4().hex
+    _rewriting[token] = what, num_done
+    sizes = {"totalBytesRewritten": str(num_done), "objectSize": str(size)}
+    response.json({"done": False, "rewriteToken": token, **sizes})
 
 
 def is_write(method: str, path: str) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
-import itertools
 import logging
 import os
 import subprocess
@@ -14,18 +12,14 @@ import textwrap
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
-
-# Read when gcsfs is imported: it would ask a gRPC service that the emulator does not have.
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 import aiohttp
 import fsspec
 import gcs_proxy
 import gcs_server
-import gcsfs.retry
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,7 +29,7 @@ from etils.epath import backend
 from gcsfs.extended_gcsfs import BucketType, ExtendedGcsFileSystem
 from google.api_core import exceptions
 from jax.sharding import NamedSharding
-from orbax.checkpoint._src.serialization import tensorstore_utils
+from support.buckets import give_up_soon
 from support.compare import assert_trees_identical, bits
 from support.training import P, fsdp_mesh
 from support.waiting import wait_until
@@ -50,41 +44,8 @@ from torchax_ckpt import (
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
 from torchax_ckpt.storage.medium import bucket, location
 
+pytest_plugins = ("gcs_fixtures",)
 ROOT = Path(__file__).parent.parent.parent
-_numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def _gcs() -> Iterator[gcs_proxy.FaultProxy]:
-    """For the whole module: some clients read their settings once in a process."""
-    server = gcs_server.GcsServer()
-    proxy = gcs_proxy.FaultProxy(server)
-    before = {name: os.environ.get(name) for name in proxy.environment()}
-    os.environ.update(proxy.environment())
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # every failure, with a traceback
-    yield proxy
-    proxy.stop()
-    server.stop()
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-
-
-@pytest.fixture
-def gcs(_gcs: gcs_proxy.FaultProxy) -> Iterator[gcs_proxy.FaultProxy]:
-    """The proxy, calm before and after each test."""
-    _gcs.calm()
-    _gcs.counts.clear()
-    yield _gcs
-    _gcs.calm()
-
-
-@pytest.fixture
-def bucket_run() -> str:
-    """A prefix of its own in the bucket."""
-    return f"gs://bucket/run{next(_numbers)}"
 
 
 def state(step: int) -> dict[str, Any]:
@@ -611,21 +572,6 @@ def test_a_process_killed_while_it_saves_loses_at_most_that_save(
     prefix = bucket_run.removeprefix("gs://bucket/")
     assert gcs.server.names(f"{prefix}/2/") == [f"{prefix}/2/begun"]
     assert names(gcs, bucket_run) == {"1", "2", "3"}
-
-
-def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the clients repeat a request for a second, where it takes them minutes otherwise."""
-
-    async def sleep(secs: float) -> None:
-        await asyncio.sleep(min(secs, 0.05))
-
-    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=sleep))
-    retries = {"max_retries": 3, "initial_delay": "50ms", "max_delay": "50ms"}
-    for context in (
-        tensorstore_utils._BASE_TS_CONTEXT,
-        tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
-    ):
-        monkeypatch.setitem(context, "gcs_request_retries", retries)
 
 
 @pytest.mark.slow

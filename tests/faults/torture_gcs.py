@@ -5,7 +5,8 @@
 Several processes save to prefixes of their own, are killed at random moments, and go on. Every
 step's content follows from its number, so whatever is listed afterwards can be held to it, bit by
 bit. Ends with 1 if anything is lost or wrong. ``--lie drop`` and ``--lie flip`` have the server
-drop or damage the array data of committed steps: then it must end with 1.
+drop or damage the array data of committed steps: then it must end with 1. With ``--reuse``, every
+state has an array that does not change, which saves have the service copy.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def main() -> int:
     parser.add_argument("--kill-every", type=int, default=20, help="saves per kill; 0 for none")
     parser.add_argument("--kill-within", type=float, default=20.0, help="seconds after it begins")
     parser.add_argument("--lie", choices=["drop", "flip"], help="have the server lie")
+    parser.add_argument("--reuse", action="store_true", help="take over what does not change")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="a folder for what the processes say")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         try:
-            work(args.worker[0], int(args.worker[1]))
+            work(args.worker[0], int(args.worker[1]), reuse=args.reuse)
         except Exception as error:
             print("broken", 0, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
             return 1
@@ -60,7 +62,8 @@ def main() -> int:
     began = time.monotonic()
     share = -(-args.saves // args.processes)
     runs = [
-        Run(f"gs://bucket/run{i}", share, args.kill_within, args.log) for i in range(args.processes)
+        Run(f"gs://bucket/run{i}", share, args.kill_within, args.log, args.reuse)
+        for i in range(args.processes)
     ]
     threads = [
         threading.Thread(target=run.drive, args=(proxy, args.kill_every, args.seed + i))
@@ -89,6 +92,8 @@ def main() -> int:
     print(f"  failed with an error {sum(len(r.failed) for r in runs)}")
     print(f"  killed on the way    {sum(r.kills for r in runs)}")
     print(f"requests               {counts.pop('requests')}")
+    print(f"uploaded MB            {proxy.uploaded_bytes / 1e6:.1f}")
+    print(f"copies in the bucket   {counts.pop('copies', 0)}")
     for kind, count in sorted(counts.items()):
         print(f"  {'outage' if kind == 'refuse' else kind:20} {count}")
     print(f"steps restored exactly {sum(r.exact for r in runs)}")
@@ -136,6 +141,7 @@ class Run:
     share: int
     kill_within: float
     log: Path | None
+    reuses: bool
     tried: int = 0
     kills: int = 0
     exact: int = 0
@@ -176,10 +182,11 @@ class Run:
     def _start(self, proxy: gcs_proxy.FaultProxy, count: int) -> subprocess.Popen[str]:
         path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}"
         mine = {**proxy.environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        reuse = ["--reuse"] * self.reuses
         name = os.devnull if self.log is None else self.log / f"{self.url.rpartition('/')[2]}.log"
         with open(name, "a") as log:
             return subprocess.Popen(
-                [sys.executable, __file__, "--worker", self.url, str(count)],
+                [sys.executable, __file__, "--worker", self.url, str(count), *reuse],
                 env={**os.environ, **mine},
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -223,12 +230,12 @@ class Run:
 # --- a process that saves -----------------------------------------------------------------------
 
 
-def work(url: str, count: int) -> None:
+def work(url: str, count: int, *, reuse: bool) -> None:
     """Goes on from the newest step with so many saves; with none, restores every step there is."""
     import torchax
 
     torchax.enable_globally()
-    from torchax_ckpt import TorchaxCheckpointer, policies
+    from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
     from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
 
     logging.basicConfig(format="%(asctime)s %(process)d %(name)s %(message)s")
@@ -241,21 +248,22 @@ def work(url: str, count: int) -> None:
 
     while True:  # as whoever starts the program again would
         try:
-            ckpt = TorchaxCheckpointer(url, preservation_policy=policies.LatestN(KEPT))
+            rule, options = policies.LatestN(KEPT), CheckpointOptions(reuse=reuse)
+            ckpt = TorchaxCheckpointer(url, preservation_policy=rule, options=options)
             steps = ckpt.all_steps()
             break
         except DirectoryError as error:
             say("unreachable", 0, " ".join(str(error).split())[:400])
     if not count:
         for step in steps:
-            compare(ckpt, step, say)
+            compare(ckpt, step, say, reuse=reuse)
         return
     start = max(steps, default=0)
     say("resumed", start)
     for step in range(start + 1, start + 1 + count):
         say("saving", step)
         try:
-            ckpt.save(step, state=state(url, step), force=True)
+            ckpt.save(step, state=state(url, step, reuse=reuse), force=True)
             ckpt.wait_until_finished()
         except DirectoryError as error:  # the very first one
             say("failed", step, " ".join(str(error).split())[:400])
@@ -268,31 +276,35 @@ def work(url: str, count: int) -> None:
             try:
                 newest = ckpt.latest_step()
                 if newest is not None:
-                    compare(ckpt, newest, say)
+                    compare(ckpt, newest, say, reuse=reuse)
             except CheckpointError as error:  # not now, which is said so, and is no loss
                 say("unreachable", step, " ".join(str(error).split())[:400])
 
 
-def state(url: str, step: int) -> dict[str, Any]:
+def state(url: str, step: int, *, reuse: bool) -> dict[str, Any]:
     """What a step of a run holds."""
     import jax.numpy as jnp
     import numpy as np
 
     bits = np.random.default_rng([step, *url.encode()]).integers(0, 1 << 32, 3000, np.uint32)
-    return {"device": jnp.asarray(bits[:2000]), "host": bits[2000:], "step": step}
+    found = {"device": jnp.asarray(bits[:2000]), "host": bits[2000:], "step": step}
+    if reuse:  # fewer bytes would not be kept apart from the others
+        base = np.random.default_rng([*url.encode()]).integers(0, 1 << 32, 300_000, np.uint32)
+        found["base"] = jnp.asarray(base)
+    return found
 
 
-def compare(ckpt: Any, step: int, say: Any) -> None:
+def compare(ckpt: Any, step: int, say: Any, *, reuse: bool) -> None:
     """Says whether a step is, bit by bit, what was saved."""
     import numpy as np
 
     from torchax_ckpt.errors import DirectoryError
 
     try:
-        found, expected = ckpt.load(step), state(ckpt.directory, step)
+        found, expected = ckpt.load(step), state(ckpt.directory, step, reuse=reuse)
         same = found["step"] == step and all(
             np.asarray(found[k]).tobytes() == np.asarray(expected[k]).tobytes()
-            for k in ("device", "host")
+            for k in expected.keys() - {"step"}
         )
     except Exception as error:
         word = "unreachable" if isinstance(error, DirectoryError) else "corrupt"

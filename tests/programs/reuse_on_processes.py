@@ -6,7 +6,8 @@ Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTIN
 "model": the size of the mesh's second axis (default 2); "keep": how many steps are kept (default
 all); "restored": the step to load and compare first; "kill": the process that kills itself in the
 last save, after it has linked; "odd": the process that fails at the given step; "mode": the
-snapshot; "changed": the step from which on the base has other values.
+snapshot; "changed": the step from which on the base has other values; "ramdisks": the folder of
+local tiers, which save each step too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from processes_program import COUNT, INDEX, P, report
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.processes.messages import Messages
 from torchax_ckpt.storage.medium import links
 
@@ -85,9 +87,10 @@ def is_same(found: Any, expected: Any) -> bool:
     )
 
 
-def written(directory: pathlib.Path, step: int, began: float) -> int:
+def written(directory: epath.Path, step: int, began: float) -> int:
     """The bytes in files of a step that were written since ``began``; a link changes no time."""
-    found = [path.stat() for path in (directory / str(step) / "state").rglob("d/*")]
+    state = pathlib.Path(directory) / str(step) / "state"
+    found = [path.stat() for path in state.rglob("d/*")]
     return sum(file.st_size for file in found if file.st_mtime >= began)
 
 
@@ -105,7 +108,7 @@ def counted() -> dict[str, int]:
 
 
 def main() -> None:
-    directory = pathlib.Path(sys.argv[4])
+    directory = epath.Path(sys.argv[4])
     first, last, settings = int(sys.argv[5]), int(sys.argv[6]), json.loads(sys.argv[7])
     mesh = mesh_of(settings.get("model", 2))
     changed = settings.get("changed")
@@ -127,7 +130,16 @@ def main() -> None:
 
     counts = counted()
     policy = policies.PreserveAll() if keep is None else policies.LatestN(keep)
-    ckpt = TorchaxCheckpointer(directory, options=options, preservation_policy=policy)
+    local, every = None, policies.FixedIntervalPolicy(1)
+    if ramdisks := settings.get("ramdisks"):
+        local = LocalTier(f"{ramdisks}/{INDEX}", save_decision_policy=every, keep=20)
+    ckpt = TorchaxCheckpointer(
+        directory,
+        save_decision_policy=every,
+        preservation_policy=policy,
+        local=local,
+        options=options,
+    )
     ckpt.attach()
     if (restored := settings.get("restored")) is not None:
         current = state(mesh, restored, changed)
@@ -143,14 +155,15 @@ def main() -> None:
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
         try:
-            ckpt.save(step, state=state(mesh, step, changed), force=True)
+            ckpt.save(step, state=state(mesh, step, changed), force=local is None)
             ckpt.wait_until_finished()
         except errors.CheckpointError as error:
             report(step=step, failed=str(error))
             if "kill" in settings:
                 os._exit(3)  # JAX would wait for the dead one
         else:
-            new = written(directory, step, began) if INDEX == 0 else None
+            is_local = "://" not in str(directory)
+            new = written(directory, step, began) if INDEX == 0 and is_local else None
             report(step=step, new=new, messages=counts["messages"] - before)
         links.link_folder = link if is_odd else links.link_folder
     ckpt.close()

@@ -314,6 +314,23 @@ def test_a_damaged_index_costs_one_save(directory: Path) -> None:
     assert_resumes(directory, 6, training_state(model))
 
 
+def test_a_database_that_is_deleted_between_saves_is_written_again(
+    directory: Path, caplog: Any
+) -> None:
+    model = tuned()
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, range(1, 5))
+        ckpt.wait_until_finished()
+        shutil.rmtree(directory / "3" / "state" / databases(directory, 3)[0])
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(ckpt, model, range(5, 8))
+            ckpt.wait_until_finished()
+    assert caplog.text.count("is gone: the unchanged arrays are written again") == 1
+    assert files(directory, 7) & files(directory, 5)
+    assert_resumes(directory, 7, training_state(model))
+
+
 def test_where_links_are_refused_files_are_copied(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

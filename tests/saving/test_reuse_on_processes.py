@@ -166,3 +166,25 @@ def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
     for step in (7, 8, 9):
         assert files(directory, step) & files(directory, step - 2)
         assert_whole(directory, step)
+
+
+@pytest.mark.slow
+def test_each_host_takes_over_from_its_own_local_steps(directory: Path, tmp_path: Path) -> None:
+    """After a restart, the host whose copy was damaged writes it anew."""
+    ramdisks = [tmp_path / "ramdisks" / str(index) for index in range(2)]
+    places = {"ramdisks": str(tmp_path / "ramdisks")}
+    run(directory, 2, 1, 6, **places)
+    for place in ramdisks:
+        assert databases(place, 6) == ["ocdbt.process_unchanged0"]
+        for step in (5, 6):
+            assert files(place, step) & files(place, step - 2)
+            assert not files(place, step) & files(place, step - 1)
+    flip_bit(path := data_file(ramdisks[1], 6), path.stat().st_size // 2)
+    reports = run(directory, 2, 7, 9, restored=6, **places)
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    shared = [[bool(files(p, s) & files(p, s - 2)) for s in (7, 8)] for p in ramdisks]
+    assert shared == [[True, True], [True, False]]
+    for step in (7, 8, 9):
+        shutil.rmtree(directory / str(step))
+    reports = run(directory, 2, 10, 10, restored=9, **places)
+    assert all(told[0] == {"is_restored": True} for told in reports)

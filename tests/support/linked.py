@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
@@ -30,11 +31,12 @@ def databases(directory: Path, step: int) -> list[str]:
 
 
 def by_orbax(
-    directory: Path, step: int, *, on_other_devices: bool = False
+    directory: Path | epath.Path, step: int, *, on_other_devices: bool = False
 ) -> list[dict[str, np.ndarray]]:
     """All leaves of a step as Orbax alone reads them: by both APIs, with and without abstract.
 
-    If the step was written by other devices than those there are, Orbax needs an abstract tree.
+    If the step was written by other devices than those there are, Orbax needs an abstract tree. The
+    older API refuses items of a step in a bucket, because the commit mark lies above them.
     """
     path = directory / str(step)
     manifest = ocp.load_checkpointables(path, {"manifest": None})["manifest"]
@@ -53,10 +55,9 @@ def by_orbax(
         warnings.filterwarnings("ignore", "Sharding info not provided")
         trees = [ocp.load(path, wanted, checkpointable_name="state")]
         if not on_other_devices:
-            trees += [
-                v0.PyTreeCheckpointer().restore(path / "state"),
-                ocp.load(path, checkpointable_name="state"),
-            ]
+            trees.append(ocp.load(path, checkpointable_name="state"))
+        if not on_other_devices and "://" not in str(path):
+            trees.append(v0.PyTreeCheckpointer().restore(path / "state"))
         for tree in trees:
             arrays = {
                 f"{component}/{name}" if name else component: np.asarray(leaf)

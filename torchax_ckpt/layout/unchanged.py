@@ -2,7 +2,8 @@
 
 The arrays that do not change from save to save are stored in databases of their own inside a step,
 beside the database of the other arrays. A later step can then take such a database whole: on a file
-system, its files are hard links to the files of the earlier step.
+system, its files are hard links to the files of the earlier step; in a bucket, the service copies
+the objects.
 
 In a run of several processes, each process writes its parts of the arrays to a folder of its own.
 The folders of all these processes together are the database. A later step takes all of them.
@@ -34,8 +35,10 @@ from torchax_ckpt.layout.digests import Digests
 # Orbax merges the databases of a step whose folders are named ``ocdbt.process_`` and an id of
 # letters and digits.
 _NUMBER = "(0|[1-9][0-9]{0,8})"
+FOLDER_PREFIX = "ocdbt.process_unchanged"
+"""How the names of all folders of databases of unchanged arrays begin."""
 _NAME = re.compile(f"unchanged{_NUMBER}")
-_FOLDER = re.compile(rf"ocdbt\.process_unchanged{_NUMBER}(x{_NUMBER})?")
+_FOLDER = re.compile(rf"{re.escape(FOLDER_PREFIX)}{_NUMBER}(x{_NUMBER})?")
 _MAX_PROCESSES = 10**9
 
 

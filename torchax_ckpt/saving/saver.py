@@ -308,7 +308,7 @@ class Saver:
             save.enter("deleting what no rule keeps")
             save.handed_over.wait()
             cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
-            self._telemetry.durable(cost, durable.path)
+            self._telemetry.durable(cost, durable.path, self._writer.copied_bytes)
             self._tidy(durable, call)
             self.finished.append(cost)
         finally:

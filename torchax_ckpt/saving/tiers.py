@@ -32,7 +32,6 @@ from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import location
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 
@@ -126,14 +125,16 @@ class Tiers:
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
         reuse = None
-        if self._options.reuse and name == "durable" and not location.is_bucket(directory.path):
+        if self._options.reuse:
+            is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
             reuse = Reuse(
                 directory,
-                self._options.reuse != "one-copy",
+                self._options.reuse != "one-copy" and not is_single,
                 self._options.verify != "never",
                 lambda: history.branches.committed,
                 self._on_still,
                 saves,
+                None if name == "durable" else self.durable.reuse,
             )
         saver = Saver(
             directory,
@@ -250,11 +251,7 @@ class Tiers:
         tier = self.holding(committed)
         if tier is self.local and self._hosts.is_per_host:
             return HostSteps(
-                committed,
-                self._options,
-                self._hosts,
-                self._replica_axis,
-                tier.directory.verified,
+                committed, self._options, self._hosts, self._replica_axis, tier.directory.verified
             )
         return StoredLeaves(committed, self._options, self.processes.meet)
 

@@ -26,9 +26,9 @@ from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving.unchanged.comparison import Offer
-from torchax_ckpt.saving.unchanged.division import Division, divided
+from torchax_ckpt.saving.unchanged.division import Division, Written, divided
 from torchax_ckpt.saving.unchanged.identities import Kept
-from torchax_ckpt.saving.unchanged.reuse import Reuse, Written
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
@@ -40,7 +40,6 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import retained, write_step
 from torchax_ckpt.stored.stored_step import StoredStep
@@ -129,6 +128,7 @@ class Writer:
         self._versions = installed_versions()
         self._compression = Compression(options.compression)
         self._reuse = reuse
+        self._may_have_retained = True
         # Of the newest save: what process 0 knows, and which leaves are still.
         self._written: Written | None = None
         self._still: Sequence[str] | None = None
@@ -220,6 +220,11 @@ class Writer:
             self._read_back(durable)
         return durable, summary
 
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that the newest save copied within a bucket; known on process 0."""
+        return self._written.copied_bytes if self._written else 0
+
     def landed(self, durable: CommittedStep) -> None:
         """Records that the newest save succeeded on all processes."""
         if self._reuse:
@@ -235,8 +240,9 @@ class Writer:
         directory = self._directory
         if self._reuse:
             self._reuse.retain(doomed)
-        elif not location.is_bucket(directory.path):  # there is none on a bucket
+        elif self._may_have_retained:  # by an earlier program
             retained.remove(directory.path, directory.fence)
+            self._may_have_retained = False
 
     def _prepare(
         self, capture: Capture, recover: Callable[[], None]
@@ -292,6 +298,7 @@ class Writer:
         answers: list[bytes] = []
         if self._hosts is not None:
             kept = self._keepers.exchange(self._hosts, states, host_shards.parts(document))
+            answers = [self._answer(capture, offers, plan, stored, progress)]
             nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, states, kept)
         else:
             answer = self._answer(capture, offers, plan, stored, progress)

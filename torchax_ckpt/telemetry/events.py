@@ -76,6 +76,7 @@ _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "num_bytes": _is_count,
         "new_bytes": _is_count,
         "linked_bytes": _is_count,
+        "copied_bytes": _is_count,
         "linked": _is_links,
     },
     "failed": {"secs": _is_number, "error": _is_text},
@@ -99,8 +100,9 @@ class Event:
       step: completed optimizer steps; None if the event concerns no single step.
       values: details of the event: numbers (``..._secs``, ``num_...``, ``..._bytes``), text, lists.
         Of a durable save, ``num_bytes`` are the bytes of the step, ``new_bytes`` those that the
-        save wrote, ``linked_bytes`` those in files of earlier steps, and ``linked`` the pairs of an
-        earlier step and the bytes in files that this step had first.
+        save wrote, ``linked_bytes`` those in files of earlier steps, ``copied_bytes`` those that it
+        copied from an earlier step within a bucket, and ``linked`` the pairs of an earlier step and
+        the bytes in files that this step had first.
     """
 
     name: str

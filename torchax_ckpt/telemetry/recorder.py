@@ -27,7 +27,7 @@ from etils import epath
 from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.save_in_flight import SaveCost
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.storage.medium import containment, location
 from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
 from torchax_ckpt.telemetry.first_steps import FirstSteps
 from torchax_ckpt.telemetry.journal import Journal
@@ -125,12 +125,17 @@ class Telemetry:
         self._num_reported = num_skipped
 
     @_logs_errors
-    def durable(self, cost: SaveCost, path: epath.Path) -> None:
+    def durable(self, cost: SaveCost, path: epath.Path, copied_bytes: int = 0) -> None:
         """Records that a step was committed.
 
         Process 0 looks here which files of the step are links to files of earlier steps. Later,
         these steps may be deleted. The event thread then measures how many bytes the step takes on
         storage.
+
+        Args:
+          cost: the times of the save.
+          path: the folder of the step.
+          copied_bytes: the bytes of the step that the save copied within a bucket.
         """
         values: dict[str, Any] = {
             "blocking_secs": cost.blocking_secs,
@@ -141,6 +146,8 @@ class Telemetry:
                 linked = self._first_steps.linked(cost.step, path)
                 values["linked_bytes"] = sum(linked.values())
                 values["linked"] = [list(pair) for pair in sorted(linked.items())] or None
+            if location.is_bucket(path):
+                values["copied_bytes"] = copied_bytes
         self._take("durable", cost.step, 0.0, values, path)
 
     @_logs_errors
@@ -309,7 +316,8 @@ class _Worker:
             return event
         sizes = {"num_bytes": num_bytes}
         if "linked_bytes" in event.values:
-            sizes["new_bytes"] = max(0, num_bytes - event.values["linked_bytes"])
+            old_bytes = event.values["linked_bytes"] + event.values.get("copied_bytes", 0)
+            sizes["new_bytes"] = max(0, num_bytes - old_bytes)
         with self._lock:
             for key, value in sizes.items():
                 self._tally.measured("durable", key, value)

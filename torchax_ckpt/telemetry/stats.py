@@ -54,6 +54,8 @@ class Stats:
       num_bytes: bytes a step takes on storage; only process 0 measures them, after the save.
       new_bytes: those of them that the save wrote.
       linked_bytes: those of them in files of earlier steps, which the save linked.
+      copied_bytes: those of them that the save copied from an earlier step within a bucket; None
+        outside buckets.
       restore_secs: seconds that a restore took.
     """
 
@@ -69,6 +71,7 @@ class Stats:
     num_bytes: Quantiles | None
     new_bytes: Quantiles | None
     linked_bytes: Quantiles | None
+    copied_bytes: Quantiles | None
     restore_secs: Quantiles | None
 
 
@@ -111,5 +114,6 @@ class Tally:
             num_bytes=quantiles("durable", "num_bytes"),
             new_bytes=quantiles("durable", "new_bytes"),
             linked_bytes=quantiles("durable", "linked_bytes"),
+            copied_bytes=quantiles("durable", "copied_bytes"),
             restore_secs=quantiles("restored", "secs"),
         )

@@ -14,7 +14,8 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.unchanged import index_runs
-from torchax_ckpt.saving.unchanged.known_databases import KnownDatabase
+from torchax_ckpt.saving.unchanged.identities import Identity
+from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place
@@ -71,6 +72,25 @@ class Decision:
     def to_json(self) -> Any:
         """Returns what all processes need to know, as JSON."""
         return [self.copy, self.entries]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What process 0 knows about the step of a save, once the step is durable.
+
+    Attributes:
+      databases: the databases of unchanged arrays: name -> database.
+      contents: stored name -> content, for all device arrays.
+      identities: stored name -> the leaves in the array, if their identity proves their values.
+      still: the leaves that count as still from now on; None if these do not change.
+      copied_bytes: the bytes of the objects that the save copied within a bucket.
+    """
+
+    databases: Mapping[str, Database]
+    contents: Mapping[str, Content]
+    identities: Mapping[str, Identity]
+    still: Sequence[str] | None
+    copied_bytes: int
 
 
 def divided(

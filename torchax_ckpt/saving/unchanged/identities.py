@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from torchax_ckpt.saving.unchanged.known_databases import Content
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.snapshotter import require_alive
 from torchax_ckpt.snapshot.stacking import Array, execute
+from torchax_ckpt.storage.writing import host_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,14 @@ class Kept:
         the step that has their values may be deleted before the save begins to write.
       references: references to the other leaves that did not change at earlier saves, and whose
         identity proves their values.
+      identities: stored name -> the identity by which the array is taken over.
     """
 
     arrays: Mapping[str, HostArray] = dataclasses.field(default_factory=dict)
     contents: Mapping[str, Content] = dataclasses.field(default_factory=dict)
     leaves: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     references: Mapping[str, weakref.ref[jax.Array]] = dataclasses.field(default_factory=dict)
+    identities: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
 
     @property
     def stacks(self) -> dict[str, tuple[str, ...]]:
@@ -89,6 +92,34 @@ class Kept:
         members = {leaf for group in stacks.values() for leaf in group} | wanted
         leaves = {name: leaf for name, leaf in self.leaves.items() if name in members}
         return execute(Plan(stacks, frozenset()), leaves, copy=False)
+
+
+def learned(
+    kept: Kept,
+    linked: Collection[str],
+    apart: Iterable[str],
+    contents: Mapping[str, Content],
+    arrays: Mapping[str, Any],
+) -> dict[str, Identity]:
+    """Returns what a save has learned of arrays whose leaves prove their values.
+
+    Args:
+      kept: what ``Reuse.kept`` returned for the save.
+      linked: the stored names of the arrays that the save took over.
+      apart: the stored names of all arrays in databases of unchanged arrays.
+      contents: stored name -> content, for the device arrays.
+      arrays: stored name -> array.
+    """
+    new = {
+        name: Identity(
+            contents[name],
+            tuple(kept.references[leaf] for leaf in contents[name].members),
+            host_batches.to_announce(arrays[name]),
+        )
+        for name in apart
+        if all(leaf in kept.references for leaf in contents[name].members)
+    }
+    return {n: kept.identities[n] for n in kept.arrays if n in linked} | new
 
 
 def references(leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]:

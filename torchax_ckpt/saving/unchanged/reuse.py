@@ -35,19 +35,18 @@ from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.saving.unchanged import comparison, identities, known_databases, still_leaves
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
-from torchax_ckpt.saving.unchanged.division import Decision, Division
+from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
 from torchax_ckpt.saving.unchanged.identities import Identity, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import host_batches, retained
+from torchax_ckpt.storage.writing import databases, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -55,23 +54,6 @@ logger = logging.getLogger(__name__)
 # How many steps a run searches for the other copy when it starts. Two steps that follow each other
 # have different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """What process 0 knows about the step of a save, once the step is durable.
-
-    Attributes:
-      databases: the databases of unchanged arrays: name -> database.
-      contents: stored name -> content, for all device arrays.
-      identities: stored name -> the leaves in the array, if their identity proves their values.
-      still: the leaves that count as still from now on; None if these do not change.
-    """
-
-    databases: Mapping[str, Database]
-    contents: Mapping[str, Content]
-    identities: Mapping[str, Identity]
-    still: Sequence[str] | None
 
 
 class Reuse:
@@ -88,6 +70,9 @@ class Reuse:
       steps: returns the steps of the run, oldest first.
       on_still: called with the names of the still leaves before each save.
       processes: the processes of the run.
+      leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
+        still, because a snapshot for both tiers has one storage plan. ``plan_save`` and ``kept``
+        are not called for a local tier.
     """
 
     def __init__(
@@ -98,7 +83,9 @@ class Reuse:
         steps: Callable[[], Sequence[CommittedStep]],
         on_still: Callable[[frozenset[str]], None],
         processes: Processes = SINGLE_PROCESS,
+        leader: Reuse | None = None,
     ) -> None:
+        self._leader = leader
         self._directory = directory
         self._alternates = alternates
         self._searches = searches
@@ -109,7 +96,8 @@ class Reuse:
         self._still: frozenset[str] = frozenset()
         self._apart: frozenset[str] = frozenset()
         self._has_learned = False
-        self._offered: list[tuple[KnownDatabase, epath.Path]] = []
+        # The databases of the newest offers, their steps, and the bytes that a save would copy.
+        self._offered: list[tuple[KnownDatabase, epath.Path, int]] = []
         self._last: Mapping[str, Content] = {}
         # For each of the two copies: stored name -> database that holds the array.
         self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
@@ -140,13 +128,17 @@ class Reuse:
         """
         if not self._searches:
             return
-        manifest = parse_manifest(committed)
-        self._last = dict(known_databases.contents_of(manifest))
         self._copies = ({}, {})
         self._identities = {}
-        self._verified = committed.key if is_verified else None
-        self._may_search = self._has_learned = True
-        self._be_still(known_databases.leaves_in(manifest))
+        self._may_search = True
+        if self._leader is None:
+            manifest = parse_manifest(committed)
+            self._last = dict(known_databases.contents_of(manifest))
+            self._has_learned = True
+            self._be_still(known_databases.leaves_in(manifest))
+        # Parts of a local step may have been read from other hosts, in place of damaged ones here.
+        is_read = is_verified and not self._processes.is_per_host
+        self._verified = committed.key if is_read else None
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -176,6 +168,7 @@ class Reuse:
             found,
             same,
             identities.references(leaves),
+            {name: self._identities[name] for name in found},
         )
 
     def offers(self) -> list[Offer]:
@@ -187,8 +180,17 @@ class Reuse:
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
         stored = known_databases.distinct(self._copies[self._turn].values())
-        self._offered = [(s, paths[s.step]) for s in stored if s.step in paths]
-        return [Offer.of(stored, path.name) for stored, path in self._offered]
+        found = [(s, paths[s.step]) for s in stored if s.step in paths]
+        present = {path: databases.present(path / STATE) for path in {path for _, path in found}}
+        self._offered = []
+        for known, path in found:
+            folders = unchanged.folders_of(known.name, known.processes)
+            if missing := [name for name in folders if name not in present[path]]:
+                text = "%s is gone: the unchanged arrays are written again"
+                logger.warning(text, path / STATE / missing[0])
+                continue
+            self._offered.append((known, path, sum(present[path][name] for name in folders)))
+        return [Offer.of(known, path.name) for known, path, _ in self._offered]
 
     def answer(
         self, offers: Sequence[Offer], plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept
@@ -205,7 +207,7 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
         """
         here = self._processes
-        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
+        known = [stored.contents for stored, *_ in self._offered] if here.is_first else None
         return comparison.answer(
             offers, plan, arrays, kept.arrays, self._directory.path, here, known
         ).to_bytes()
@@ -225,7 +227,7 @@ class Reuse:
         found = [*map(Answer.of_bytes, answers)]
         comparison.require_same_stacks(found)
         decision = Decision(self._turn)
-        for number, (stored, path) in enumerate(self._offered):
+        for number, (stored, path, _) in enumerate(self._offered):
             live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
             is_same = {
                 name
@@ -242,12 +244,13 @@ class Reuse:
                 logger.warning(text, self._directory.path / folder)
                 continue
             decision.take_over(stored, path.name)
+        apart = self._apart if self._leader is None else self._leader._still
         still = {
             name: array
             for name, array in arrays.items()
             if not isinstance(array, np.ndarray)
             and name not in decision.digests
-            and self._apart.issuperset(known_databases.members_of(plan, name))
+            and apart.issuperset(known_databases.members_of(plan, name))
         }
         for names in known_databases.packed(still):
             decision.write(names, still, self._processes.count)
@@ -271,19 +274,13 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
         """
         contents = known_databases.contents_of_arrays(plan, arrays, digests)
-        same = {n: self._identities[n] for n in kept.arrays if n in division.linked}
-        new = {
-            name: Identity(
-                contents[name],
-                tuple(kept.references[leaf] for leaf in contents[name].members),
-                host_batches.to_announce(arrays[name]),
-            )
-            for name in division.places
-            if all(leaf in kept.references for leaf in contents[name].members)
-        }
-        still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
-        told = None if still == self._still else sorted(still)
-        return Written(division.databases, contents, same | new, told)
+        known = identities.learned(kept, division.linked, division.places, contents, arrays)
+        told = None
+        if self._leader is None:
+            still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
+            told = None if still == self._still else sorted(still)
+        copied = sum(n for s, _, n in self._offered if s.contents.keys() <= division.linked)
+        return Written(division.databases, contents, known, told, copied)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None

@@ -1,4 +1,4 @@
-"""Configures the clients of buckets, checks that a bucket is usable, and removes objects.
+"""Configures the clients of buckets, checks that a bucket is usable, copies and removes objects.
 
 Three clients access a bucket. TensorStore reads and writes array data, gcsfs (through epath) does
 everything else, and Orbax asks through google-cloud-storage what kind of bucket it is. Each client
@@ -11,12 +11,13 @@ after 30 seconds.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 _CHECK_SECS = 60.0
 _SILENCE_SECS = 30
-_REMOVALS_AT_A_TIME = 32
+_REQUESTS_AT_A_TIME = 32
+# Objects that are equal in these have the same content.
+_IDENTIFYING = ("size", "crc32c")
 _TENSORSTORE = {
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(_SILENCE_SECS),
@@ -126,7 +129,7 @@ async def _remove_objects(filesystem: Any, generations: Mapping[str, str]) -> No
             )
 
     removals = [remove_one(name, generation) for name, generation in generations.items()]
-    await asyn._run_coros_in_chunks(removals, batch_size=_REMOVALS_AT_A_TIME)
+    await asyn._run_coros_in_chunks(removals, batch_size=_REQUESTS_AT_A_TIME)
 
 
 async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None:
@@ -150,6 +153,86 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
                 retry=filesystem._get_retry_config(),
                 timeout=_SILENCE_SECS,
             )
+
+
+def sizes(path: epath.Path, prefix: str) -> dict[str, int]:
+    """Returns the bytes of each object under a path, by its name below the path.
+
+    Args:
+      path: ``gs://bucket/prefix``.
+      prefix: how the returned names begin.
+
+    Raises:
+      OSError: the bucket does not answer.
+    """
+    with _as_os_error(path):
+        return {name: int(info["size"]) for name, info in _listed(path, prefix).items()}
+
+
+def copy(source: epath.Path, target: epath.Path) -> None:
+    """Copies all objects under a prefix to another prefix; the bytes do not leave the service.
+
+    Copies each object in the generation that was listed, and only if no object has the name of the
+    copy. If the service divides the copy of a large object, this function sends the request again
+    with the token of the answer, until the service says that the copy is done.
+
+    Raises:
+      OSError: an object was removed or replaced, another object has the name of a copy, or the
+        bucket does not answer.
+    """
+    filesystem = _filesystem(source)
+    with _as_os_error(source):
+        if not (objects := _listed(source)):
+            raise FileNotFoundError(errno.ENOENT, "there are no objects", str(source))
+        asyn.sync(filesystem.loop, _copy_objects, filesystem, source, target, objects)
+
+
+def _listed(path: epath.Path, prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """Returns the objects under a path: name below the path -> what the service says of it."""
+    found = _filesystem(path).find(str(path), prefix=prefix, detail=True)
+    above = str(path).removeprefix("gs://") + "/"
+    return {n.removeprefix(above): info for n, info in found.items() if "generation" in info}
+
+
+async def _copy_objects(
+    filesystem: Any, source: epath.Path, target: epath.Path, objects: Mapping[str, Any]
+) -> None:
+    async def copy_one(name: str, info: Mapping[str, Any]) -> None:
+        (old, _, old_key), (new, _, new_key) = (
+            f"{path}/{name}".removeprefix("gs://").partition("/") for path in (source, target)
+        )
+        token: dict[str, str] = {}
+        try:
+            while True:
+                answer = await filesystem._call(
+                    *("POST", "b/{}/o/{}/rewriteTo/b/{}/o/{}", old, old_key, new, new_key),
+                    headers={"Content-Type": "application/json"},
+                    ifSourceGenerationMatch=str(info["generation"]),
+                    ifGenerationMatch="0",
+                    json_out=True,
+                    **token,
+                )
+                if answer["done"]:
+                    return
+                token = {"rewriteToken": answer["rewriteToken"]}
+        except FileExistsError:  # gcsfs raises this for "precondition failed"
+            # The request may have succeeded; if its answer was lost, gcsfs sent it again.
+            there = await filesystem._call("GET", "b/{}/o/{}", new, new_key, json_out=True)
+            if [str(there[k]) for k in _IDENTIFYING] != [str(info[k]) for k in _IDENTIFYING]:
+                raise
+
+    copies = [copy_one(name, info) for name, info in objects.items()]
+    await asyn._run_coros_in_chunks(copies, batch_size=_REQUESTS_AT_A_TIME)
+
+
+@contextlib.contextmanager
+def _as_os_error(path: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # gcsfs also raises its own errors and those of its libraries
+        raise OSError(f"{path}: {error!r}") from error
 
 
 def _filesystem(path: epath.Path) -> Any:

@@ -1,4 +1,8 @@
-"""Gives the files of a folder second names in another folder, by hard links."""
+"""Takes the files of a folder over into another folder, without writing their bytes again.
+
+On a file system, the new files are hard links. In a bucket, the service copies the objects, and
+each copy is an object of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import stat
 
 from etils import epath
 
-from torchax_ckpt.storage.medium import fsync
+from torchax_ckpt.storage.medium import bucket, fsync, location
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,23 @@ _REFUSALS = {
     errno.EINVAL,
 }
 _has_warned = False
+
+
+def take_over(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
+    """Creates a folder that has the files of another folder on the same medium, at any depth.
+
+    Args:
+      source: the folder with the files.
+      target: the new folder.
+      may_copy: on a file system, whether to copy files that cannot be linked.
+
+    Raises:
+      OSError: see ``link_folder`` and ``bucket.copy``.
+    """
+    if location.is_bucket(source):
+        bucket.copy(source, target)
+    else:
+        link_folder(source, target, may_copy=may_copy)
 
 
 def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:

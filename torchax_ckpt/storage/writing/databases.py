@@ -1,4 +1,4 @@
-"""Stores unchanged arrays in databases of their own, or links databases of earlier steps.
+"""Stores unchanged arrays in databases of their own, or takes over databases of earlier steps.
 
 Orbax merges the databases of a step into one, whichever their number, so a reader does not see the
 difference. ``layout/unchanged.py`` tells what the databases are for.
@@ -10,6 +10,8 @@ OCDBT database refers to its files by paths relative to its folder.
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import json
 import logging
 import math
@@ -20,12 +22,15 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from torchax_ckpt.layout import unchanged
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.arrays.placed_array import Place
-from torchax_ckpt.storage.medium import links, location
+from torchax_ckpt.storage.medium import bucket, links, location
 
 logger = logging.getLogger(__name__)
 
+# The name of an OCDBT database's index.
+_INDEX = "manifest.ocdbt"
 _Write = Callable[[dict[str, Any], Any], Awaitable[None]]
 
 
@@ -60,11 +65,11 @@ class Fresh(Place):
 
 
 class Linked(Place):
-    """A database that an earlier step has, and that the new step links.
+    """A database that an earlier step has, and that the new step takes over (``medium/links.py``).
 
     Attributes:
-      folders: the folders of the database that this process links: the folder in the earlier step,
-        and the name of the folder in the new step.
+      folders: the folders of the database that this process takes over: the folder in the earlier
+        step, and the name of the folder in the new step.
     """
 
     def __init__(self, folders: Sequence[tuple[epath.Path, str]]) -> None:
@@ -72,17 +77,42 @@ class Linked(Place):
         self._is_linked = False
 
     async def store(self, spec: dict[str, Any], write: _Write) -> None:
-        """Links the database if this is its first array; the array's values are not written."""
+        """Takes the database over if this is its first array; writes no values of the array."""
         if not self._is_linked:
             self._is_linked = True
-            step = epath.Path(spec["kvstore"]["base"]["path"]).parent
+            state = location.folder_of(spec["kvstore"]["base"]).parent
             for source, folder in self.folders:
-                await asyncio.to_thread(links.link_folder, source, step / folder)
+                await asyncio.to_thread(links.take_over, source, state / folder)
 
     def require_complete(self) -> None:
-        """Raises RuntimeError unless the database was linked."""
+        """Raises RuntimeError unless the database was taken over."""
         if not self._is_linked:
-            raise RuntimeError(f"{self.folders}: no links were made")
+            raise RuntimeError(f"{self.folders}: was not taken over")
+
+
+def present(state: epath.Path) -> dict[str, int]:
+    """Returns the folders of databases of unchanged arrays in a step that a save can take over.
+
+    Args:
+      state: the step's item of arrays.
+
+    Returns:
+      Name of the folder -> the bytes that the save would copy within the storage service; 0 on a
+      file system, where it makes links.
+
+    Raises:
+      OSError: storage does not answer.
+    """
+    if not location.is_bucket(state):
+        with contextlib.suppress(FileNotFoundError):
+            return {f.name: 0 for f in state.iterdir() if (f / _INDEX).exists()}
+        return {}
+    objects = bucket.sizes(state, unchanged.FOLDER_PREFIX)
+    found: collections.Counter[str] = collections.Counter()
+    for name, size in objects.items():
+        if f"{(folder := name.partition('/')[0])}/{_INDEX}" in objects:
+            found[folder] += size
+    return dict(found)
 
 
 def has_only(folder: epath.Path, names: Iterable[str]) -> bool:
@@ -166,7 +196,7 @@ def _opened(folder: epath.Path) -> ts.KvStore:
 def _in_folder(spec: dict[str, Any], folder: str) -> dict[str, Any]:
     """Returns the spec of an array in another folder of the same step."""
     kvstore = dict(spec["kvstore"])
-    for part in ("base", "manifest"):
+    for part in {"base", "manifest"} & kvstore.keys():
         path = epath.Path(kvstore[part]["path"]).parent / folder
         kvstore[part] = {**kvstore[part], "path": f"{path}/"}
     return {**spec, "kvstore": kvstore}

@@ -5,7 +5,11 @@
 
 Two steps that follow each other use different copies (``layout/unchanged.py``). If only one step is
 kept, the copy that the next step needs would vanish with the last step that has it. The folder is
-not a step: its name is not a number, and it has no commit mark.
+not a step: its name is not a number, and it has no commit mark. Whoever starts a run reads all of
+its arrays before a save takes them over.
+
+A bucket has no renames. There the manifest is copied last and removed first, so that a folder with
+a manifest has all databases.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from etils import epath
 
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, STATE, CommittedStep
-from torchax_ckpt.storage.medium import containment, fsync, links, seals
+from torchax_ckpt.storage.medium import bucket, containment, fsync, links, location, seals
 
 NAME = "unchanged"
 
@@ -32,7 +36,7 @@ def keep(
     folders: Iterable[str],
     fence: Callable[[], None],
 ) -> None:
-    """Replaces the folder by one that has databases of a step, as links.
+    """Replaces the folder by one that has databases of a step, as links or as copies in the bucket.
 
     Args:
       directory: the directory of the run.
@@ -41,17 +45,23 @@ def keep(
       fence: raises if this program may no longer write to the directory.
 
     Raises:
-      OSError: the files cannot be linked.
+      OSError: the files cannot be taken over.
       LeaseError: from ``fence``.
     """
+    sources = {f"{STATE}/{folder}": committed.path / STATE / folder for folder in folders}
+    sources[MANIFEST] = committed.path / MANIFEST
+    if location.is_bucket(directory):
+        remove(directory, fence)
+        fence()
+        for name, source in sources.items():
+            links.take_over(source, path_of(directory) / name)
+        return
     draft = directory / f"writing-{committed.step}-{NAME}"  # a name that a cleanup knows
     if draft.exists():
         draft.rmtree()
     try:
-        for folder in folders:
-            source = committed.path / STATE / folder
-            links.link_folder(source, draft / STATE / folder, may_copy=False)
-        links.link_folder(committed.path / MANIFEST, draft / MANIFEST, may_copy=False)
+        for name, source in sources.items():
+            links.take_over(source, draft / name, may_copy=False)
         for new in (draft / STATE, draft):
             fsync.sync(new)
     except OSError:
@@ -67,6 +77,10 @@ def remove(directory: epath.Path, fence: Callable[[], None]) -> None:
     """Removes the folder, if there is one; ``fence`` as for ``keep``."""
     if (path := path_of(directory)).exists():
         fence()
+        if location.is_bucket(directory):
+            bucket.remove(path / MANIFEST)
+            bucket.remove(path)
+            return
         doomed = directory / f"deleting-0-{NAME}"
         if doomed.exists():
             doomed.rmtree()

@@ -1,0 +1,260 @@
+"""Unchanged arrays in a bucket: the service copies them, no client uploads them again."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import urllib.parse
+from pathlib import Path
+
+import fsspec
+import gcs_proxy
+import numpy as np
+import pytest
+import torch
+from etils import epath
+from support.buckets import give_up_soon
+from support.linked import by_orbax
+
+from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.storage.medium import bucket
+
+pytest_plugins = ("gcs_fixtures",)
+ROOT = Path(__file__).parent.parent.parent
+REUSE = CheckpointOptions(reuse=True)
+ALL = {"preservation_policy": policies.PreserveAll()}
+
+
+class Tuned(torch.nn.Module):
+    """A frozen layer of 4 MiB, and a layer of 4 MiB that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 1024)
+        self.base.requires_grad_(False)
+
+
+def train(ckpt: TorchaxCheckpointer, model: Tuned, *steps: int) -> None:
+    for step in steps:
+        with torch.no_grad():
+            model.head.weight.add_(step)
+        assert ckpt.save(step, force=True)
+        ckpt.wait_until_finished()
+
+
+def values(model: Tuned) -> dict[str, bytes]:
+    buffers = {n: torchax_backend.buffer(p) for n, p in model.named_parameters()}
+    return {f"model/{n}": np.asarray(a).tobytes() for n, a in buffers.items()}
+
+
+def stored(gcs: gcs_proxy.FaultProxy, run: str, step: int) -> dict[str, str]:
+    """The objects of a step's databases of unchanged arrays, and their generations."""
+    prefix = run.removeprefix("gs://bucket/") + f"/{step}/state/ocdbt.process_unchanged"
+    storage = gcs.server.storage
+    return {n: storage.get_file_obj("bucket", n)["generation"] for n in gcs.server.names(prefix)}
+
+
+def test_what_does_not_change_is_uploaded_twice_and_every_step_is_complete_by_itself(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    model = Tuned().to("jax")
+    trained = sum(p.nbytes for p in model.head.parameters())
+    expected, uploaded = {}, []
+    events: list[Event] = []
+    with TorchaxCheckpointer(bucket_run, options=REUSE, on_event=events.append, **ALL) as ckpt:
+        ckpt.attach(model)
+        for step in range(1, 5):
+            before = gcs.uploaded_bytes
+            train(ckpt, model, step)
+            uploaded.append(gcs.uploaded_bytes - before)
+            expected[step] = values(model)
+    assert min(uploaded[:2]) > 2 * trained
+    assert max(uploaded[2:]) < 1.05 * trained
+    durable = [event.values for event in events if event.name == "durable"]
+    assert [v["copied_bytes"] > trained for v in durable] == [False, False, True, True]
+    assert all(v["new_bytes"] + v["copied_bytes"] == v["num_bytes"] for v in durable)
+    assert not any(stored(gcs, bucket_run, 4).items() & stored(gcs, bucket_run, 2).items())
+    for step in (1, 2, 3):
+        bucket.remove(epath.Path(bucket_run) / str(step))
+    for arrays in by_orbax(epath.Path(bucket_run), 4):
+        found = {name: arrays[name].tobytes() for name in expected[4]}
+        assert found == expected[4]
+
+
+def test_a_copy_survives_refusals_lost_answers_and_tokens(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem, source = fsspec.filesystem("gcs", finalize_on_close=True), f"{bucket_run}/a"
+    content = {f"d/{i}": os.urandom(1000 + i) for i in range(4)}
+    for name, octets in content.items():
+        filesystem.pipe_file(f"{source}/{name}", octets)
+    gcs.server.storage.rewrite_bytes = 300
+    gcs.rate, gcs.kinds, gcs.concerned = (
+        0.3,
+        ("503", "reset", "reset after", "truncated"),
+        "rewrite",
+    )
+    requests: list[str] = []
+    gcs.hook = requests.append
+    give_up_soon(monkeypatch)
+    bucket.copy(epath.Path(source), epath.Path(f"{bucket_run}/b"))
+    gcs.calm()
+    copies = [request for request in requests if "/rewriteTo/" in request]
+    assert len(copies) > 4 * len(content)
+    assert all(re.search(r"ifSourceGenerationMatch=\d+&ifGenerationMatch=0", r) for r in copies)
+    assert sum("rewriteToken=" in request for request in copies) >= 3 * len(content)
+    for name, octets in content.items():
+        assert filesystem.cat_file(f"{bucket_run}/b/{name}") == octets
+
+
+@pytest.mark.parametrize("what", ["replaced", "removed", "another there", "nothing there"])
+def test_only_what_was_listed_is_copied_and_nothing_is_replaced(
+    what: str, gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+    source, target = (epath.Path(f"{bucket_run}/{name}") for name in "ab")
+    if what != "nothing there":
+        filesystem.pipe_file(f"{source}/x", b"listed")
+    if what == "another there":
+        filesystem.pipe_file(f"{target}/x", b"other!")
+
+    def meanwhile(request: str) -> None:
+        if "/rewriteTo/" in request and what == "replaced":
+            filesystem.pipe_file(f"{source}/x", b"newer")
+        elif "/rewriteTo/" in request and what == "removed":
+            filesystem.rm_file(f"{source}/x")
+
+    gcs.hook = meanwhile
+    with pytest.raises(OSError):  # noqa: PT011  (of three kinds)
+        bucket.copy(source, target)
+    gcs.hook = None
+    there = f"{target}/x"
+    assert (filesystem.cat_file(there) if filesystem.exists(there) else None) == (
+        b"other!" if what == "another there" else None
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_one_step_copies_from_what_is_kept_aside(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    """Also after a restart, which reads the other copy before it copies it.
+
+    What is kept aside has a manifest only while it is whole.
+    """
+    requests: list[str] = []
+    gcs.hook = lambda request: requests.append(urllib.parse.unquote(request))
+    latest = {"preservation_policy": policies.LatestN(1)}
+    model = Tuned().to("jax")
+    trained = sum(p.nbytes for p in model.head.parameters())
+    for steps in ((1, 2, 3, 4), (5, 6)):
+        with TorchaxCheckpointer(bucket_run, options=REUSE, **latest) as ckpt:
+            assert ckpt.attach(model) == steps[0] - 1
+            for step in steps:
+                before = gcs.uploaded_bytes
+                train(ckpt, model, step)
+                assert (gcs.uploaded_bytes - before < 1.05 * trained) == (step > 2)
+    for arrays in by_orbax(epath.Path(bucket_run), 6):
+        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+    place = f"{bucket_run.removeprefix('gs://bucket/')}/unchanged/"
+    changes = [
+        r for r in requests if re.search(rf"(DELETE .*|/rewriteTo/b/bucket|/moveTo)/o/{place}", r)
+    ]
+    for method, group in itertools.groupby(changes, lambda request: request.split()[0]):
+        of_manifest = ["/manifest/data.json" in request for request in group]
+        expected = [False] * (len(of_manifest) - 1)
+        assert of_manifest == ([*expected, True] if method == "POST" else [True, *expected])
+    with TorchaxCheckpointer(bucket_run, **latest) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 7)
+    assert gcs.server.names(f"{bucket_run.removeprefix('gs://bucket/')}/unchanged") == []
+
+
+@pytest.mark.slow
+def test_what_was_deleted_under_the_hands_is_written_in_full(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Tuned().to("jax")
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2, 3)
+        for name in stored(gcs, bucket_run, 2):
+            gcs.server.storage.delete_file("bucket", name)
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(ckpt, model, 4, 5, 6)
+    assert caplog.text.count("is gone: the unchanged arrays are written again") == 1
+    for step in (1, 2, 3, 4, 5):
+        bucket.remove(epath.Path(bucket_run) / str(step))
+    for arrays in by_orbax(epath.Path(bucket_run), 6):
+        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+
+
+@pytest.mark.slow
+def test_a_copy_that_fails_costs_one_save(gcs: gcs_proxy.FaultProxy, bucket_run: str) -> None:
+    """The objects go after the save has looked for them."""
+    model = Tuned().to("jax")
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2)
+
+        def delete(request: str) -> None:
+            if "/rewriteTo/" in request:
+                for name in stored(gcs, bucket_run, 1):
+                    gcs.server.storage.delete_file("bucket", name)
+
+        gcs.hook = delete
+        with pytest.raises(SaveError, match=r"saving step 3 .*next save tries again"):
+            train(ckpt, model, 3)
+        train(ckpt, model, 4)
+        gcs.hook = None
+        assert ckpt.all_steps() == [1, 2, 4]
+        ckpt.verify(4)
+
+
+KILLED = """
+    import sys
+    import torchax
+    torchax.enable_globally()
+    from test_reuse_gcs import ALL, REUSE, TorchaxCheckpointer, Tuned, train
+    with TorchaxCheckpointer(sys.argv[1], options=REUSE, **ALL) as ckpt:
+        model = Tuned().to("jax")
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2, 3)
+"""
+
+
+@pytest.mark.slow
+def test_a_save_killed_between_its_copies_and_its_commit_is_no_step(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    folders = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
+    path = ":".join(map(str, folders))
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), bucket_run],
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+    )
+
+    def kill(request: str) -> None:
+        if "3%2Fstate%2Fmanifest.ocdbt&" in request:  # the copies are there, the commit is not
+            process.kill()
+
+    gcs.hook = kill
+    assert process.wait(timeout=100) == -9
+    gcs.hook = None
+    assert stored(gcs, bucket_run, 3)
+    model = Tuned().to("jax")
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        assert ckpt.attach(model) == 2
+        train(ckpt, model, 4)
+        assert ckpt.all_steps() == [1, 2, 4]
+    assert not stored(gcs, bucket_run, 3)
+    assert len(stored(gcs, bucket_run, 4)) == len(stored(gcs, bucket_run, 2))
+    for arrays in by_orbax(epath.Path(bucket_run), 4):
+        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)

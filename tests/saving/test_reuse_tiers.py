@@ -1,0 +1,127 @@
+"""Each of two tiers takes over what did not change, from its own steps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from etils import epath
+from support.compare import assert_trees_identical, entries, training_state
+from support.damage import flip_bit
+from support.linked import data_file, databases, files
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.saving.unchanged.reuse import Reuse
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+
+REUSE = CheckpointOptions(reuse=True)
+
+
+@pytest.fixture
+def ramdisk(tmp_path: Path) -> Path:
+    return tmp_path / "ramdisk"
+
+
+class Tuned(torch.nn.Module):
+    """A frozen layer of 4 MiB, and a head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 4)
+        self.base.requires_grad_(False)
+
+
+def run(directory: Path, ramdisk: Path, last: int, keep: int = 8) -> list[object]:
+    """Resumes in a new model, and saves each step locally and each second one durably, from 1."""
+    model = Tuned().to("jax")
+    every = policies.FixedIntervalPolicy
+    local = LocalTier(ramdisk, save_decision_policy=every(1), keep=keep)
+    with TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.SpecificStepsPolicy(tuple(range(1, 100, 2))),
+        preservation_policy=policies.PreserveAll(),
+        local=local,
+        options=REUSE,
+    ) as ckpt:
+        for step in range(ckpt.attach(model) + 1, last + 1):
+            with torch.no_grad():
+                model.head.weight.add_(step)
+            assert ckpt.save(step)
+            ckpt.wait_until_finished()
+    return training_state(model)
+
+
+def assert_resumes(directory: Path, step: int, expected: list[object]) -> None:
+    model = Tuned().to("jax")
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
+        assert ckpt.attach(model) == step
+    assert_trees_identical(training_state(model), expected)
+
+
+def test_steps_link_within_their_tier_also_after_a_restart(directory: Path, ramdisk: Path) -> None:
+    run(directory, ramdisk, 5)
+    state = run(directory, ramdisk, 7)
+    local = {step: files(ramdisk, step) for step in range(1, 8)}
+    durable = {step: files(directory, step) for step in range(1, 8, 2)}
+    for step in (3, 4, 5, 6, 7):
+        assert databases(ramdisk, step) == ["ocdbt.process_unchanged0"]
+        assert local[step] & local[step - 2]
+        assert not local[step] & local[step - 1]
+    for step in (5, 7):
+        assert durable[step] & durable[step - 4]
+        assert not durable[step] & durable[step - 2]
+    assert not set().union(*local.values()) & set().union(*durable.values())
+    for step in (1, 2, 3, 4, 5, 6):
+        shutil.rmtree(ramdisk / str(step))
+    for step in (1, 3, 5):
+        shutil.rmtree(directory / str(step))
+    assert_resumes(directory, 7, state)
+    shutil.rmtree(directory / "7")
+    shutil.copytree(ramdisk / "7", directory / "7")
+    assert_resumes(directory, 7, state)
+
+
+def test_a_local_tier_of_one_step_has_one_copy(directory: Path, ramdisk: Path) -> None:
+    """Two copies would take more space than steps that share nothing."""
+    run(directory, ramdisk, 1, keep=1)
+    before = data_file(ramdisk, 1).stat().st_ino
+    run(directory, ramdisk, 4, keep=1)
+    assert data_file(ramdisk, 4).stat().st_ino == before
+    assert not {"unchanged", "1", "2", "3"} & entries(ramdisk)
+
+
+def test_what_was_read_on_other_hosts_is_not_taken_for_compared(tmp_path: Path) -> None:
+    """A host may lack a local step that the run was restored from, or have a damaged one."""
+    directory, hosts = (
+        RunDirectory(tmp_path),
+        PerHostProcesses(Processes("", 0, None, index=0, count=2)),
+    )
+    durable = Reuse(directory, True, True, list, lambda leaves: None)
+    local = Reuse(directory, True, True, list, lambda leaves: None, hosts, durable)
+    local.adopt(CommittedStep(1, epath.Path(tmp_path / "lacking"), 1), is_verified=True)
+    assert local._verified is None
+    alone = PerHostProcesses(Processes("", 0, None, index=0, count=1))
+    local = Reuse(directory, True, True, list, lambda leaves: None, alone, durable)
+    local.adopt(CommittedStep(1, epath.Path(tmp_path / "1"), 1), is_verified=True)
+    assert local._verified == (1, 1)
+
+
+@pytest.mark.slow
+def test_a_damaged_local_copy_is_written_again_after_a_restart(
+    directory: Path, ramdisk: Path
+) -> None:
+    run(directory, ramdisk, 4)
+    flip_bit(path := data_file(ramdisk, 3), path.stat().st_size // 2)
+    state = run(directory, ramdisk, 7)
+    assert not files(ramdisk, 5) & files(ramdisk, 3)
+    assert files(ramdisk, 6) & files(ramdisk, 4)
+    assert files(ramdisk, 7) & files(ramdisk, 5)
+    shutil.rmtree(directory / "7")
+    shutil.copytree(ramdisk / "7", directory / "7")
+    assert_resumes(directory, 7, state)
