@@ -98,7 +98,13 @@ def warm_start(
     name, the first of them applies.
 
     The source may store a weight that is tied in the model under any of the weight's names. If the
-    source has several names of a tied weight, all of them must refer to the same tensor.
+    source has several names of a tied weight, all of them must refer to the same tensor. Weights
+    that the model declares as tied, as the models of ``transformers`` do, and that are separate
+    tensors, as after ``.to("jax")``, are tied again if the source has only one value for them.
+    Build optimizers and a JittableModule after that: the model then has one parameter less. If an
+    optimizer or a JittableModule exists already, the weights stay separate, and the source must
+    have both. A start that resumes the run makes no warm start, so ``tie_weights()`` after
+    ``.to("jax")`` remains the rule for a program that resumes.
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
@@ -208,7 +214,7 @@ def _start(
     processes: Processes,
 ) -> RestoreReport:
     findings = Findings()
-    restoration = component.prepare_from(origin.module, findings, selection)
+    restoration = component.prepare_from(origin.module, findings, selection, ties_again=True)
     selection.require_used()
     if strict and findings:
         raise findings.error(origin.step, origin.path, "warm_start")
@@ -216,6 +222,13 @@ def _start(
     origin.check(restoration.reads)
     apply(restoration, origin.read, options, processes, origin.step, origin.path)
     logger.info("took weights from %s", origin.path)
+    if again := [f"{a} (to {n})" for a, n in restoration.tied_again.items()]:
+        logger.info(
+            "tied again, because the model declares them as tied and the source has one value for "
+            "them: %s. Call model.tie_weights() after model.to('jax') in a program that resumes: "
+            "a start without warm_start needs the ties too",
+            ", ".join(again),
+        )
     is_verified = origin.is_whole(restoration.reads)
     return report_of(origin.step, findings, selection, is_verified=is_verified)
 
