@@ -251,7 +251,7 @@ class ModuleComponent:
             for merged in tied:
                 restoration.tied_again |= merged.dropped
         findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
-        findings.lacks_ties |= any(
+        findings.lacks_ties |= bool(findings.missing) and any(
             self.name(a) in findings.missing and b in considered
             for alias, fqn in lost_ties(self.module).items()
             for a, b in ((alias, fqn), (fqn, alias))
