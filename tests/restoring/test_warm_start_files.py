@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from support.compare import assert_trees_identical, bits, training_state
 from support.damage import damage
 from support.models import values
@@ -35,6 +36,8 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.formats import safetensors_io, tensor_files, untrusted_files
+from torchax_ckpt.restoring import file_weights
+from torchax_ckpt.storage.arrays import placement
 
 
 class Gpt(nn.Module):
@@ -520,18 +523,20 @@ def test_files_pass_through_the_host_part_by_part(
             model.register_parameter(name, nn.Parameter(torch.zeros(256, 256)))
     log: list[int] = []
     read, wait = tensor_files.FileTensor.read, jax.block_until_ready
-    on_its_way = 0
+    on_its_way, lock = 0, threading.Lock()
 
     def counted(self: Any, index: Any) -> Any:
         nonlocal on_its_way
         result = read(self, index)
-        on_its_way += result.nbytes
-        log.append(on_its_way)
+        with lock:
+            on_its_way += result.nbytes
+            log.append(on_its_way)
         return result
 
     def waited(arrays: Any) -> Any:
         nonlocal on_its_way
-        on_its_way -= sum(array.nbytes for array in arrays)
+        with lock:
+            on_its_way -= sum(array.nbytes for array in arrays)
         return wait(arrays)
 
     monkeypatch.setattr(tensor_files.FileTensor, "read", counted)
@@ -560,6 +565,125 @@ def test_replicas_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mesh = fsdp_mesh()
     warm_start(model, tmp_path / "x.safetensors", shardings=lambda n, a: NamedSharding(mesh, P()))
     assert len(reads) == 1
+
+
+SPECS = [P(), P("a"), P("b"), P("a", "b"), P(None, "b"), P(None, ("a", "b")), P(("b", "a"))]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_sharding_gets_its_parts(spec: Any, dtype: str, tmp_path: Path) -> None:
+    """Of tensors that begin at any byte, cast or not, also if a part is not aligned in memory."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    sizes = {"odd": (3,), "matrix": (8, 24), "cube": (8, 8, 3), "large": (64, 64), "scalar": ()}
+    random = np.random.default_rng(0)
+    arrays = {n: random.standard_normal(s).astype(ml_dtypes.bfloat16) for n, s in sizes.items()}
+    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
+    model = nn.Module()
+    for name, shape in sizes.items():
+        empty = jax.numpy.zeros(shape, np.dtype(dtype))
+        model.register_buffer(name, torchax_backend.wrap(empty))
+
+    def rule(name: str, abstract: Any) -> NamedSharding:
+        is_small = name in ("odd", "scalar")
+        return NamedSharding(mesh, P() if is_small else spec)
+
+    warm_start(model, tmp_path / "x.safetensors", shardings=rule, cast=True)
+    for name, array in arrays.items():
+        live = torchax_backend.buffer(getattr(model, name))
+        assert live.sharding == rule(name, None)
+        assert bits(live)[1:] == bits(array.astype(np.dtype(dtype)))[1:]
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_buffers"), [(P("fsdp"), 1), (P(None, "fsdp"), 8), (P(), 1)], ids=str
+)
+def test_a_tensor_is_read_once_into_memory_that_its_devices_keep(
+    spec: Any, num_buffers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {n: np.full((64, 256), i, np.float32) for i, n in enumerate("ab", 1)}
+    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
+    made: list[np.ndarray] = []
+
+    def counted(shape: Any, dtype: Any) -> np.ndarray:
+        made.append(placement.empty(shape, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(tensor_files, "empty", counted)
+    monkeypatch.setattr(file_weights, "empty", counted)
+    with before_enabling(), torch.device("meta"):
+        model: Any = nn.ParameterDict({n: nn.Parameter(torch.zeros(64, 256)) for n in arrays})
+    mesh = fsdp_mesh()
+    warm_start(model, tmp_path / "x.safetensors", shardings=lambda n, a: NamedSharding(mesh, spec))
+    assert len(made) == num_buffers * len(arrays)
+    assert sum(array.nbytes for array in made) == sum(array.nbytes for array in arrays.values())
+    ranges = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in made]
+    for name in arrays:
+        for shard in torchax_backend.buffer(model[name]).addressable_shards:
+            pointer = shard.data.unsafe_buffer_pointer()
+            assert any(low <= pointer < high for low, high in ranges), "it was copied again"
+
+
+@pytest.mark.parametrize(
+    ("parts", "band"),
+    [
+        ([((0, 2), (0, 3)), ((2, 4), (0, 3))], ((0, 4), (0, 3))),
+        ([((4, 6), (0, 3)), ((2, 4), (0, 3))], ((2, 6), (0, 3))),
+        ([((0, 2), (0, 3)), ((4, 6), (0, 3))], None),
+        ([((0, 2), (0, 1)), ((0, 2), (1, 3))], None),
+        ([], None),
+    ],
+)
+def test_only_adjacent_rows_are_read_together(parts: Any, band: Any) -> None:
+    assert file_weights.band_of(parts, (8, 3)) == band
+
+
+def test_a_donated_array_leaves_what_shares_its_memory(tmp_path: Path) -> None:
+    """Eight replicas and, as shards, eight parts of one buffer come from one read."""
+    mesh = fsdp_mesh()
+    content = np.arange(8 * 128, dtype=np.float32).reshape(8, 128)
+    safetensors.numpy.save_file({"w": content, "v": content}, tmp_path / "x.safetensors")
+    model = nn.Module()
+    for name in "wv":
+        model.register_buffer(name, torchax_backend.wrap(jax.numpy.zeros((8, 128), np.float32)))
+    specs = {"w": P(), "v": P("fsdp")}
+    warm_start(
+        model,
+        tmp_path / "x.safetensors",
+        shardings=lambda n, a: NamedSharding(mesh, specs[n]),
+    )
+    kept = {
+        name: [
+            np.array(s.data)
+            for s in torchax_backend.buffer(getattr(model, name)).addressable_shards
+        ]
+        for name in "wv"
+    }
+
+    def step(array: jax.Array) -> jax.Array:  # another value on each device
+        return array.at[:].add(1.0 + jax.lax.axis_index("fsdp"))
+
+    for name, spec in specs.items():
+        moved = jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+            donate_argnums=0,
+        )(torchax_backend.buffer(getattr(model, name)))
+        for i, shard in enumerate(moved.addressable_shards):
+            assert np.array_equal(np.array(shard.data), kept[name][i] + 1 + i), (name, i)
+
+
+def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({"w": np.ones((8, 8), np.float32)}, path)
+    tensor = safetensors_io.open_safetensors(path).tensors["w"]
+    os.truncate(path, path.stat().st_size - 4)
+    assert (tensor.read((slice(0, 7), slice(0, 8))) == 1).all()
+    with pytest.raises(
+        CorruptCheckpointError, match=r"expected 4 more bytes at \d+, found the end"
+    ):
+        tensor.read((slice(0, 8), slice(0, 8)))
+    with pytest.raises(CorruptCheckpointError, match="x.safetensors: mmap length"):
+        tensor.read((slice(0, 8), slice(0, 7)))
 
 
 def test_buffers_can_be_freed_first(origins: Any, tmp_path: Path) -> None:

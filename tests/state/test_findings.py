@@ -89,18 +89,6 @@ def test_a_tie_that_only_the_model_has_does_not(directory: Path) -> None:
     assert "tie_weights" not in refused(directory, tied())
 
 
-def test_files_without_the_alias_of_a_declared_tie_ask_for_tie_weights(tmp_path: Path) -> None:
-    model: Any = nn.ModuleDict({"embed": nn.Embedding(2, 2), "head": nn.Linear(2, 2, bias=False)})
-    model.all_tied_weights_keys = {"head.weight": "embed.weight"}
-    model.to("jax")
-    file = tmp_path / "model.safetensors"
-    safetensors.numpy.save_file({"embed.weight": np.ones((2, 2), np.float32)}, file)
-    with pytest.raises(MismatchError, match="model.tie_weights"):
-        warm_start(model, file)
-    model.head.weight = model.embed.weight
-    warm_start(model, file)
-
-
 def test_weight_files_are_not_called_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, file)

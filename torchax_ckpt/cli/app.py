@@ -14,7 +14,16 @@ from typing import Annotated
 import typer
 
 from torchax_ckpt.cli import plan_arguments
-from torchax_ckpt.cli.converting import merge_arguments
+from torchax_ckpt.cli.converting import merge_arguments, shared_options
+from torchax_ckpt.cli.converting.shared_options import (
+    Config,
+    Directory,
+    Dtype,
+    Json,
+    MaxBytes,
+    MaxShardSize,
+    Patterns,
+)
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
 from torchax_ckpt.cli.following import follow_arguments
 from torchax_ckpt.cli.watching import watch_arguments
@@ -46,9 +55,6 @@ def options(
     """Inspects, verifies, compares and converts checkpoints of torchax_ckpt."""
 
 
-Directory = Annotated[
-    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
-]
 RunOrStep = Annotated[
     str,
     typer.Argument(
@@ -57,10 +63,6 @@ RunOrStep = Annotated[
 ]
 Step = Annotated[
     int | None, typer.Argument(metavar="STEP", min=0, help="Number of the step; default: newest.")
-]
-MaxBytes = Annotated[
-    int | None,
-    typer.Option(min=1, help="Upper bound for array data in memory, in bytes; default 256 MiB."),
 ]
 Filter = Annotated[
     str | None,
@@ -74,7 +76,6 @@ At = Annotated[
         "the one attached model.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("ls", epilog=EPILOG)
@@ -187,20 +188,6 @@ class Format(enum.StrEnum):
     DCP = "dcp"
 
 
-class Dtype(enum.StrEnum):
-    """The dtypes to which ``export`` casts weights."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-Patterns = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Names of tensors or modules; may be repeated."),
-]
-
-
 @app.command("export", epilog=EPILOG)
 @ends_well
 def export(
@@ -221,33 +208,16 @@ def export(
             "Default: pt if OUT ends in .pt, .pth or .bin, else safetensors."
         ),
     ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="safetensors, hf, peft: cast floating-point weights to this dtype."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="hf, peft: take config.json and other text files from here, not from the step.",
-        ),
-    ] = None,
+    max_shard_size: MaxShardSize = None,
+    dtype: Annotated[Dtype | None, shared_options.dtype()] = None,
+    config: Config = None,
     optimizer: Annotated[
         bool,
         typer.Option("--optimizer", help="pt, dcp: write the attached optimizer too."),
     ] = False,
     include: Patterns = None,
     exclude: Patterns = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OLD=NEW", help="Write other names: 'transformer.h.*=layers.*'; repeatable."
-        ),
-    ] = None,
+    rename: Annotated[list[str] | None, shared_options.rename()] = None,
     at: At = None,
     max_bytes: MaxBytes = None,
     json: Json = False,

@@ -53,6 +53,10 @@ class _Chunk(FilePart):
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
         """Maps the chunk into memory, with the offset and the strides that its archive states."""
+        return self.plain(dtype).mapped(dtype)
+
+    def plain(self, dtype: np.dtype[Any]) -> FilePart:
+        """Returns the chunk's bytes in the archive; raises ValueError if it has other elements."""
         with (
             reading_file(self.path, _EXPECTED),
             open_archive(self.path, self.offset, self.length, _MAX_DESCRIPTION_BYTES) as archive,
@@ -63,8 +67,7 @@ class _Chunk(FilePart):
                     f"expected {dtype.name}{list(self.shape)}, "
                     f"found {found.dtype}{list(found.shape)}"
                 )
-            part = archive.part(found, self.start)
-        return part.mapped(dtype)
+            return archive.part(found, self.start)
 
 
 def is_dcp(path: Path) -> bool:

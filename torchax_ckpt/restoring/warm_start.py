@@ -6,11 +6,9 @@ and to a function that reads leaves. Restores use the same code to compare and w
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,12 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import MismatchError, SelectionError, StepNotFoundError
+from torchax_ckpt.errors import SelectionError, StepNotFoundError
 from torchax_ckpt.formats import opening
-from torchax_ckpt.formats.tensor_files import FileTensor, TensorFiles
+from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
@@ -32,6 +29,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.fallback import newest_readable, reading
+from torchax_ckpt.restoring.file_weights import NARROWED, read_files
 from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.snapshot.move_shards import put
@@ -42,17 +40,12 @@ from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
 from torchax_ckpt.storage.arrays import orbax_context
-from torchax_ckpt.storage.arrays.placement import SingleLeaf, Wanted
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
-
-_MAX_TRANSIT_BYTES = 1 << 30
-# The dtypes to which .to("jax") converts 64-bit integers.
-_NARROWED = {"int64": "int32", "uint64": "uint32"}
 
 
 def warm_start(
@@ -98,7 +91,13 @@ def warm_start(
     name, the first of them applies.
 
     The source may store a weight that is tied in the model under any of the weight's names. If the
-    source has several names of a tied weight, all of them must refer to the same tensor.
+    source has several names of a tied weight, all of them must refer to the same tensor. Weights
+    that the model declares as tied, as the models of ``transformers`` do, and that are separate
+    tensors, as after ``.to("jax")``, are tied again if the source has only one value for them.
+    Build optimizers and a JittableModule after that: the model then has one parameter less. If an
+    optimizer or a JittableModule exists already, the weights stay separate, and the source must
+    have both. A start that resumes the run makes no warm start, so ``tie_weights()`` after
+    ``.to("jax")`` remains the rule for a program that resumes.
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
@@ -208,7 +207,7 @@ def _start(
     processes: Processes,
 ) -> RestoreReport:
     findings = Findings()
-    restoration = component.prepare_from(origin.module, findings, selection)
+    restoration = component.prepare_from(origin.module, findings, selection, ties_again=True)
     selection.require_used()
     if strict and findings:
         raise findings.error(origin.step, origin.path, "warm_start")
@@ -216,6 +215,13 @@ def _start(
     origin.check(restoration.reads)
     apply(restoration, origin.read, options, processes, origin.step, origin.path)
     logger.info("took weights from %s", origin.path)
+    if again := [f"{a} (to {n})" for a, n in restoration.tied_again.items()]:
+        logger.info(
+            "tied again, because the model declares them as tied and the source has one value for "
+            "them: %s. Call model.tie_weights() after model.to('jax') in a program that resumes: "
+            "a start without warm_start needs the ties too",
+            ", ".join(again),
+        )
     is_verified = origin.is_whole(restoration.reads)
     return report_of(origin.step, findings, selection, is_verified=is_verified)
 
@@ -265,55 +271,15 @@ def _of_files(files: TensorFiles, path: str, cast: bool, options: CheckpointOpti
             dict(zip(files.tensors, nodes, strict=True)),
             files.ties,
             are_ties_known=False,
-            converts=lambda a, b: b in (a, _NARROWED.get(a)) or (cast and _are_floating(a, b)),
+            converts=lambda a, b: b in (a, NARROWED.get(a)) or (cast and _are_floating(a, b)),
         ),
         None,
         path,
         check=lambda reads: None,  # every size was already compared with the model's
-        read=functools.partial(_read_files, named, options=options),
+        read=functools.partial(read_files, named, options=options),
         is_whole=lambda reads: False,
     )
 
 
 def _are_floating(*dtypes: str) -> bool:
     return all(jnp.issubdtype(np.dtype(dtype), jnp.floating) for dtype in dtypes)
-
-
-def _read_files(
-    tensors: Mapping[str, FileTensor], reads: Mapping[str, Read], options: CheckpointOptions
-) -> dict[str, Any]:
-    """Returns name -> tensor on its placement; reads each tensor in the parts that devices need.
-
-    The parts in transit to devices at one time take at most ``max_host_bytes`` (1 GiB if that is
-    not set). A single part that is larger than ``max_host_bytes`` is in transit alone.
-    """
-    leaves: dict[str, Any] = {}
-    empty: dict[str, Any] = {}
-    moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
-    max_bytes, transit_bytes = options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
-    for name, read in reads.items():
-        shape, dtype = read.spec.shape, read.dtype or read.spec.dtype
-        if math.prod(shape) == 0:
-            empty[name] = np.zeros(shape, np.dtype(dtype))
-            continue
-        part = read.placement.shard_shape(shape) if isinstance(read.placement, Sharding) else shape
-        target = SingleLeaf(name, Wanted(shape, dtype, {name: read.placement}, None), leaves)
-        for piece in target.pieces(part):
-            while moving and transit_bytes + piece.nbytes > max_bytes:
-                nbytes, arrays = moving.popleft()
-                jax.block_until_ready(arrays)
-                transit_bytes -= nbytes
-            host = _as_dtype(tensors[name].read(piece.index), dtype, name)
-            moving.append(target.arrived(piece, host))
-            transit_bytes += moving[-1][0]
-    return {**leaves, **put(empty, {name: reads[name].placement for name in empty})}
-
-
-def _as_dtype(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    changed = array.astype(np.dtype(dtype), copy=False)
-    if array.dtype.name in _NARROWED and not np.array_equal(changed, array):
-        problem = (
-            f"expected {array.dtype.name} values that fit into {dtype}, found values out of range"
-        )
-        raise MismatchError(f"{name}: {problem}", mismatched={name: problem})
-    return changed

@@ -186,6 +186,7 @@ class Restoration:
       calls: writes that run user code (``load_state_dict``).
       writes: in-place writes of buffers and hyperparameters, which cannot fail.
       unfilled: names of meta tensors that neither the checkpoint nor ``init`` fills.
+      tied_again: name of a tensor -> name of the tensor that one of ``calls`` puts in its place.
     """
 
     reads: dict[str, Read] = dataclasses.field(default_factory=dict)
@@ -193,6 +194,7 @@ class Restoration:
     calls: list[Write] = dataclasses.field(default_factory=list)
     writes: list[Write] = dataclasses.field(default_factory=list)
     unfilled: list[str] = dataclasses.field(default_factory=list)
+    tied_again: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
         """Adds the leaf of an array node to the reads; ``dtype`` None keeps the stored dtype.
@@ -214,6 +216,7 @@ class Restoration:
             self.calls.extend(other.calls)
             self.writes.extend(other.writes)
             self.unfilled.extend(other.unfilled)
+            self.tied_again.update(other.tied_again)
 
     def require_filled(self) -> None:
         """Raises UninitializedLeafError if a meta tensor would remain without data."""

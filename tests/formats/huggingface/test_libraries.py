@@ -255,6 +255,19 @@ def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
     assert array.sharding == rule("", array)
 
 
+def test_a_warm_start_ties_again_what_the_move_to_devices_untied(tied: Run, tmp_path: Path) -> None:
+    run("export", tied.directory, tmp_path / "a", "--format", "hf")
+    for source in (tmp_path / "a", tied.directory):
+        model = llama(tie_word_embeddings=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.to("jax")
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+        warm_start(model, source)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert values(model.state_dict()) == tied.weights
+
+
 # --- adapters ---
 
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from torchax_ckpt.cli.converting import shared_options
+from torchax_ckpt.cli.converting.shared_options import (
+    Config,
+    Directory,
+    Dtype,
+    Json,
+    MaxBytes,
+    MaxShardSize,
+)
 
 
 class Format(enum.StrEnum):
@@ -18,18 +27,8 @@ class Format(enum.StrEnum):
     RUN = "run"
 
 
-class Dtype(enum.StrEnum):
-    """The dtypes to which ``merge`` rounds averages."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
 def merge(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
-    ],
+    directory: Directory,
     out: Annotated[
         str,
         typer.Argument(
@@ -51,36 +50,15 @@ def merge(
             "run: step 0 of a new run."
         ),
     ] = Format.SAFETENSORS,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
-    ] = None,
+    max_shard_size: MaxShardSize = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Round floating-point averages to this dtype. Default: the weights'."),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="hf, peft: take config.json and other text files from here, not from the step.",
-        ),
-    ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Place of the weights in the steps: model/NAME, or state/params. Default: the one "
-            "attached model.",
-        ),
-    ] = None,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Upper bound for array data in memory, in bytes; default 256 MiB."
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: Config = None,
+    at: Annotated[str | None, shared_options.weights_at()] = None,
+    max_bytes: MaxBytes = None,
+    json: Json = False,
 ) -> int:
     """Averages the weights of several steps of a run, and writes the averages.
 

@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from torchax_ckpt.cli.converting import shared_options
+from torchax_ckpt.cli.converting.shared_options import Dtype, MaxBytes
+
 _RULE, _FOLDER = "Which steps", "What a folder contains"
 
 
@@ -54,34 +57,14 @@ def follow(
         Literal["hf", "peft", "safetensors"],
         _option(_FOLDER, "hf: for transformers and vLLM; peft: adapters."),
     ] = "hf",
-    max_shard_size: Annotated[
-        str | None, _option(_FOLDER, "safetensors, hf: files of at most this size: 5GB.", "SIZE")
-    ] = None,
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
-        _option(_FOLDER, "Cast floating-point weights to this dtype."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        _option(_FOLDER, "hf, peft: take config.json and other text files from here.", "FOLDER"),
-    ] = None,
-    include: Annotated[
-        list[str] | None, _option(_FOLDER, "Names of tensors or modules; repeatable.", "PATTERN")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, _option(_FOLDER, "Names of tensors or modules; repeatable.", "PATTERN")
-    ] = None,
-    rename: Annotated[
-        list[str] | None, _option(_FOLDER, "Write other names; repeatable.", "OLD=NEW")
-    ] = None,
-    at: Annotated[
-        str | None,
-        _option(_FOLDER, "Place of the weights; default: the one attached model.", "PLACE"),
-    ] = None,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Upper bound for array data in memory; default 256 MiB."),
-    ] = None,
+    max_shard_size: Annotated[str | None, shared_options.max_shard_size(_FOLDER)] = None,
+    dtype: Annotated[Dtype | None, shared_options.dtype(_FOLDER)] = None,
+    config: Annotated[Path | None, shared_options.config(_FOLDER)] = None,
+    include: Annotated[list[str] | None, shared_options.patterns(_FOLDER)] = None,
+    exclude: Annotated[list[str] | None, shared_options.patterns(_FOLDER)] = None,
+    rename: Annotated[list[str] | None, shared_options.rename(_FOLDER)] = None,
+    at: Annotated[str | None, shared_options.weights_at(_FOLDER)] = None,
+    max_bytes: MaxBytes = None,
     json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per folder.")] = False,
 ) -> int:
     """Watches a run, and publishes its steps as folders, each of which appears at once.
@@ -96,7 +79,7 @@ def follow(
     wanted = Exported(
         format=format,
         max_shard_size=max_shard_size,
-        dtype=dtype,
+        dtype=None if dtype is None else dtype.value,
         config=config,
         at=at,
         include=include or (),

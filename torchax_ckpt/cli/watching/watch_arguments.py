@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from torchax_ckpt.cli.converting.shared_options import Directory
+
 
 def watch(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
-    ],
+    directory: Directory,
     once: Annotated[
         bool, typer.Option("--once", help="Print the view once, as to a pipe or a file.")
     ] = False,

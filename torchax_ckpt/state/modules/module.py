@@ -7,6 +7,7 @@ under its first name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.meta.initial_values import AbstractTensor, on_placement, sharding_of
 from torchax_ckpt.state.meta.rebuilt_buffers import rebuilt
-from torchax_ckpt.state.modules import module_checks
+from torchax_ckpt.state.modules import module_checks, retied
 from torchax_ckpt.state.modules.declared_ties import lost_ties
 from torchax_ckpt.state.modules.module_tensors import (
     Slot,
@@ -201,16 +202,32 @@ class ModuleComponent:
         return self.prepare_from(stored, findings, selection)
 
     def prepare_from(
-        self, stored: StoredModule, findings: Findings, selection: Selection
+        self,
+        stored: StoredModule,
+        findings: Findings,
+        selection: Selection,
+        *,
+        ties_again: bool = False,
     ) -> Restoration:
-        """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files."""
+        """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files.
+
+        With ``ties_again``, weights that the model declares as tied, that are separate tensors, and
+        for which there is only one stored value, become one tensor again.
+        """
         restoration = Restoration()
         match_wrapped(self._stored_names(), stored, selection, self.key_path)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
+        tied: list[retied.Merged] = []
+        live = {slot.fqn: slot for slot in self.slots()}
         with torchax_backend.native_torch():
-            for slot in self.slots():
+            chosen = retied.separate(live)
+            if ties_again:
+                takes = functools.partial(self._is_in, selection)
+                chosen = retied.merged(self.module, live, stored, takes)
+            for merged in chosen:
+                slot = merged.slot
                 every_name = [n for n in (slot.fqn, *slot.aliases) if self._is_in(selection, n)]
                 if not (slot.persistent and every_name):
                     continue
@@ -225,17 +242,24 @@ class ModuleComponent:
                     findings.mismatch(self.name(slot.fqn), *differing)
                     findings.lacks_ties |= stored.ties_more(every_name, sources)
                 elif self._fits(slot, stored, sources[0], findings):
-                    supplied.add(slot.fqn)
+                    supplied.update(member.fqn for member in merged.members)
+                    if merged.dropped:
+                        tied.append(merged)
                     node = stored.tensors[sources[0]]
                     restoration.read(node, self._placement(slot), self._expected(slot).dtype)
                     leaf = node["array"]
                     restoration.writes.append(
-                        Write(_writer(slot, leaf), needs=(leaf,), release=slot.release)
+                        Write(_writer(slot, leaf), needs=(leaf,), release=merged.release)
                     )
+        if tied:
+            restoration.calls.append(retied.tying(self.module, tied))
+            for merged in tied:
+                restoration.tied_again |= merged.dropped
         findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
-        findings.lacks_ties |= any(
-            self.name(alias) in findings.missing and fqn in considered
+        findings.lacks_ties |= bool(findings.missing) and any(
+            self.name(a) in findings.missing and b in considered
             for alias, fqn in lost_ties(self.module).items()
+            for a, b in ((alias, fqn), (fqn, alias))
         )
         self._prepare_extra_state(stored, findings, selection, restoration)
         self._fill_rest(restoration, supplied)

@@ -27,9 +27,11 @@ def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
     where = names.join(key_path)
     root, _ = torchax_backend.unwrap_jittable(module)
     live = slots(module)
-    for slot in live.values():
-        if why := torchax_backend.why_unsupported(slot.tensor):
-            name = names.join((*key_path, slot.fqn))
+    with torchax_backend.native_torch():  # through torchax, attributes take longer to read
+        whys = {slot.fqn: torchax_backend.why_unsupported(slot.tensor) for slot in live.values()}
+    for fqn, why in whys.items():
+        if why:
+            name = names.join((*key_path, fqn))
             raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
     parameters = [s for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
     if parameters and all(s.is_on_cpu for s in parameters):

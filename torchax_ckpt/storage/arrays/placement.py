@@ -343,10 +343,10 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
     if isinstance(placement, Sharding):
         memory = placement.memory_kind
         return [
-            (_single(device, memory), _bounds(index, shape))
+            (_single(device, memory), bounds_of(index, shape))
             for device, index in placement.addressable_devices_indices_map(shape).items()
         ]
-    return [(placement, _bounds(None, shape))]
+    return [(placement, bounds_of(None, shape))]
 
 
 def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
@@ -358,7 +358,7 @@ def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -
     )
 
 
-def _bounds(index: Index | None, shape: tuple[int, ...]) -> Bounds:
+def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
     """Returns (start, stop) of the slice for each dim; an index of None means the whole array."""
     if index is None:
         return tuple((0, length) for length in shape)

@@ -1,0 +1,204 @@
+"""Reads tensors of files onto devices: several readers, each tensor in as few pieces as possible.
+
+On CPU devices JAX takes over the memory that a tensor was read into, so each byte is copied once.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.formats.tensor_files import FileTensor
+from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.snapshot.move_shards import put
+from torchax_ckpt.state.component import Read
+from torchax_ckpt.storage.arrays.placement import (
+    Bounds,
+    Index,
+    Piece,
+    SingleLeaf,
+    Wanted,
+    bounds_of,
+    empty,
+)
+
+NARROWED = {"int64": "int32", "uint64": "uint32"}
+"""The dtypes to which .to("jax") converts 64-bit integers."""
+
+_MAX_TRANSIT_BYTES = 1 << 30
+# A tensor is read as a whole up to this size, so that reading and moving overlap for larger ones.
+_MAX_WHOLE_BYTES = 256 << 20
+_MAX_READERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A region of a tensor, which is read at once.
+
+    Attributes:
+      nbytes: the memory that it takes on the host until it is on its devices.
+      read: reads the region, in the dtype that it gets on the devices; runs on a reader's thread.
+      arrived: takes what ``read`` returned, and returns the arrays that move to devices.
+    """
+
+    nbytes: int
+    read: Callable[[], Any]
+    arrived: Callable[[Any], list[jax.Array]]
+
+
+def read_files(
+    tensors: Mapping[str, FileTensor], reads: Mapping[str, Read], options: CheckpointOptions
+) -> dict[str, Any]:
+    """Returns name -> tensor on its placement; reads the parts that this process's devices need.
+
+    What is read and not yet on its devices takes at most ``max_host_bytes`` (1 GiB if that is not
+    set). A single part of a device that is larger than ``max_host_bytes`` is in transit alone.
+    """
+    leaves: dict[str, Any] = {}
+    empty_leaves: dict[str, Any] = {}
+    max_bytes, held_bytes = options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
+    reading: collections.deque[tuple[_Piece, concurrent.futures.Future[Any]]]
+    moving: collections.deque[tuple[int, list[jax.Array]]]
+    reading, moving = collections.deque(), collections.deque()
+
+    def take() -> None:
+        piece, future = reading.popleft()
+        moving.append((piece.nbytes, piece.arrived(future.result())))
+
+    num_readers = min(_MAX_READERS, os.cpu_count() or 1)
+    readers = concurrent.futures.ThreadPoolExecutor(num_readers, "torchax_ckpt-read")
+    try:
+        for name, read in reads.items():
+            if math.prod(read.spec.shape) == 0:
+                dtype = np.dtype(read.dtype or read.spec.dtype)
+                empty_leaves[name] = np.zeros(read.spec.shape, dtype)
+                continue
+            for piece in _pieces(name, tensors[name], read, leaves, max_bytes):
+                while held_bytes and held_bytes + piece.nbytes > max_bytes:
+                    if not moving:
+                        take()
+                    nbytes, arrays = moving.popleft()
+                    jax.block_until_ready(arrays)
+                    held_bytes -= nbytes
+                held_bytes += piece.nbytes
+                reading.append((piece, readers.submit(piece.read)))
+                while reading and (reading[0][1].done() or len(reading) > 2 * num_readers):
+                    take()
+        while reading:
+            take()
+    finally:
+        readers.shutdown(cancel_futures=True)
+    return {**leaves, **put(empty_leaves, {name: reads[name].placement for name in empty_leaves})}
+
+
+def _pieces(
+    name: str, tensor: FileTensor, read: Read, leaves: dict[str, Any], max_bytes: int
+) -> Iterator[_Piece]:
+    """Yields the pieces of a tensor; after the last has arrived, the tensor is in ``leaves``."""
+    shape, dtype, placement = read.spec.shape, read.dtype or read.spec.dtype, read.placement
+    # A tensor that is converted is in memory in both dtypes.
+    item_bytes = sum(d.itemsize for d in {np.dtype(d) for d in (tensor.dtype, dtype)})
+
+    def as_wanted(host: np.ndarray) -> np.ndarray:
+        return _as_dtype(host, dtype, name)
+
+    if isinstance(placement, Sharding):
+        parts = _parts(placement, shape)
+        nbytes = item_bytes * sum(math.prod(b - a for a, b in bounds) for bounds in parts)
+        band = band_of(parts, shape)
+        if nbytes <= min(max_bytes, _MAX_WHOLE_BYTES) and (band or tensor.is_one_part):
+
+            def read_parts() -> dict[Bounds, np.ndarray]:
+                if band is None:
+                    mapped = tensor.mapped()
+                    return {part: as_wanted(_copied(mapped[_index(part)])) for part in parts}
+                host = as_wanted(tensor.read(_index(band)))
+                start = [a for a, _ in band]
+                return {part: host[_index(part, start)] for part in parts}
+
+            def all_arrived(read: dict[Bounds, np.ndarray]) -> list[jax.Array]:
+                leaves[name] = jax.make_array_from_callback(
+                    shape, placement, lambda index: read[bounds_of(index, shape)], np.dtype(dtype)
+                )
+                return [leaves[name]]
+
+            yield _Piece(nbytes, read_parts, all_arrived)
+            return
+
+    def read_one(piece: Piece) -> np.ndarray:
+        return as_wanted(tensor.read(piece.index))
+
+    def one_arrived(piece: Piece, host: np.ndarray) -> list[jax.Array]:
+        return target.arrived(piece, host)[1]
+
+    target = SingleLeaf(name, Wanted(shape, dtype, {name: placement}, None), leaves)
+    chunk = placement.shard_shape(shape) if isinstance(placement, Sharding) else shape
+    for piece in target.pieces(chunk):
+        yield _Piece(
+            math.prod(piece.shape) * item_bytes,
+            functools.partial(read_one, piece),
+            functools.partial(one_arrived, piece),
+        )
+
+
+def _parts(sharding: Sharding, shape: tuple[int, ...]) -> list[Bounds]:
+    """Returns the parts of a tensor that this process's devices hold, each part once."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return list({bounds_of(index, shape): None for index in indices})
+
+
+def band_of(parts: Sequence[Bounds], shape: tuple[int, ...]) -> Bounds | None:
+    """Returns the rows of a tensor that the parts make up, if parts are whole rows without gaps.
+
+    Returns None otherwise. Rows are counted along the first dim.
+    """
+    if not shape:
+        return ()
+    whole = tuple((0, n) for n in shape[1:])
+    if not parts or any(part[1:] != whole for part in parts):
+        return None
+    ordered = sorted(part[0] for part in parts)
+    start, reached = ordered[0]
+    for low, high in ordered:
+        if low > reached:
+            return None
+        reached = max(reached, high)
+    return ((start, reached), *whole)
+
+
+def _index(bounds: Bounds, start: Sequence[int] | None = None) -> Index:
+    """Returns the slices of a part in an array that begins at ``start`` of the whole tensor."""
+    origin = start or [0] * len(bounds)
+    return tuple(slice(a - s, b - s) for (a, b), s in zip(bounds, origin, strict=True))
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    """Copies an array into memory that a CPU device takes over without another copy."""
+    result = empty(array.shape, array.dtype)
+    result[...] = array
+    return result
+
+
+def _as_dtype(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """Returns an array in another dtype, in memory that a CPU device takes over without a copy."""
+    if array.dtype == np.dtype(dtype):
+        return array
+    changed = empty(array.shape, np.dtype(dtype))
+    np.copyto(changed, array, casting="unsafe")
+    if array.dtype.name in NARROWED and not np.array_equal(changed, array):
+        problem = (
+            f"expected {array.dtype.name} values that fit into {dtype}, found values out of range"
+        )
+        raise MismatchError(f"{name}: {problem}", mismatched={name: problem})
+    return changed
