@@ -354,7 +354,6 @@ def test_a_write_of_a_failed_save_that_is_carried_out_late_spares_the_step_when_
     assert_trees_identical(TorchaxCheckpointer(bucket_run).load(2), state(2))
 
 
-@pytest.mark.slow
 def test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
