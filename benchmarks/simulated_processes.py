@@ -235,6 +235,7 @@ def processes(
         with (
             ThreadPoolExecutor(count) as pool,
             mock.patch.object(writer.write_step, "write_step", _write_step),
+            mock.patch.object(writer.retained, "remove"),
             mock.patch.object(local_tier.step_reader, "StoredLeaves", opened),
         ):
 
