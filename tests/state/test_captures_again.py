@@ -266,6 +266,69 @@ def test_keys_that_cannot_be_sorted_cost_no_recursion_depth() -> None:
     assert recursion_left() == before
 
 
+@pytest.mark.parametrize("kind", ["deep", "contains itself", "becomes deep"])
+def test_a_state_that_is_too_deep_is_refused_and_the_program_goes_on(kind: str) -> None:
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    own: list[Any] = [1]
+    own.append(own)
+    box = Box(0)
+    component = StatefulComponent(box, ("stateful", "box"))
+    if kind == "becomes deep":
+        component.capture()
+        component.capture()
+    box.state["inner"] = own if kind == "contains itself" else deep
+    before = recursion_left()
+    with pytest.raises(UnsupportedLeafError, match="nested too deeply, or contains itself"):
+        component.capture()
+    assert recursion_left() == before
+
+
+def test_a_long_list_of_numbers_is_not_compared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*args: Any, **named: Any) -> Any:
+        raise AssertionError
+
+    box = Box(0)
+    box.state = {"permutation": list(range(100_000)), "at": 3}
+    monkeypatch.setattr(jax.tree_util, "tree_flatten", refused)
+    StatefulComponent(box, ("stateful", "box")).capture()
+
+
+@jax.tree_util.register_pytree_node_class
+class Incomparable:
+    """A node whose metadata has no truth value when compared."""
+
+    def __init__(self, child: Any) -> None:
+        self.child = child
+
+    def tree_flatten(self) -> Any:
+        return (self.child,), np.arange(2)
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Incomparable:
+        return cls(*children)
+
+
+def test_nodes_that_cannot_be_compared_are_described_at_each_save() -> None:
+    capture = PytreeCapture()
+    for value in range(3):
+        captured = capture.capture({"a": Incomparable(jnp.full(2, value))})
+        assert np.asarray(captured.arrays[0]).tolist() == [value, value]
+
+
+def test_keys_of_equal_value_and_other_types_are_told_apart() -> None:
+    capture = PytreeCapture()
+    for key in (1, 1, 1, True, True, True, 1.0, 1):
+        found = capture.capture({key: jnp.zeros(2)}).form.node
+        assert found == PytreeCapture().capture({key: jnp.zeros(2)}).form.node
+        assert type(found["dict"][0][0]) is type(
+            PytreeCapture().capture({key: 0}).form.node["dict"][0][0]
+        )
+
+
 def test_the_form_of_a_state_is_reused_while_only_arrays_change() -> None:
     model = torch.nn.Linear(4, 4).to("jax")
     average = WeightAverage(model)

@@ -375,6 +375,19 @@ def test_a_state_need_not_be_a_dict(directory: Path, state: Any) -> None:
     assert_trees_identical(box.state, state)
 
 
+def test_an_object_whose_array_was_donated_is_restored(directory: Path) -> None:
+    """A step that failed amid a donation leaves such an object behind."""
+    box = Box({"w": jnp.arange(4.0)})
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(stateful={"s": box})
+        assert ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        jax.jit(lambda w: w + 1, donate_argnums=0)(box.state["w"])
+        assert box.state["w"].is_deleted()
+        ckpt.restore(1)
+    assert np.asarray(box.state["w"]).tolist() == [0, 1, 2, 3]
+
+
 def test_what_an_object_does_after_the_save_is_not_in_the_checkpoint(directory: Path) -> None:
     saved = Box({"list": [1], "array": np.zeros(2)})
     with TorchaxCheckpointer(directory) as ckpt:

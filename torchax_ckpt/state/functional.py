@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import MAX_DEPTH, Node, array_nodes
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.component import (
     Captured,
@@ -28,6 +27,9 @@ from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder, Finder, decode, key_part, leaf_paths
 
 KEY_PATH = ("state",)
+# The types of leaves that are compared by value. A pytree with many of them is described faster
+# than it is compared.
+_PLAIN, _MAX_PLAIN = frozenset((int, bool, str, bytes)), 1000
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -58,28 +60,8 @@ class PytreeCapture:
         Raises:
           UnsupportedLeafError: a leaf cannot be stored, or its buffer was donated.
         """
-        orders: list[Any] = []
-
-        def take_order(node: Any) -> bool:
-            # JAX sorts the keys of a dict, but a dict comes back in the order that it had. Where
-            # JAX cannot sort, as with 1 and "1", the dict is a leaf here. Otherwise JAX 0.10.2
-            # would raise an error, and each such error shortens the recursion that Python allows
-            # on this thread for good: after some hundred saves, every call would fail.
-            if isinstance(node, dict) and not isinstance(node, collections.OrderedDict):
-                orders.append(tuple(node))
-                return not _are_sortable(node)
-            return False
-
-        try:
-            leaves, treedef = jax.tree_util.tree_flatten(state, is_leaf=take_order)
-        except (TypeError, ValueError):  # raised by the class of a node of the pytree
-            captured = encoded(state, self._key_path)
-            require_alive(captured)
-            return captured
-        with torchax_backend.native_torch():  # torchax would dispatch each question of a tensor
-            marks = [_signature_of(leaf) for leaf in leaves]
-        signature = None if None in marks else (treedef, orders, marks)
-        is_known = signature is not None and signature == self._signature
+        leaves, signature = _flattened(state)
+        is_known = signature is not None and _equal(signature, self._signature)
         if is_known and self._order is not None:
             with torchax_backend.native_torch():
                 arrays = [freeze(leaves[i], self._where) for i in self._order]
@@ -106,12 +88,63 @@ class PytreeCapture:
         return None if None in found else found  # type: ignore[return-value]
 
 
-def _are_sortable(keys: Iterable[Any]) -> bool:
+def _flattened(state: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves of a pytree, and its signature.
+
+    If two pytrees have equal signatures, their nodes are equal. The signature is None for a pytree
+    that none can describe, or whose nodes are made faster than its signature.
+    """
+    if (orders := _orders(state)) is None:
+        return [], None
     try:
-        sorted(keys)
-    except Exception:  # of any class: keys may be objects of the user
+        leaves, treedef = jax.tree_util.tree_flatten(state)
+    except (TypeError, ValueError):  # raised by the class of a node of the pytree
+        return [], None
+    with torchax_backend.native_torch():  # torchax would dispatch each question of a tensor
+        marks = [_signature_of(leaf) for leaf in leaves]
+    return leaves, None if None in marks else (treedef, orders, marks)
+
+
+def _orders(state: Any) -> list[Any] | None:
+    """Returns the keys of all dicts of a pytree, each in its order, which a dict keeps when stored.
+
+    Returns None for a pytree that JAX's flatten must not see, or need not. If JAX 0.10.2 cannot
+    sort the keys of a dict, or the pytree is too deep or contains itself, JAX raises an error, and
+    each such error shortens for good the recursion that Python allows on this thread: after some
+    hundred saves, every call would fail.
+    """
+    orders: list[Any] = []
+    num_plain = 0
+    stack = [(state, 0)]
+    while stack:
+        node, depth = stack.pop()
+        children: Iterable[Any] = node
+        if isinstance(node, dict):
+            keys = tuple(node)
+            if len(kinds := set(map(type, keys))) > 1 or not kinds <= {str, int}:
+                return None
+            orders.append(keys)
+            children = node.values()
+        elif not isinstance(node, (list, tuple)):
+            continue
+        first = next(iter(children), None)
+        if depth > MAX_DEPTH or (len(node) > _MAX_PLAIN and type(first) in _PLAIN):
+            return None
+        for child in children:
+            if isinstance(child, (dict, list, tuple)):
+                stack.append((child, depth + 1))
+            elif type(child) in _PLAIN:
+                num_plain += 1
+        if num_plain > _MAX_PLAIN:
+            return None
+    return orders
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # the user's classes of nodes may hold objects that cannot be compared
         return False
-    return True
 
 
 def _signature_of(leaf: Any) -> Any:
@@ -129,7 +162,7 @@ def _signature_of(leaf: Any) -> Any:
         return type(leaf), leaf.shape, leaf.dtype
     # Equal values of these types have equal nodes. Floats are left out because 0.0 == -0.0, and
     # sets because they can change in place.
-    return (type(leaf), leaf) if type(leaf) in (int, bool, str, bytes) else None
+    return (type(leaf), leaf) if type(leaf) in _PLAIN else None
 
 
 def same_form(abstract: Any, node: Node) -> bool:

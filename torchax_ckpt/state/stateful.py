@@ -13,7 +13,7 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.state.component import Captured, Restoration, restore_by_call
+from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.loaders import protocols
@@ -88,7 +88,8 @@ class StatefulComponent:
         is_shared = isinstance(node, SavedStates)
         write = restore_by_call(
             list(node.nodes) if isinstance(node, SavedStates) else node,
-            self.capture(),
+            # Of a state that was donated, the leaves that are not put back need not be alive.
+            encoded(protocols.state_of(self.value, self._methods), self.key_path),
             restoration,
             where=names.join(self.key_path),
             owner=self.value,
