@@ -145,6 +145,7 @@ def test_only_what_was_listed_is_copied_and_nothing_is_replaced(
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_keeps_one_step_copies_from_what_is_kept_aside(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
@@ -181,6 +182,7 @@ def test_a_run_that_keeps_one_step_copies_from_what_is_kept_aside(
     assert gcs.server.names(f"{bucket_run.removeprefix('gs://bucket/')}/unchanged") == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_was_deleted_under_the_hands_is_written_in_full(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, caplog: pytest.LogCaptureFixture
@@ -220,6 +222,36 @@ def test_a_copy_that_fails_costs_one_save(gcs: gcs_proxy.FaultProxy, bucket_run:
         gcs.hook = None
         assert ckpt.all_steps() == [1, 2, 4]
         ckpt.verify(4)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_bucket_that_refuses_every_copy_fails_two_saves_and_no_more(
+    gcs: gcs_proxy.FaultProxy,
+    bucket_run: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    give_up_soon(monkeypatch)
+    model = Tuned().to("jax")
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2)
+        gcs.rate, gcs.kinds, gcs.concerned = 1, ("503",), "rewriteTo"
+        failed = []
+        for step in range(3, 10):
+            try:
+                train(ckpt, model, step)
+            except SaveError:
+                failed.append(step)
+        gcs.calm()
+        assert len(failed) == 2
+        assert ckpt.all_steps() == [step for step in range(1, 10) if step not in failed]
+        ckpt.verify(9)
+    (said,) = (
+        m for m in caplog.messages if "nothing is taken over from earlier steps any more" in m
+    )
+    assert "after 2 failed saves" in said
 
 
 KILLED = """

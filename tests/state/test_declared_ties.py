@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +194,32 @@ def frozen_head(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("prepare", [torch.optim.AdamW, jittable, frozen_head])
+def jittable_beside(model: Any) -> Any:
+    model.kept_by = [JittableModule(model)]
+    return model
+
+
+def in_a_dict(model: Any) -> Any:
+    model.kept_by = [dict(model.named_parameters())]
+    return model
+
+
+def frozen_objects(model: Any) -> Any:
+    gc.freeze()
+    return model
+
+
+@pytest.fixture
+def _unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_unfrozen")
+@pytest.mark.parametrize(
+    "prepare",
+    [torch.optim.AdamW, jittable, jittable_beside, in_a_dict, frozen_head, frozen_objects],
+)
 def test_weights_stay_separate_where_something_holds_both(tmp_path: Path, prepare: Any) -> None:
     """Each of them would go on with a parameter that the model no longer has."""
     for name, source in SOURCES.items():
@@ -208,6 +235,7 @@ def test_weights_stay_separate_where_something_holds_both(tmp_path: Path, prepar
         if prepare is not frozen_head:
             assert_trees_identical(training_state(model), before)
         del prepared
+        gc.unfreeze()
     warm_start(untied(), folder)  # without a holder
 
 

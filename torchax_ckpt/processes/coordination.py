@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _made: collections.Counter[str] = collections.Counter()
 # The verdict on a round that succeeded on all processes.
 _SUCCESS = b""
+# How long a process waits for the one that looks who is missing; this one may have died.
+_LOOKING_SECS = 5.0
 # How many processes the message of a timeout names.
 _NUM_NAMED = 8
 
@@ -256,7 +258,7 @@ class Processes(Exchanges):
         try:
             self._client.key_value_set_bytes(f"{place} looked for", b"")
         except jax.errors.JaxRuntimeError:  # another process was first
-            found = self._wait(f"{place} missing", POLL_SECS)
+            found = self._wait(f"{place} missing", _LOOKING_SECS)
             return [0] if found is None else json.loads(found)
         behind, has_any = self._behind(place)
         missing = behind[: _NUM_NAMED + 1] if has_any and behind else [0]

@@ -95,8 +95,9 @@ def warm_start(
     that the model declares as tied, as the models of ``transformers`` do, and that are separate
     tensors, as after ``.to("jax")``, are tied again if the source has only one value for them.
     Build optimizers and a JittableModule after that: the model then has one parameter less. If an
-    optimizer or a JittableModule exists already, the weights stay separate, and the source must
-    have both. A start that resumes the run makes no warm start, so ``tie_weights()`` after
+    optimizer, a JittableModule or a dict or list of parameters exists already, or after
+    ``gc.freeze``, the weights stay separate, and the source must have both. A start that resumes
+    the run makes no warm start, so ``tie_weights()`` after
     ``.to("jax")`` remains the rule for a program that resumes.
 
     Args:

@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 # How many steps a run searches for the other copy when it starts. Two steps that follow each other
 # have different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
+# After so many failed saves in a row that took databases over, a program takes none over any more.
+_MAX_FAILED = 2
 
 
 class Reuse:
@@ -105,6 +107,8 @@ class Reuse:
         self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
         self._identities: dict[str, Identity] = {}
         self._may_search = searches
+        # Whether the newest save takes databases over, and how many such saves failed in a row.
+        self._takes_over, self._num_failed = False, 0
         self._verified: Key | None = None  # the step that was restored and compared
 
     def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
@@ -177,12 +181,14 @@ class Reuse:
             self._may_search = False
             self._search()
         self._take_turn()
+        self._takes_over, self._offered = False, []
+        if self._num_failed >= _MAX_FAILED:
+            return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
         stored = known_databases.distinct(self._copies[self._turn].values())
         found = [(s, paths[s.step]) for s in stored if s.step in paths]
         present = {path: databases.present(path / STATE) for path in {path for _, path in found}}
-        self._offered = []
         for known, path in found:
             folders = unchanged.folders_of(known.name, known.processes)
             if missing := [name for name in folders if name not in present[path]]:
@@ -244,6 +250,7 @@ class Reuse:
                 logger.warning(text, self._directory.path / folder)
                 continue
             decision.take_over(stored, path.name)
+            self._takes_over = True
         apart = self._apart if self._leader is None else self._leader._still
         still = {
             name: array
@@ -296,6 +303,8 @@ class Reuse:
         self._be_still(self._still if still is None else frozenset(still))
         if written is None:
             return
+        if self._takes_over:
+            self._num_failed = 0
         copy = self._copies[self._turn]
         copy.clear()
         for name, database in written.databases.items():
@@ -316,6 +325,13 @@ class Reuse:
         did not agree on which leaves are still.
         """
         self._copies[self._turn].clear()
+        if self._takes_over:
+            self._num_failed += 1
+            if self._num_failed == _MAX_FAILED:  # the storage service may refuse all copies
+                text = (
+                    "%s: nothing is taken over from earlier steps any more, after %d failed saves"
+                )
+                logger.warning(text, self._directory.path, _MAX_FAILED)
         if self._processes.count > 1:
             self._has_learned = False
             self._be_still(frozenset())

@@ -211,10 +211,12 @@ class WeightAverage:
         """Returns the slots of parameters that have an average or require gradients.
 
         The slots are by first name. A copy of the model for evaluation may be frozen. The slots of
-        the averaged model are listed again only if its tensors or what is trained has changed.
+        the averaged model are listed again only if its tensors or what is trained has changed;
+        those of a JittableModule always, because the list would keep alive what a step replaced.
         """
-        if model is not None and model is not self._model:
-            return self._list_slots(model)
+        _, overrides = torchax_backend.unwrap_jittable(self._model)
+        if overrides or (model is not None and model is not self._model):
+            return self._list_slots(self._model if model is None else model)
         found = registered(self._model)
         with torchax_backend.native_torch():  # torchax would dispatch each of these questions
             trains = [value.requires_grad for value in found if isinstance(value, torch.Tensor)]

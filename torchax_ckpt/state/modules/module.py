@@ -219,13 +219,13 @@ class ModuleComponent:
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
-        tied: list[retied.Merged] = []
         live = {slot.fqn: slot for slot in self.slots()}
         with torchax_backend.native_torch():
             chosen = retied.separate(live)
             if ties_again:
                 takes = functools.partial(self._is_in, selection)
-                chosen = retied.merged(self.module, live, stored, takes)
+                own = (self._registered, self._tensors)
+                chosen = retied.merged(self.module, live, stored, takes, own)
             for merged in chosen:
                 slot = merged.slot
                 every_name = [n for n in (slot.fqn, *slot.aliases) if self._is_in(selection, n)]
@@ -243,15 +243,13 @@ class ModuleComponent:
                     findings.lacks_ties |= stored.ties_more(every_name, sources)
                 elif self._fits(slot, stored, sources[0], findings):
                     supplied.update(member.fqn for member in merged.members)
-                    if merged.dropped:
-                        tied.append(merged)
                     node = stored.tensors[sources[0]]
                     restoration.read(node, self._placement(slot), self._expected(slot).dtype)
                     leaf = node["array"]
                     restoration.writes.append(
                         Write(_writer(slot, leaf), needs=(leaf,), release=merged.release)
                     )
-        if tied:
+        if tied := [m for m in chosen if m.dropped and m.slot.fqn in supplied]:
             restoration.calls.append(retied.tying(self.module, tied))
             for merged in tied:
                 restoration.tied_again |= merged.dropped

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,22 +54,24 @@ def merged(
     live: Mapping[str, Slot],
     stored: StoredModule,
     takes: Callable[[str], bool],
+    own: Sequence[Any],
 ) -> list[Merged]:
     """Returns a module's slots; those that a warm start ties again are one slot.
 
     Separate tensors become one slot if the module declares them as tied, and the source has a value
     for only one of them, or ties them itself. They stay separate if their shapes, dtypes or
-    ``requires_grad`` differ, if ``takes`` is false for a name, or if an optimizer has the tensor
-    that would be replaced. They also stay separate in a JittableModule: optimizer state may have
-    been made for each of its params.
+    ``requires_grad`` differ, if ``takes`` is false for a name, or if anything else holds the tensor
+    that would be replaced, such as an optimizer, a JittableModule or a dict of parameters. In a
+    JittableModule they stay separate too: optimizer state may exist for each of its params.
 
     Args:
       module: the module, or a JittableModule around it.
       live: the module's slots.
       stored: the source's tensors.
       takes: returns whether the warm start takes the tensor of this name.
+      own: lists of the caller that hold tensors of the module.
     """
-    _, overrides = torchax_backend.unwrap_jittable(module)
+    root, overrides = torchax_backend.unwrap_jittable(module)
     lost = {} if overrides else lost_ties(module)
     pairs = [(a, n) for a, n in lost.items() if takes(a) and takes(n)]
     if not pairs:
@@ -97,8 +99,8 @@ def merged(
                 a, b = b, a
             kept_by[a] = b
             has_changed = True
-    held = _held_by_optimizers(live[fqn].tensor for fqn in kept_by)
-    if any(id(live[fqn].tensor) in held for fqn in kept_by):
+    dropped = [live[fqn].tensor for fqn in kept_by]
+    if dropped and _is_held(dropped, root, own):
         return separate(live)
     groups: dict[str, list[Slot]] = {}
     for fqn, slot in live.items():
@@ -151,15 +153,25 @@ def _are_alike(a: Slot, b: Slot) -> bool:
     return bool(form(a) == form(b))
 
 
-def _held_by_optimizers(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Returns the ids of those tensors that any optimizer in this process has as parameters.
+def _is_held(tensors: Sequence[torch.Tensor], root: torch.nn.Module, own: Sequence[Any]) -> bool:
+    """Returns whether anything but the module holds one of these tensors.
 
-    Nothing in a parameter leads to its optimizer, and a warm start is given only the model.
+    An optimizer, a JittableModule or a dict of parameters that holds a tensor would go on with one
+    that the module no longer has. Nothing in a parameter leads to them, and a warm start is given
+    only the model, so the garbage collector is asked. It does not see what ``gc.freeze`` put aside;
+    then every tensor counts as held.
+
+    Args:
+      tensors: the tensors.
+      root: the module.
+      own: lists of the caller that hold tensors of the module.
     """
-    asked = {id(tensor) for tensor in tensors}
-    if not asked:
-        return set()
-    # The type is asked, not the object: lazy objects answer isinstance by making themselves.
-    known = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-    groups = [group for o in known for group in getattr(o, "param_groups", ())]
-    return asked & {id(p) for group in groups for p in group["params"]}
+    if gc.get_freeze_count():
+        return True
+    gc.collect()  # what was dropped in a cycle holds nothing
+    known = {id(registry) for m in root.modules() for registry in (m._parameters, m._buffers)}
+    known |= {id(tensors), *map(id, own)}
+    return any(
+        isinstance(holder, (dict, list, set)) and id(holder) not in known
+        for holder in gc.get_referrers(*tensors)
+    )
