@@ -236,6 +236,7 @@ def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_re
     assert len(dates) == 5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_measurements_run(tmp_path: Path) -> None:
     ran = run_python(PROGRAMS / "tiny_measurements.py", str(BENCHMARKS), str(tmp_path))

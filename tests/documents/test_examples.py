@@ -202,6 +202,7 @@ def test_gpt_goes_on_after_each_change_of_devices(tmp_path: Path, rng: random.Ra
     assert latest_step(directory) == saved + 8
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_lightning_killed_and_resumed_ends_on_the_same_bits(
     tmp_path: Path, rng: random.Random

@@ -24,6 +24,7 @@ def gcs() -> Iterator[gcs_proxy.FaultProxy]:
     proxy.server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_commands_work_on_a_bucket(gcs: gcs_proxy.FaultProxy, tmp_path: Path) -> None:
     page = str(tmp_path / "report.html")

@@ -46,6 +46,7 @@ def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
         assert after == {"verified": 7, "step": 7, "alike": True, "count": 10}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_have_the_service_copy_what_did_not_change(
     gcs: gcs_proxy.FaultProxy, bucket_run: str

@@ -10,6 +10,7 @@ from support.processes import run_torture
 PROGRAM = Path(__file__).parent / "torture_endurance.py"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_many_saves_leave_threads_files_and_arrays_as_they_were() -> None:
     code, _, output = run_torture(PROGRAM, "--saves", "60")

@@ -20,6 +20,7 @@ def outcomes(*args: str) -> tuple[int, dict[str, int], str]:
     return code, dict(zip(("detected", "harmless", "wrong"), sums, strict=True)), output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_flipped_bits_are_detected_or_harmless() -> None:
     code, found, output = outcomes("--flips", "24", "--seed", "1")

@@ -10,6 +10,7 @@ from support.processes import run_torture
 PROGRAM = Path(__file__).parent / "torture_gcs.py"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_at_random_moments_under_faults_a_bucket_loses_nothing() -> None:
     code, table, output = run_torture(

@@ -30,7 +30,12 @@ def test_disturbed_hosts_lose_nothing_and_restore_nothing_wrong() -> None:
 @pytest.mark.parametrize(
     ("weakening", "kind", "finding"),
     [
-        ("delete-local-first", "SIGKILL to all", "durable steps lost"),
+        pytest.param(
+            "delete-local-first",
+            "SIGKILL to all",
+            "durable steps lost",
+            marks=pytest.mark.long,
+        ),
         pytest.param("mixed", "nothing", "wrong or failed restores", marks=pytest.mark.long),
         pytest.param(
             "patient",

@@ -123,7 +123,7 @@ VARIANTS = {
 
 
 # The others are for test-long: each takes seconds, and these four have what is hardest.
-OF_EVERY_CHANGE = ("workers", "no-length", "sharded")
+OF_EVERY_CHANGE = ("workers", "sharded")
 
 
 @pytest.mark.slow
@@ -165,6 +165,7 @@ def test_so_does_a_run_that_is_killed_and_told_to_end_again_and_again(directory:
     assert steps_of(directory) == [2, 4, 10, 14, 28, 42]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
     run = Run(sharded=True, save_at=(18,))

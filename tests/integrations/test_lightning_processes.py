@@ -12,6 +12,7 @@ from support.processes import Running, run_processes
 from support.waiting import wait_until
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"

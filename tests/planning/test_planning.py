@@ -274,7 +274,13 @@ TABLES = re.findall(r"<!-- ([\w-]+) -->\n(\n\|.*?)<!-- end -->", PAGE, re.DOTALL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "shown"), TABLES, ids=[name for name, _ in TABLES])
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        pytest.param(*table, marks=[pytest.mark.long] * (table[0] == "published"), id=table[0])
+        for table in TABLES
+    ],
+)
 def test_the_page_shows_what_its_script_prints(name: str, shown: str) -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
     printed = script[name.replace("-", "_")]()

@@ -119,8 +119,9 @@ def test_other_numbers_of_processes_restore_it(
     assert loaded["dataloader"]["position"] == 12
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("count", [4, 2])
 def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
     count: int, wider: tuple[Path, list[Any]], directory: Path
 ) -> None:
