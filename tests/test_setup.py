@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.resources
+import os
 import socket
 import sys
 import types
@@ -12,6 +13,18 @@ import pytest
 from support.processes import run_python
 
 import torchax_ckpt
+
+
+@pytest.fixture(scope="module")
+def shared() -> None:
+    """A fixture that several tests may share."""
+
+
+@pytest.mark.usefixtures("shared")
+def test_tests_that_share_a_fixture_run_on_one_worker(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist finds the group at the end of a test's name, where not every pytest keeps it."""
+    if "PYTEST_XDIST_WORKER" in os.environ and request.config.getvalue("loadgroup"):
+        assert request.node.nodeid.endswith("@test_setup.py:shared")
 
 
 def test_the_promised_extras_are_there() -> None:

@@ -6,9 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import types
@@ -29,7 +26,7 @@ from etils.epath import backend
 from gcsfs.extended_gcsfs import BucketType, ExtendedGcsFileSystem
 from google.api_core import exceptions
 from jax.sharding import NamedSharding
-from support.buckets import give_up_soon
+from support.buckets import give_up_soon, killed_before_the_commit
 from support.compare import assert_trees_identical, bits
 from support.training import P, fsdp_mesh
 from support.waiting import wait_until
@@ -551,18 +548,7 @@ KILLED = """
 def test_a_process_killed_while_it_saves_loses_at_most_that_save(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(KILLED), bucket_run],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-
-    def kill(request: str) -> None:
-        if "2%2Fstate%2Fmanifest.ocdbt&" in request:  # the arrays are there, the commit is not
-            process.kill()
-
-    gcs.hook = kill
-    assert process.wait(timeout=100) == -9
-    gcs.hook = None
+    killed_before_the_commit(gcs, KILLED, bucket_run, 2, [ROOT])
     assert "2" in names(gcs, bucket_run)
     with TorchaxCheckpointer(bucket_run) as ckpt:
         assert ckpt.all_steps() == [1]

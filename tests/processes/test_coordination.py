@@ -28,6 +28,7 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.processes import coordination
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.restoring.load import load_state
@@ -167,6 +168,35 @@ def test_at_a_timeout_one_process_alone_looks_who_is_missing() -> None:
     for error in told[1:]:
         assert "saving step 7: process 0 of 3 did not arrive" in str(error)
     assert sum(folder.endswith("/meeting 0/") for folder in listed) == 1
+
+
+def test_if_the_one_that_looks_who_is_missing_dies_the_others_do_not_wait_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordination, "_LOOKING_SECS", 0.3)
+    group = Group(timeout_secs=0.3)
+    tried: list[str] = []
+    send = group.service.key_value_set_bytes
+
+    def taken(key: str, *args: Any, **named: Any) -> None:
+        send(key, *args, **named)
+        if key.endswith("looked for"):
+            tried.append(key)
+            raise RuntimeError("this process dies")
+
+    group.service.key_value_set_bytes = taken  # type: ignore[method-assign]
+
+    def act(member: Processes) -> None:
+        if member.index != 0:
+            with member.round("saving step 7"):
+                member.meet()
+
+    began = time.monotonic()
+    told = group(act)
+    assert time.monotonic() - began < 10
+    assert len(tried) == 1
+    said = [str(error) for error in told[1:] if isinstance(error, ProcessTimeoutError)]
+    assert ["saving step 7: process 0 of 3 did not arrive" in text for text in said] == [True]
 
 
 def test_if_process_0_hangs_the_process_that_it_would_wait_for_is_named() -> None:

@@ -7,13 +7,11 @@ Both are killed when step KILL_AT is saved; 0 kills none.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import warnings
 
 from host_shards_opened import opened, training
-from processes_program import report
+from processes_program import die, report
 
 from torchax_ckpt import policies
 
@@ -28,6 +26,6 @@ for step in range(start + 1, 8):
     if step == kill_at:
         ckpt.wait_until_finished()
         report(start=start, local=ckpt.all_steps("local"))
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 ckpt.close()
 report(start=start, tier=tier, skipped=len(said), own=training.own(), whole=training.whole())

@@ -5,15 +5,12 @@ python killed_after_training.py INDEX COUNT PORT DIRECTORY SEED
 
 from __future__ import annotations
 
-import os
-import signal
-
 from group_run import ckpt, train, training
-from processes_program import report
+from processes_program import die, report
 
 assert training.attach(ckpt) == 0
 train(1, 7)
 ckpt.wait_until_finished()
 report(steps=ckpt.all_steps())
 ckpt.save(7, force=True)
-os.kill(os.getpid(), signal.SIGKILL)
+die()

@@ -6,14 +6,12 @@ python killed_half_committed.py INDEX COUNT PORT DIRECTORY RAMDISKS STEP SEED
 from __future__ import annotations
 
 import importlib
-import os
 import pathlib
-import signal
 import sys
 import time
 from typing import Any
 
-from processes_program import INDEX
+from processes_program import INDEX, die
 
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
@@ -30,10 +28,7 @@ def killed(self: Any, step: int, *args: Any) -> Any:
     committing = [ramdisks / str(index) / str(step) for index in range(1, count, 2)]
     while not all(path.exists() for path in committing):
         time.sleep(0.01)
-    if INDEX == 0:
-        time.sleep(1)  # JAX aborts the others once process 0 is dead
-    os.kill(os.getpid(), signal.SIGKILL)
-    return None
+    die()
 
 
 RunDirectory.commit = killed  # type: ignore[method-assign,assignment]

@@ -7,8 +7,6 @@ KILL_AT 0 kills none.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from typing import Any
 
@@ -17,7 +15,7 @@ import numpy as np
 import processes_program as program
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes_program import INDEX, Training, report
+from processes_program import INDEX, Training, die, report
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 
@@ -50,6 +48,6 @@ for step in range(start + 1, 8):
     if step == kill_at:
         ckpt.wait_until_finished()
         report(start=start, tier=tier, local=ckpt.all_steps("local"))
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 ckpt.close()
 report(start=start, tier=tier, own=training.own(), whole=training.whole())

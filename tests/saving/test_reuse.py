@@ -25,6 +25,7 @@ from orbax.checkpoint import v1 as ocp
 from support.compare import assert_trees_identical, entries, training_state
 from support.damage import edit_json, flip_bit
 from support.linked import assert_holds, by_orbax, data_file, databases, files
+from support.models import Tuned
 from support.own_orbax import abstract
 from support.training import P, fsdp_mesh, fsdp_rule, place
 
@@ -143,16 +144,6 @@ def test_any_number_of_kept_steps_is_enough(directory: Path, keep: int) -> None:
     states = [still_state(x=step) for step in range(8)]
     save_all(directory, states, preservation_policy=policies.LatestN(keep))
     assert_holds(directory, 8, states[7])
-
-
-class Tuned(torch.nn.Module):
-    """A frozen layer of 4 MiB, and a head that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = torch.nn.Linear(1024, 1024)
-        self.head = torch.nn.Linear(1024, 4)
-        self.base.requires_grad_(False)
 
 
 def tuned(mesh: Mesh | None = None) -> Tuned:

@@ -11,6 +11,7 @@ from etils import epath
 from support.compare import assert_trees_identical, entries, training_state
 from support.damage import flip_bit
 from support.linked import data_file, databases, files
+from support.models import Tuned
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import Processes
@@ -25,16 +26,6 @@ REUSE = CheckpointOptions(reuse=True)
 @pytest.fixture
 def ramdisk(tmp_path: Path) -> Path:
     return tmp_path / "ramdisk"
-
-
-class Tuned(torch.nn.Module):
-    """A frozen layer of 4 MiB, and a head that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = torch.nn.Linear(1024, 1024)
-        self.head = torch.nn.Linear(1024, 4)
-        self.base.requires_grad_(False)
 
 
 def run(directory: Path, ramdisk: Path, last: int, keep: int = 8) -> list[object]:

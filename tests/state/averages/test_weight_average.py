@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from support.commands import run
 from support.compare import assert_trees_identical, bits, training_state
 from support.models import Plain, values
 from support.training import adamw, before_enabling, fsdp_mesh, fsdp_rule, mlp, place, train_step
+from torchax.interop import JittableModule
 
 from torchax_ckpt import TorchaxCheckpointer, WeightAverage, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, MismatchError
@@ -210,6 +213,21 @@ def test_what_is_swapped_or_trained_later_is_seen_by_the_next_update() -> None:
     with pytest.raises(ValueError, match=r"0.bias: expected none, found shape \[16\]"):
         average.update()
     assert average.num_updates == 3
+
+
+def test_parameters_that_a_jittable_module_replaced_are_not_kept_alive() -> None:
+    jitted: Any = JittableModule(mlp())
+    average = WeightAverage(jitted, 0.5)
+
+    def step() -> list[weakref.ref[torch.Tensor]]:
+        jitted.params = {name: torch.add(tensor, 1) for name, tensor in jitted.params.items()}
+        average.update()
+        return [weakref.ref(tensor) for tensor in jitted.params.values()]
+
+    replaced = step()
+    jitted.params = {name: torch.add(tensor, 1) for name, tensor in jitted.params.items()}
+    gc.collect()
+    assert [tensor() for tensor in replaced] == [None] * len(replaced)
 
 
 def test_one_program_updates_a_small_share_of_the_averages() -> None:

@@ -46,6 +46,7 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.writing import databases, retained
 from torchax_ckpt.stored.stored_step import parse_manifest
 
@@ -54,8 +55,6 @@ logger = logging.getLogger(__name__)
 # How many steps a run searches for the other copy when it starts. Two steps that follow each other
 # have different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
-# After so many failed saves in a row that took databases over, a program takes none over any more.
-_MAX_FAILED = 2
 
 
 class Reuse:
@@ -107,8 +106,9 @@ class Reuse:
         self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
         self._identities: dict[str, Identity] = {}
         self._may_search = searches
-        # Whether the newest save takes databases over, and how many such saves failed in a row.
-        self._takes_over, self._num_failed = False, 0
+        # In a bucket: failed saves in a row that took databases over; next ones that take none.
+        self._takes_over = False
+        self._num_failed = self._num_in_full = 0
         self._verified: Key | None = None  # the step that was restored and compared
 
     def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
@@ -182,7 +182,8 @@ class Reuse:
             self._search()
         self._take_turn()
         self._takes_over, self._offered = False, []
-        if self._num_failed >= _MAX_FAILED:
+        if self._num_in_full:
+            self._num_in_full -= 1
             return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
@@ -325,13 +326,12 @@ class Reuse:
         did not agree on which leaves are still.
         """
         self._copies[self._turn].clear()
-        if self._takes_over:
+        # A service that refuses every copy must not fail every other save.
+        if self._takes_over and location.is_bucket(self._directory.path):
             self._num_failed += 1
-            if self._num_failed == _MAX_FAILED:  # the storage service may refuse all copies
-                text = (
-                    "%s: nothing is taken over from earlier steps any more, after %d failed saves"
-                )
-                logger.warning(text, self._directory.path, _MAX_FAILED)
+            self._num_in_full = 2**self._num_failed
+            said = (self._directory.path, self._num_in_full)
+            logger.warning("%s: the next %d saves write all arrays", *said)
         if self._processes.count > 1:
             self._has_learned = False
             self._be_still(frozenset())

@@ -99,6 +99,7 @@ class WeightAverage:
             ruled = rule and rule(name, jax.ShapeDtypeStruct(shape, dtype))
             sharding = ruled or _sharding(slot)
             (self._averages[name],) = zeros_program(((shape, dtype),), sharding)()
+        self._nbytes = {name: array.nbytes for name, array in self._averages.items()}
         if not self._averages:
             raise AttachError(
                 "WeightAverage: expected a model with parameters that require gradients, found none"
@@ -236,11 +237,11 @@ class WeightAverage:
 
     def _chunks(self, names: Iterable[str]) -> Iterator[list[str]]:
         """Yields the names of the averages that one program updates."""
-        most = sum(array.nbytes for array in self._averages.values()) // _SHARE
+        most = sum(self._nbytes.values()) // _SHARE
         chunk: list[str] = []
         size = 0
         for name in names:
-            nbytes = self._averages[name].nbytes
+            nbytes = self._nbytes[name]
             if chunk and (2 * len(chunk) >= MAX_ARGUMENTS or size + nbytes > most):
                 yield chunk
                 chunk, size = [], 0
