@@ -29,6 +29,7 @@ def killed(self: Any, step: int, *args: Any) -> Any:
     while not all(path.exists() for path in committing):
         time.sleep(0.01)
     die()
+    return None
 
 
 RunDirectory.commit = killed  # type: ignore[method-assign,assignment]
