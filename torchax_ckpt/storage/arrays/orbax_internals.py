@@ -222,14 +222,13 @@ class _PlacedSlices(replica_slices.ReplicaSlices):
 # Orbax writes all arrays of a process to one database. No upstream issue is known.
 @_replaces(serialization, "async_serialize_from_host")
 def _placed(original: Any) -> Any:
-    async def write(slices: Any, spec: dict[str, Any], **settings: Any) -> None:
+    async def write(slices: Any, spec: dict[str, Any], **settings: Any) -> Any:
         async def write_to(spec: dict[str, Any], transaction: Any) -> None:
             await original(slices, spec, **settings | {"transaction": transaction})
 
-        if isinstance(slices, _PlacedSlices):
-            await slices.place.store(spec, write_to)
-        else:
-            await original(slices, spec, **settings)
+        if not isinstance(slices, _PlacedSlices):
+            return await original(slices, spec, **settings)
+        return await slices.place.store(spec, write_to)
 
     return write
 
@@ -317,13 +316,17 @@ class PyTreeInBatches(ocp.handlers.PyTreeHandler):
     """Extends Orbax's handler of pytrees: writes arrays in batches (``host_batches.py``)."""
 
     def __init__(self, *, context: ocp.Context | None = None) -> None:
-        leaves = registry.BaseLeafHandlerRegistry()
-        entries = registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER
-        for leaf, abstract, typestrs, handler in entries:
-            if leaf is jax.Array:
-                leaf, handler = _AnyArray, _Arrays
-            leaves.add(leaf, abstract, handler, secondary_typestrs=typestrs)
-        super().__init__(context=context, leaf_handler_registry=leaves)
+        super().__init__(context=context, leaf_handler_registry=_leaf_handlers())
+
+
+@functools.cache  # Orbax makes eight handlers for a save; a registry for each would take 8 ms
+def _leaf_handlers() -> registry.BaseLeafHandlerRegistry:
+    found = registry.BaseLeafHandlerRegistry()
+    entries = registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER
+    for leaf, abstract, typestrs, handler in entries:
+        own = (_AnyArray, abstract, _Arrays) if leaf is jax.Array else (leaf, abstract, handler)
+        found.add(*own, secondary_typestrs=typestrs)
+    return found
 
 
 # --- the self-test -------------------------------------------------------------------------------
@@ -349,8 +352,7 @@ def check_internals() -> None:
 
 
 def _check_operations() -> None:
-    met: list[str] = []
-    found: list[str] = []
+    met, found = list[str](), list[str]()
 
     async def look() -> None:
         found.append(numbering.get_operation_id())
@@ -361,8 +363,7 @@ def _check_operations() -> None:
         asyncio_utils.run_sync(look())
         future.CommitFuture(look(), name="self-test").result()
         runner = thread_utils.BackgroundThreadRunner(look())
-        is_future = isinstance(runner._future, concurrent.futures.Future)
-        assert is_future, "BackgroundThreadRunner._future is no Future"
+        assert isinstance(runner._future, concurrent.futures.Future), "saves have no Future"
         runner.result()
         assert found == ["self-test"] * 3, f"operations get their number another way: {found}"
 
@@ -373,11 +374,10 @@ def _check_handlers() -> None:
     [part] = _slices(array).to_fragments().fragments
     assert (part.value.shape, _slices(array).nbytes) == ((2,), 8), "arrays have another form"
     public, context = ocp.handlers.PyTreeHandler, ocp.Context()
-    assert typestr(PyTreeInBatches) == typestr(public), "handlers are recorded by other names"
-    PyTreeInBatches(context=context)
-    entries = registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER
-    handlers = {leaf: handler for leaf, _, _, handler in entries}
-    assert handlers[jax.Array] is ArrayLeafHandler, "arrays have another handler"
+    handler = type(PyTreeInBatches(context=context))
+    assert typestr(handler) == typestr(public), "handlers are recorded by other names"
+    standard = {e[0]: e[3] for e in registry.STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER}
+    assert standard[jax.Array] is ArrayLeafHandler, "arrays have another handler"
     assert isinstance(_Arrays(context=context)._context, ocp.Context), "handlers lack a context"
 
 
