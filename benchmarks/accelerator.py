@@ -10,6 +10,8 @@ prints:
 - how long a step takes while a save is in flight, against steps before the first save;
 - the resident memory of the process after five saves and after all of them.
 
+With ``--keep-buffers`` the steps do not donate, so that in the mode ``auto`` saves hold references.
+
 On CPU devices, the memory kinds of host and devices are one memory, and a step shares the cores
 with the save: only the memory is of interest there.
 """
@@ -80,7 +82,7 @@ def measure(mode: str, asked: argparse.Namespace, directory: str) -> str:
     """Returns the row of the table for one mode of snapshots."""
     state, matrix = state_of(asked.gigabytes * 1e9), jnp.ones((WIDTH, WIDTH))
     num_bytes = sum(leaf.nbytes for leaf in state.values())
-    step = jax.jit(_step, donate_argnums=0)
+    step = jax.jit(_step, donate_argnums=() if asked.keep_buffers else 0)
     ways: list[str] = []
     before: list[float] = []
     during: list[float] = []
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=10, help="bytes of the state, in 1e9")
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--snapshot", nargs="+", default=["copy", "offload", "auto"])
+    parser.add_argument("--keep-buffers", action="store_true", help="do not donate the state")
     parser.add_argument("--directory", help="where to save; default: a temporary directory")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -142,6 +145,8 @@ def main() -> None:
     for number, mode in enumerate(asked.snapshot):
         command = [sys.executable, __file__, "--one", "--snapshot", mode]
         command += ["--gigabytes", str(asked.gigabytes), "--saves", str(asked.saves)]
+        if asked.keep_buffers:
+            command.append("--keep-buffers")
         if asked.directory:
             command += ["--directory", asked.directory]
         # This process starts no JAX backend, because only one process can hold a TPU.
