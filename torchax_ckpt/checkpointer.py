@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -515,8 +516,9 @@ class TorchaxCheckpointer:
         if self._saver.newest_failure is not None:
             raise self._saver.newest_failure
 
-    def __del__(self) -> None:
-        if hasattr(self, "_closing"):  # otherwise __init__ raised
+    # At the end of a program, Python sets the names of modules to None, and may then call this.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and hasattr(self, "_closing"):  # otherwise __init__ raised
             self._closing.drop(self._hook)
 
     def __enter__(self) -> TorchaxCheckpointer:

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -107,7 +106,7 @@ class Closing:
         Args:
           hook: the user's event hook, which gets the remaining events; None without a hook.
         """
-        if self._has_ended or self._pid != os.getpid() or sys.is_finalizing():
+        if self._has_ended or self._pid != os.getpid():
             return
         if hook is not None:
             hook.outlive()
