@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ def check_internals() -> None:
     """
     try:
         env = Environment()  # a new one, because the default one reads torch's seed when created
-        before, after = jnp.zeros(2, jnp.float32), jnp.ones((2,), jnp.float32)
+        before, after = jax.device_put([np.zeros(2, np.float32), np.ones(2, np.float32)])
         tensor = Tensor(before, env)
         assert tensor.jax() is before, "Tensor.jax() does not return the buffer"
         tensor._elem = after

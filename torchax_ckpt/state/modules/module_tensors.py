@@ -44,7 +44,7 @@ class Slot:
     @property
     def is_meta(self) -> bool:
         """True if the tensor is on the meta device, where it holds no data yet."""
-        return self.tensor.is_meta and not torchax_backend.is_device_tensor(self.tensor)
+        return not torchax_backend.is_device_tensor(self.tensor) and self.tensor.is_meta
 
     def fill(self, array: Any) -> None:
         """Sets the values of all live objects of this tensor to those of an array."""
