@@ -186,7 +186,6 @@ COMPUTING = {
     "bitcast.py": "called inside of registered programs",
     "move_shards.py _grid_program": "called by functions that are registered",
     "leaf.py _no_keys": "an empty array, for abstract random keys only",
-    "torchax_backend.py check_internals": "the self-test of two elements, before anything else",
 }
 # What JAX answers from dtypes alone, and what keeps the array that it is given.
 ANSWERED = {"issubdtype", "iinfo", "finfo", "dtype", "key_data", "wrap_key_data", "key_impl"}
