@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
@@ -32,7 +33,7 @@ from torchax_ckpt.runtime.replacements import Replacements
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.storage.arrays import chunking, operations
 from torchax_ckpt.storage.arrays.operations import Operation
-from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray
+from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray, PlacedHostArray
 
 # The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
@@ -212,6 +213,23 @@ def _placed(original: Any) -> Any:
     return write
 
 
+# The same for host arrays. Orbax's method takes no transaction.
+@_replaces(type_handlers, "NumpyHandler._open_and_write")
+def _placed_on_host(original: Any) -> Any:
+    async def write(self: Any, value: np.ndarray, spec: dict[str, Any], context: Any) -> None:
+        async def write_to(spec: dict[str, Any], transaction: Any) -> None:
+            settings = {"context": context, "transaction": transaction}
+            array = await ts.open(ts.Spec(spec), create=True, open=True, **settings)
+            await array.write(value, can_reference_source_data_indefinitely=True)
+
+        if isinstance(value, PlacedHostArray):
+            await value.place.store(spec, write_to)
+        else:
+            await original(self, value, spec, context)
+
+    return write
+
+
 def _slices(array: HostArray) -> Any:
     """Returns Orbax's form of the parts that this process stores of an array."""
     shape = chunking.written_shape(array)
@@ -363,6 +381,7 @@ def _check_users() -> None:
         (execution._SaveResponse.__init__, "_thread_runner"),
         (execution._SaveResponse._finalize_save, "multihost", "sync_global_processes"),
         (type_handlers.NumpyHandler._background_serialize, "multihost", "process_index"),
+        (type_handlers.NumpyHandler._background_serialize, "_open_and_write"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
         (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),
