@@ -76,6 +76,30 @@ def test_what_does_not_change_is_uploaded_twice_and_every_step_is_complete_by_it
         assert found == expected[4]
 
 
+def test_host_leaves_that_do_not_change_are_copied_by_the_service(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    """The leaf that changes in place is uploaded again."""
+    table = np.random.default_rng(0).random((1 << 15, 8), np.float32)
+    unchanged = table.copy()
+    uploaded = []
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 8):
+            before = gcs.uploaded_bytes
+            if step == 7:
+                table[0, 0] += 1
+            ckpt.save(step, state={"table": table}, force=True)
+            ckpt.wait_until_finished()
+            uploaded.append(gcs.uploaded_bytes - before)
+    assert max(uploaded[4:6]) < table.nbytes / 10
+    assert min(*uploaded[:4], uploaded[6]) > table.nbytes / 2
+    for step in (1, 2, 3, 4, 5):
+        bucket.remove(epath.Path(bucket_run) / str(step))
+    for step, expected in ((6, unchanged), (7, table)):
+        for arrays in by_orbax(epath.Path(bucket_run), step):
+            assert arrays["state/table"].tobytes() == expected.tobytes()
+
+
 def test_a_copy_survives_refusals_lost_answers_and_tokens(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,9 @@ Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTIN
 all); "restored": the step to load and compare first; "kill": the process that kills itself in the
 last save, after it has linked; "odd": the process that fails at the given step; "mode": the
 snapshot; "changed": the step from which on the base has other values; "ramdisks": the folder of
-local tiers, which save each step too.
+local tiers, which save each step too; "host": whether the state also has leaves on the host, of
+which one, "changing", has other values from the step "changed" on; "stateful": whether each process
+has a state of its own, of 2 MiB that do not change.
 """
 
 from __future__ import annotations
@@ -75,10 +77,35 @@ def state(mesh: Mesh, step: int, changed: int | None = None) -> dict[str, Any]:
     }
 
 
+def with_host(state: dict[str, Any], step: int, changed: int | None = None) -> dict[str, Any]:
+    """The state with leaves on the host: two large ones, two that are stacked, and a small one."""
+    large = {
+        name: np.random.default_rng(seed).random(SHAPE, np.float32)
+        for seed, name in enumerate(("changing", "table"), 20)
+    }
+    if changed is not None and step >= changed:
+        large["changing"][-1, -1] = 2
+    stacked = {str(i): {"statistics": np.full((256, 128), i, np.float32)} for i in range(2)}
+    host = {**large, "small": np.full(4, step, np.float32), "stacked": stacked}
+    return dict(sorted({**state, "host": dict(sorted(host.items()))}.items()))
+
+
+class Buffer:
+    """A state that each process has for itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": np.random.default_rng(INDEX).random(1 << 18)}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
 def is_same(found: Any, expected: Any) -> bool:
-    """Whether the shards of this process have the same bits."""
+    """Whether the shards of this process, and the leaves on the host, have the same bits."""
     return all(
-        a.sharding == b.sharding
+        a.tobytes() == b.tobytes()
+        if isinstance(b, np.ndarray)
+        else a.sharding == b.sharding
         and all(
             np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
             for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
@@ -120,6 +147,10 @@ def main() -> None:
     )
     link = links.link_folder
 
+    def at(step: int) -> dict[str, Any]:
+        on_devices = state(mesh, step, changed if "host" not in settings else None)
+        return with_host(on_devices, step, changed) if "host" in settings else on_devices
+
     def killed(*args: Any, **kwargs: Any) -> None:
         link(*args, **kwargs)
         time.sleep(0.5)  # so that the others have linked too
@@ -140,11 +171,16 @@ def main() -> None:
         local=local,
         options=options,
     )
-    ckpt.attach()
+    ckpt.attach(stateful={"own": Buffer()} if settings.get("stateful") else None)
     if (restored := settings.get("restored")) is not None:
-        current = state(mesh, restored, changed)
+        current = at(restored)
         abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), current
+            lambda a: (
+                a
+                if isinstance(a, np.ndarray)
+                else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+            ),
+            current,
         )
         ckpt.restore(restored, strict=False)  # the rest of the state is loaded
         report(is_restored=is_same(ckpt.load(restored, abstract), current))
@@ -155,7 +191,7 @@ def main() -> None:
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
         try:
-            ckpt.save(step, state=state(mesh, step, changed), force=local is None)
+            ckpt.save(step, state=at(step), force=local is None)
             ckpt.wait_until_finished()
         except errors.CheckpointError as error:
             report(step=step, failed=str(error))

@@ -36,13 +36,14 @@ def test_all_processes_or_one_replica_of_them_are_one_run() -> None:
     assert runs_of([0, *range(512, 1024)]) == [[0, 2, 512], [513, 511, 1]]
 
 
-def sent(processes: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def sent(
+    processes: Sequence[int], monkeypatch: pytest.MonkeyPatch, array: Any = None
+) -> tuple[Any, Any]:
     """Returns what all processes are sent about databases that some processes have written."""
-    array: Any = np.zeros(8, np.float32)
     monkeypatch.setattr(chunking, "storing_processes", lambda _: frozenset(processes))
     stored = KnownDatabase((3, 1), "unchanged0", {"w": CONTENT}, False, tuple(processes))
     decision = Decision(0)
-    decision.take_over(stored, "3")
+    decision.take_over(stored, "3", {"w": array})
     decision.write(("v",), {"v": array}, len(processes))
     return decision.to_json(), dataclasses.astuple(Offer.of(stored, "3"))
 
@@ -68,3 +69,22 @@ def test_every_process_finds_the_folders_of_all_writers(monkeypatch: pytest.Monk
         place: Any = found.places["w"]
         linked += [old.name for old, _ in place.folders]
     assert sorted(linked) == folders
+
+
+def test_process_0_alone_takes_over_the_folders_of_host_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if several processes wrote them, as an array on devices."""
+    array = np.zeros(8, np.float32)
+    decided, _ = json.loads(json.dumps(sent([0, 2], monkeypatch, array)))
+    for index, arrays in enumerate([{"w": array, "v": array}, {}]):
+        process = Processes("dividing", 30, None, index=index, count=2)
+        found = division.divided(decided, arrays, epath.Path("run"), process)
+        assert [d.processes for d in found.databases.values()] == [(0, 2)] * 2
+        assert found.linked == {"w"}
+        assert found.places.keys() == arrays.keys()
+        if place := found.places.get("w"):
+            assert [old.name for old, _ in place.folders] == [  # type: ignore[attr-defined]
+                "ocdbt.process_unchanged0x0",
+                "ocdbt.process_unchanged0x2",
+            ]

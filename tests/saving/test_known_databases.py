@@ -42,3 +42,11 @@ def test_no_process_writes_more_to_a_database_than_the_limit(
     groups = [*known_databases.packed(named)]
     assert [name for group in groups for name in group] == [*named]
     assert [len(group) for group in groups] == expected
+
+
+def test_a_database_has_either_device_arrays_or_host_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunking, "storing_processes", lambda array: frozenset({0}))
+    arrays = {"a": array(1, 0), "h": np.zeros(1), "b": array(1, 0), "i": np.zeros(1)}
+    assert [*known_databases.packed(arrays)] == [("a", "b"), ("h", "i")]

@@ -542,7 +542,8 @@ def test_a_donated_array_is_not_taken_over(directory: Path) -> None:
 
 # --- against an oracle ---------------------------------------------------------------------------
 
-LEAVES = ("h.0", "h.1", "h.2", "w")
+HOST = ("t", "u")
+LEAVES = ("h.0", "h.1", "h.2", "w", *HOST)
 ACTIONS = st.one_of(
     st.tuples(st.just("train"), st.sets(st.sampled_from(LEAVES), max_size=2)),
     st.tuples(st.just("save"), st.integers(1, 4)),
@@ -557,7 +558,8 @@ class Oracle:
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory, self.keep = directory, keep
-        self.values = {n: np.random.default_rng(i).random(1 << 17) for i, n in enumerate(LEAVES)}
+        values = {n: np.random.default_rng(i).random(1 << 17) for i, n in enumerate(LEAVES)}
+        self.values = {n: v.astype(np.float32) if n in HOST else v for n, v in values.items()}
         self.saved: dict[int, dict[str, np.ndarray]] = {}
         self.step, self.num_devices = 0, 8
         self.open()
@@ -576,12 +578,19 @@ class Oracle:
                 n: v.tobytes() for n, v in self.saved[self.step].items()
             }
 
-    def state(self) -> dict[str, jax.Array]:
+    def state(self) -> dict[str, Any]:
         where = NamedSharding(fsdp_mesh(self.num_devices), P("fsdp"))
-        return {n: jax.device_put(v.astype(np.float32), where) for n, v in self.values.items()}
+        return {
+            n: v if n in HOST else jax.device_put(v.astype(np.float32), where)
+            for n, v in self.values.items()
+        }
 
     def train(self, leaves: set[str]) -> None:
-        self.values = {n: v + (n in leaves) for n, v in self.values.items()}
+        for name in leaves:
+            if name in HOST:
+                self.values[name] += np.float32(1)  # in place
+            else:
+                self.values[name] = self.values[name] + 1
 
     def save(self, times: int) -> None:
         for _ in range(times):
@@ -628,6 +637,9 @@ class Oracle:
 )
 @hypothesis.example(
     actions=[("save", 7), ("restart", 4), ("save", 2), ("train", {"w"}), ("save", 1)], keep=2
+)
+@hypothesis.example(
+    actions=[("save", 6), ("train", {"t"}), ("save", 1), ("restart", 4), ("save", 3)], keep=3
 )
 def test_any_sequence_of_changes_saves_and_restarts_stores_what_was_saved(
     actions: list[tuple[str, Any]], keep: int, tmp_path_factory: pytest.TempPathFactory

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reuse_on_processes import mesh_of, state
+from reuse_on_processes import mesh_of, state, with_host
 from support import PROGRAMS
 from support.compare import entries
 from support.damage import flip_bit
@@ -188,3 +188,53 @@ def test_each_host_takes_over_from_its_own_local_steps(directory: Path, tmp_path
         shutil.rmtree(directory / str(step))
     reports = run(directory, 2, 10, 10, restored=9, **places)
     assert all(told[0] == {"is_restored": True} for told in reports)
+
+
+@pytest.mark.slow
+def test_process_0_takes_over_the_leaves_on_the_host(directory: Path, tmp_path: Path) -> None:
+    """After a restart, it alone reads their other copy; then one process goes on."""
+    places = {"ramdisks": str(tmp_path / "ramdisks"), "host": True, "changed": 11}
+    ramdisks = [tmp_path / "ramdisks" / str(index) for index in range(2)]
+    (reports, _) = run(directory, 2, 1, 6, **places)
+    new = new_bytes(reports)
+    assert all(0 < new[step] < SMALL for step in (5, 6)), new
+    for step in (5, 6):
+        assert databases(directory, step) == [
+            "ocdbt.process_unchanged0x0",
+            "ocdbt.process_unchanged0x1",
+            "ocdbt.process_unchanged1x0",
+        ]
+    for place in ramdisks:
+        assert databases(place, 6) == ["ocdbt.process_unchanged0", "ocdbt.process_unchanged1"]
+        assert files(place, 6) & files(place, 4)
+    reports = run(directory, 2, 7, 12, restored=6, **places)
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    new = new_bytes(reports[0])
+    assert all(0 < new[step] < SMALL for step in (7, 8, 9, 10)), new
+    assert new[11] > SMALL, "the leaf that changed"
+    shutil.rmtree(directory / "10")
+    for step in (6, 8, 11, 12):
+        expected = with_host(state(mesh_of(2), step), step, 11)
+        assert_holds(directory, step, expected, on_other_devices=True)
+    options = CheckpointOptions(reuse=True)
+    rule = policies.PreserveAll()
+    with TorchaxCheckpointer(directory, options=options, preservation_policy=rule) as ckpt:
+        ckpt.attach()
+        for step in (13, 14, 15, 16):
+            expected = with_host(state(mesh_of(2), step), step, 11)
+            ckpt.save(step, state=expected, force=True)
+    assert files(directory, 16) & files(directory, 14)
+    for step in (13, 16):
+        expected = with_host(state(mesh_of(2), step), step, 11)
+        assert_holds(directory, step, expected, on_other_devices=True)
+
+
+@pytest.mark.slow
+def test_the_states_of_single_processes_are_always_written(directory: Path) -> None:
+    (reports, _) = run(directory, 2, 1, 5, stateful=True)
+    manifest = json.loads((directory / "5" / "manifest" / "data.json").read_text())
+    stored = {name for entry in manifest["unchanged"].values() for name in entry["xxh3_128"]}
+    assert stored
+    assert all(name.startswith("state/") for name in stored)
+    assert files(directory, 5) & files(directory, 3)
+    assert new_bytes(reports)[5] > 2 * SMALL

@@ -34,6 +34,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (serialization, "async_serialize_from_host"),
     (array_metadata_store, "multihost"),
     (type_handlers, "multihost"),
+    (type_handlers, "NumpyHandler._open_and_write"),
 )
 
 

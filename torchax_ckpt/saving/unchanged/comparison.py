@@ -18,9 +18,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
-import jax
 import numpy as np
 import xxhash
 from etils import epath
@@ -128,10 +126,12 @@ def answer(
     for number, offer in enumerate(offers):
         here: dict[str, Sequence[str]] = {}
         has_all = all(_may_be(arrays.get(n), s, d, b) for n, s, d, b in offer.arrays)
+        # Other processes have no host arrays.
+        on_host = [has_all and isinstance(arrays[name], np.ndarray) for name, *_ in offer.arrays]
+        has_all = has_all and len({*on_host}) == 1  # else one place could not store them
         for name, shape, _, block in offer.arrays if has_all else ():
             if name not in skipped:
-                array: Any = arrays[name]
-                parts = _parts(array, tuple(block))
+                parts = _parts(arrays[name], tuple(block))
                 here[name] = _encoded(block_digests.take_long(shape, tuple(block), parts))
                 del parts
         gc.collect(0)  # JAX frees memory that numpy has viewed only then
@@ -139,7 +139,7 @@ def answer(
         may_be_equal = has_all and not (
             known and any(_differs(known[number][name], sent) for name, sent in here.items())
         )
-        is_mine = number % processes.count == processes.index
+        is_mine = any(on_host) or number % processes.count == processes.index
         if offer.unread and is_mine and may_be_equal:
             stored.append(_read(offer, [directory / folder for folder in offer.folders()]))
         else:
@@ -191,10 +191,9 @@ def _is_equal(content: Content, sent: Iterable[Sequence[str]]) -> bool:
 
 
 def _may_be(array: AnyArray | None, shape: Sequence[int], dtype: str, block: Sequence[int]) -> bool:
-    """Returns whether a database may hold the values of an array; arrays of numpy never are."""
+    """Returns whether a database may hold the values of an array."""
     return (
         array is not None
-        and not isinstance(array, np.ndarray)
         and tuple(array.shape) == tuple(shape)
         and array.dtype.name == dtype
         and len(block) == len(shape)
@@ -207,11 +206,13 @@ def _differs(content: Content, sent: Sequence[str]) -> bool:
     return bool(where.size) and not np.array_equal(expected[where], rows)
 
 
-def _parts(array: jax.Array | HostArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:
+def _parts(array: AnyArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:
     """Returns parts of an array that consist of whole blocks; together, the processes have all.
 
     A step of another mesh may have blocks that are not those of any process. They are left out.
     """
+    if isinstance(array, np.ndarray):
+        return {(0,) * array.ndim: array}
     parts = host_batches.fetched(array).parts
     if all(
         start % length == 0 and size % length == 0

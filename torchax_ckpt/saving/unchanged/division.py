@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from torchax_ckpt.errors import ProcessError
@@ -45,8 +46,8 @@ class Decision:
     Attributes:
       copy: which of the two copies the step has.
       entries: for each database its arrays, the processes that have folders of it as runs (None in
-        a run of one process), and the database that the step takes over: the name of the step's
-        folder and the name of the database; or None.
+        a run of one process), the database that the step takes over (the name of the step's folder
+        and the name of the database; or None), and whether the arrays are host arrays.
       digests: stored name -> digests, for the arrays whose database the save takes over.
     """
 
@@ -54,20 +55,23 @@ class Decision:
     entries: list[list[Any]] = dataclasses.field(default_factory=list)
     digests: dict[str, Digests] = dataclasses.field(default_factory=dict)
 
-    def take_over(self, stored: KnownDatabase, step_name: str) -> None:
-        """Adds a database that the new step takes over."""
+    def take_over(
+        self, stored: KnownDatabase, step_name: str, arrays: Mapping[str, AnyArray]
+    ) -> None:
+        """Adds a database that the new step takes over; ``arrays`` are those in the save."""
         writers = None if stored.processes is None else index_runs.runs_of(stored.processes)
-        self.entries.append([[*stored.contents], writers, [step_name, stored.name]])
+        on_host = any(isinstance(arrays[name], np.ndarray) for name in stored.contents)
+        self.entries.append([[*stored.contents], writers, [step_name, stored.name], on_host])
         self.digests |= {name: content.digests for name, content in stored.contents.items()}
 
     def write(self, names: Sequence[str], arrays: Mapping[str, AnyArray], count: int) -> None:
         """Adds a database that ``count`` processes write; ``arrays`` are those in the save."""
         writers = None
         if count > 1:  # process 0 always writes the metadata of the arrays
-            devices: list[Any] = [arrays[name] for name in names]
-            indices = frozenset({0}).union(*map(chunking.storing_processes, devices))
-            writers = index_runs.runs_of(sorted(indices))
-        self.entries.append([[*names], writers, None])
+            found = (chunking.storing_processes(arrays[name]) for name in names)
+            writers = index_runs.runs_of(sorted(frozenset({0}).union(*found)))
+        on_host = any(isinstance(arrays[name], np.ndarray) for name in names)
+        self.entries.append([[*names], writers, None, on_host])
 
     def to_json(self) -> Any:
         """Returns what all processes need to know, as JSON."""
@@ -80,7 +84,7 @@ class Written:
 
     Attributes:
       databases: the databases of unchanged arrays: name -> database.
-      contents: stored name -> content, for all device arrays.
+      contents: stored name -> content, for all arrays that later saves may take over.
       identities: stored name -> the leaves in the array, if their identity proves their values.
       still: the leaves that count as still from now on; None if these do not change.
       copied_bytes: the bytes of the objects that the save copied within a bucket.
@@ -99,11 +103,11 @@ def divided(
     """Returns the division that process 0 decided.
 
     The folders of a database that the step takes over are divided among the processes, whichever
-    processes wrote them.
+    processes wrote them. Process 0 alone stores host arrays, and takes their databases over.
 
     Args:
       decision: the result of ``Decision.to_json``.
-      arrays: stored name -> array, for all arrays of the save.
+      arrays: stored name -> array, for all arrays of the save; host arrays on process 0 only.
       directory: the directory of the run.
       processes: the processes of the run.
 
@@ -116,26 +120,29 @@ def divided(
     linked: set[str] = set()
     index = processes.index if processes.count > 1 else None
     num_folders = 0
-    for number, (names, runs, source) in enumerate(entries):
+    for number, (names, runs, source, on_host) in enumerate(entries):
         writers = None if runs is None else tuple(index_runs.indices_of(runs))
+        name = unchanged.name_of(number)
+        found[name] = Database(copy, tuple(names), writers)
+        if source is not None:
+            linked.update(names)
+        if on_host and not processes.is_first:
+            continue
         if not arrays.keys() >= set(names):
             raise ProcessError(
                 f"process {processes.index} saves other arrays than process 0: expected "
                 f"{', '.join(sorted(set(names) - arrays.keys()))[:300]}. Pass the same objects to "
                 "attach on every process."
             )
-        name = unchanged.name_of(number)
-        found[name] = Database(copy, tuple(names), writers)
         if source is None:
             fresh = databases.Fresh(unchanged.folder_of(name, index), len(names))
             places |= dict.fromkeys(names, fresh)
             continue
-        linked.update(names)
         folders = []
         old = unchanged.folders_of(source[1], writers)
         for folder, new in zip(old, unchanged.folders_of(name, writers), strict=True):
-            if num_folders % processes.count == processes.index:
+            if on_host or num_folders % processes.count == processes.index:
                 folders.append((directory / source[0] / STATE / folder, new))
-            num_folders += 1
+            num_folders += not on_host
         places |= dict.fromkeys(names, databases.Linked(folders))
     return Division(found, places, frozenset(linked))

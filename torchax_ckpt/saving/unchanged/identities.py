@@ -107,7 +107,7 @@ def learned(
       kept: what ``Reuse.kept`` returned for the save.
       linked: the stored names of the arrays that the save took over.
       apart: the stored names of all arrays in databases of unchanged arrays.
-      contents: stored name -> content, for the device arrays.
+      contents: stored name -> content, for all arrays in these databases.
       arrays: stored name -> array.
     """
     new = {

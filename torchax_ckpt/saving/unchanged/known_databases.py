@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-import jax
 import numpy as np
 
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
@@ -75,13 +73,16 @@ def leaves_in(manifest: Manifest) -> frozenset[str]:
 
 
 def contents_of_arrays(
-    plan: Plan, arrays: Mapping[str, AnyArray], digests: Mapping[str, Digests]
+    plan: Plan,
+    arrays: Mapping[str, AnyArray],
+    digests: Mapping[str, Digests],
+    names: Collection[str],
 ) -> dict[str, Content]:
-    """Returns stored name -> content, for the device arrays of a save."""
+    """Returns stored name -> content, for the arrays of a save that have one of ``names``."""
     return {
         name: Content(members_of(plan, name), tuple(array.shape), array.dtype.name, digests[name])
         for name, array in arrays.items()
-        if not isinstance(array, np.ndarray)
+        if name in names
     }
 
 
@@ -95,12 +96,20 @@ def distinct(stored: Iterable[KnownDatabase]) -> list[KnownDatabase]:
     return list({(s.step, s.name): s for s in stored}.values())
 
 
-def packed(arrays: Mapping[str, jax.Array | HostArray]) -> Iterator[tuple[str, ...]]:
+def packed(arrays: Mapping[str, AnyArray]) -> Iterator[tuple[str, ...]]:
     """Divides arrays into groups for one database each; yields the names in each group.
+
+    A group has either device arrays or host arrays, which Orbax writes on different threads.
 
     A process holds what it writes of a database in memory until the database is complete. No
     process writes more of a group than the limit, except of a group of one array.
     """
+    host = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    yield from _packed({name: array for name, array in arrays.items() if name not in host})
+    yield from _packed(host)
+
+
+def _packed(arrays: Mapping[str, AnyArray]) -> Iterator[tuple[str, ...]]:
     part: list[str] = []
     written: collections.Counter[int] = collections.Counter()  # bytes of each process
     for name, array in arrays.items():

@@ -27,7 +27,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from etils import epath
 
 from torchax_ckpt.errors import CheckpointError
@@ -99,6 +98,7 @@ class Reuse:
         self._has_learned = False
         # The databases of the newest offers, their steps, and the bytes that a save would copy.
         self._offered: list[tuple[KnownDatabase, epath.Path, int]] = []
+        self._compared: frozenset[str] = frozenset()  # the arrays that the newest answer was about
         self._last: Mapping[str, Content] = {}
         # For each of the two copies: stored name -> database that holds the array.
         self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
@@ -210,10 +210,10 @@ class Reuse:
         Args:
           offers: the result of ``offers`` on process 0.
           plan: the storage plan.
-          arrays: stored name -> array; arrays of numpy are never taken over.
+          arrays: stored name -> array, for the arrays that the save may take over.
           kept: what the method ``kept`` returned for the save.
         """
-        here = self._processes
+        here, self._compared = self._processes, frozenset(arrays)
         known = [stored.contents for stored, *_ in self._offered] if here.is_first else None
         return comparison.answer(
             offers, plan, arrays, kept.arrays, self._directory.path, here, known
@@ -225,7 +225,7 @@ class Reuse:
         """Decides which databases the new step has; called on process 0 only.
 
         Args:
-          plan, arrays, kept: as for ``answer``.
+          plan, arrays, kept: as for ``answer``, but ``arrays`` are all arrays of the save.
           answers: the answers of all processes.
 
         Raises:
@@ -250,13 +250,13 @@ class Reuse:
                 folder = comparison.folders_of(path.name, stored.name, stored.processes)[0]
                 logger.warning(text, self._directory.path / folder)
                 continue
-            decision.take_over(stored, path.name)
+            decision.take_over(stored, path.name, arrays)
             self._takes_over = True
         apart = self._apart if self._leader is None else self._leader._still
         still = {
             name: array
             for name, array in arrays.items()
-            if not isinstance(array, np.ndarray)
+            if name in self._compared
             and name not in decision.digests
             and apart.issuperset(known_databases.members_of(plan, name))
         }
@@ -281,7 +281,7 @@ class Reuse:
           digests: stored name -> digests, of all arrays.
           kept: what the method ``kept`` returned for the save.
         """
-        contents = known_databases.contents_of_arrays(plan, arrays, digests)
+        contents = known_databases.contents_of_arrays(plan, arrays, digests, self._compared)
         known = identities.learned(kept, division.linked, division.places, contents, arrays)
         told = None
         if self._leader is None:

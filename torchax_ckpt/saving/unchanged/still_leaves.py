@@ -11,10 +11,12 @@ from torchax_ckpt.saving.unchanged import known_databases
 from torchax_ckpt.saving.unchanged.known_databases import Content
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-# With fewer bytes of still leaves, more databases would cost more time than they save.
+# With fewer bytes of still leaves, more databases would cost more time than they save. Host leaves
+# have databases of their own.
 _MIN_STILL_BYTES = 1 << 20
-# Smaller leaves may change now and then without being worth a rewrite of their database.
-_MIN_LEAF_BYTES = 1 << 10
+# Smaller leaves may change now and then without being worth a rewrite of their database. On the
+# host, such are the states of random generators, of up to 5 KiB.
+_MIN_LEAF_BYTES, _MIN_HOST_LEAF_BYTES = 1 << 10, 16 << 10
 
 
 def found(
@@ -24,25 +26,24 @@ def found(
     last: Mapping[str, Content],
     known: Collection[str],
 ) -> frozenset[str]:
-    """Returns the leaves that count as still after a save; none if there are few bytes of them.
+    """Returns the leaves that count as still after a save, unless there are few bytes of them.
 
     Args:
       plan: the storage plan of the save.
       arrays: stored name -> array.
-      contents: stored name -> content, for the device arrays.
+      contents: stored name -> content, for the arrays that later saves may take over.
       last: the same for the save before.
       known: the leaves that counted as still so far.
     """
-    leaves = [leaf for name, now in contents.items() for leaf in _still_in(name, now, last, known)]
-    sizes = {
-        leaf: array.size * array.dtype.itemsize // len(members)
-        for name, array in arrays.items()
-        for members in (known_databases.members_of(plan, name),)
-        for leaf in members
-    }
-    still = frozenset(leaf for leaf in leaves if sizes[leaf] >= _MIN_LEAF_BYTES)
-    is_worthwhile = sum(sizes[leaf] for leaf in still) >= _MIN_STILL_BYTES
-    return still if is_worthwhile else frozenset()
+    sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}  # is on the host -> leaf -> bytes
+    for name, now in contents.items():
+        array, members = arrays[name], known_databases.members_of(plan, name)
+        nbytes = array.size * array.dtype.itemsize // len(members)
+        on_host = isinstance(array, np.ndarray)
+        if nbytes >= (_MIN_HOST_LEAF_BYTES if on_host else _MIN_LEAF_BYTES):
+            sizes[on_host] |= dict.fromkeys(_still_in(name, now, last, known), nbytes)
+    worthwhile = (part for part in sizes.values() if sum(part.values()) >= _MIN_STILL_BYTES)
+    return frozenset().union(*worthwhile)
 
 
 def _still_in(

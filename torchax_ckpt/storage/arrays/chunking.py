@@ -124,8 +124,13 @@ def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
         yield StoredPart(start, device, tuple(within))
 
 
-def storing_processes(array: jax.Array | HostArray) -> frozenset[int]:
-    """Returns the indices of the processes that store a part of an array, see ``is_shared``."""
+def storing_processes(array: AnyArray) -> frozenset[int]:
+    """Returns the indices of the processes that store a part of an array, see ``is_shared``.
+
+    Process 0 stores the host arrays.
+    """
+    if isinstance(array, np.ndarray):
+        return frozenset({0})
     shape = tuple(array.shape)
     replicas = _replicas(array.sharding, shape)
     is_cut = written_shape(array) != _shard_shape(array)

@@ -3,7 +3,7 @@
 Orbax's public API does not let its caller choose how the processes wait for each other, which
 number an operation (a save or load) gets, or when an array is copied to the host. The context
 ``operation`` therefore replaces attributes of Orbax while torchax_ckpt saves or loads. Each
-replacement reads the context variable ``_operation``. If no operation of torchax_ckpt is
+replacement reads the context variable ``operations.current``. If no operation of torchax_ckpt is
 current, the replacement calls Orbax's original, because a program may also call Orbax directly.
 Before the first operation, ``check_internals`` checks that Orbax has the attributes to replace.
 
@@ -16,7 +16,6 @@ import abc
 import asyncio
 import concurrent.futures
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib.metadata
@@ -26,13 +25,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import BackendError
 from torchax_ckpt.runtime.replacements import Replacements
 from torchax_ckpt.snapshot.host_array import HostArray
-from torchax_ckpt.storage.arrays import chunking
-from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray
+from torchax_ckpt.storage.arrays import chunking, operations
+from torchax_ckpt.storage.arrays.operations import Operation
+from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray, PlacedHostArray
 
 # The same requirement as in pyproject.toml.
 REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
@@ -72,28 +73,6 @@ except ImportError as error:
 # --- operations of this package, and the patches they need ---------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operation:
-    """The data that the replacements of Orbax's attributes need about one save or load.
-
-    Attributes:
-      id: replaces Orbax's number of the operation, and differs from all of Orbax's numbers.
-      meet: waits for the operation's other processes at a meeting, given the meeting's name.
-      is_alone: True if no other process takes part in the operation.
-    """
-
-    id: str
-    meet: Callable[[str], None]
-    is_alone: bool
-
-
-# The operation for which this thread, or this task of an event loop, works; None for operations
-# that the program itself starts.
-_operation: contextvars.ContextVar[_Operation | None] = contextvars.ContextVar(
-    "torchax_ckpt_operation", default=None
-)
-
-
 @contextlib.contextmanager
 def operation(id: str, meet: Callable[[str], None], *, is_alone: bool) -> Iterator[None]:
     """Makes Orbax treat all calls of this thread within this context as one operation.
@@ -101,18 +80,18 @@ def operation(id: str, meet: Callable[[str], None], *, is_alone: bool) -> Iterat
     Leave the context only after all background work of Orbax for the operation has ended.
     """
     check_internals()
-    with _as_operation(_Operation(id, meet, is_alone)):
+    with _as_operation(Operation(id, meet, is_alone)):
         yield
 
 
 @contextlib.contextmanager
-def _as_operation(current: _Operation) -> Iterator[None]:
+def _as_operation(entered: Operation) -> Iterator[None]:
     with _patches:
-        token = _operation.set(current)
+        token = operations.current.set(entered)
         try:
             yield
         finally:
-            _operation.reset(token)
+            operations.current.reset(token)
 
 
 _patches = Replacements()
@@ -127,8 +106,8 @@ _replaces = _patches.register
 @_replaces(synchronization, "OperationIdGenerator.get_current_operation_id")
 def _numbered(original: Any) -> Any:
     def number(cls: Any) -> Any:
-        current = _operation.get()
-        return original.__get__(None, cls)() if current is None else current.id
+        numbered = operations.current.get()
+        return original.__get__(None, cls)() if numbered is None else numbered.id
 
     return classmethod(number)
 
@@ -138,12 +117,12 @@ def _numbered(original: Any) -> Any:
 @_replaces(multihost, "sync_global_processes")
 def _barrier(original: Any) -> Any:
     async def sync_global_processes(key: str, **settings: Any) -> None:
-        if (current := _operation.get()) is None:
+        if (entered := operations.current.get()) is None:
             await original(key, **settings)
         else:
             # Orbax calls this on its own threads, while the save's thread talks to the same
             # processes.
-            await asyncio.to_thread(current.meet, key)
+            await asyncio.to_thread(entered.meet, key)
 
     return sync_global_processes
 
@@ -154,7 +133,7 @@ def _barrier(original: Any) -> Any:
 @_replaces(execution, "_check_directory_consistency")
 def _comparison(original: Any) -> Any:
     def check(directory: Any) -> None:
-        if _operation.get() is None:
+        if operations.current.get() is None:
             original(directory)
 
     return check
@@ -165,11 +144,11 @@ def _comparison(original: Any) -> Any:
 @_replaces(future, "_SignalingThread.start")
 def _start(original: Any) -> Any:
     def start(self: Any) -> None:
-        if (current := _operation.get()) is not None:
+        if (entered := operations.current.get()) is not None:
 
             def run() -> None:
                 del self.run  # breaks a cycle: this function refers to the thread
-                _operation.set(current)
+                operations.current.set(entered)
                 self.run()
 
             self.run = run
@@ -197,7 +176,7 @@ def _compressed(original: Any) -> Any:
 @_replaces(tensorstore_utils, "get_tensorstore_raw_bytes")
 def _raw_bytes(original: Any) -> Any:
     def ask(*args: Any, **kwargs: Any) -> int:
-        return original(*args, **kwargs) if _operation.get() is None else 0
+        return original(*args, **kwargs) if operations.current.get() is None else 0
 
     return ask
 
@@ -233,6 +212,23 @@ def _placed(original: Any) -> Any:
     return write
 
 
+# The same for host arrays. Orbax's method takes no transaction.
+@_replaces(type_handlers, "NumpyHandler._open_and_write")
+def _placed_on_host(original: Any) -> Any:
+    async def write(self: Any, value: np.ndarray, spec: dict[str, Any], context: Any) -> None:
+        async def write_to(spec: dict[str, Any], transaction: Any) -> None:
+            settings = {"context": context, "transaction": transaction}
+            array = await ts.open(ts.Spec(spec), create=True, open=True, **settings)
+            await array.write(value, can_reference_source_data_indefinitely=True)
+
+        if isinstance(value, PlacedHostArray):
+            await value.place.store(spec, write_to)
+        else:
+            await original(self, value, spec, context)
+
+    return write
+
+
 def _slices(array: HostArray) -> Any:
     """Returns Orbax's form of the parts that this process stores of an array."""
     shape = chunking.written_shape(array)
@@ -263,15 +259,11 @@ class _SingleProcessView:
 
     def process_count(self) -> int:
         """Returns 1 during an operation of one process, otherwise the number of processes."""
-        return 1 if _is_alone() else self._module.process_count()
+        return 1 if operations.is_alone() else self._module.process_count()
 
     def process_index(self) -> int:
         """Returns 0 during an operation of one process, otherwise the index of this process."""
-        return 0 if _is_alone() else self._module.process_index()
-
-
-def _is_alone() -> bool:
-    return (current := _operation.get()) is not None and current.is_alone
+        return 0 if operations.is_alone() else self._module.process_index()
 
 
 def future_of(response: Any) -> concurrent.futures.Future[Any]:
@@ -357,7 +349,7 @@ def _check_operations() -> None:
     async def look() -> None:
         found.append(numbering.get_operation_id())
 
-    with _as_operation(_Operation("self-test", met.append, True)):
+    with _as_operation(Operation("self-test", met.append, True)):
         asyncio_utils.run_sync(numbering.synchronize_next_operation_id())
         assert len(met) == 1, "an operation begins without its barrier"
         asyncio_utils.run_sync(look())
@@ -389,6 +381,7 @@ def _check_users() -> None:
         (execution._SaveResponse.__init__, "_thread_runner"),
         (execution._SaveResponse._finalize_save, "multihost", "sync_global_processes"),
         (type_handlers.NumpyHandler._background_serialize, "multihost", "process_index"),
+        (type_handlers.NumpyHandler._background_serialize, "_open_and_write"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
         (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from torchax_ckpt.snapshot.host_array import HostArray
 
 
@@ -28,6 +30,22 @@ class Place(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedArray(HostArray):
-    """An array that Orbax records in the step's metadata, but that ``place`` stores."""
+    """A device array that Orbax records in the step's metadata, but that ``place`` stores."""
 
     place: Place
+
+
+class PlacedHostArray(np.ndarray):
+    """The same for a host array. Orbax treats it as it treats any array of numpy.
+
+    An array that numpy derives from it lacks the attribute ``place``.
+    """
+
+    place: Place
+
+
+def placed_on_host(array: np.ndarray, place: Place) -> PlacedHostArray:
+    """Returns a view of a host array that ``place`` stores."""
+    view = array.view(PlacedHostArray)
+    view.place = place
+    return view

@@ -37,7 +37,7 @@ from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
 from torchax_ckpt.storage.arrays import block_digests, chunking, orbax_internals
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray
+from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray, placed_on_host
 from torchax_ckpt.storage.writing import databases
 
 _Write = Callable[[Sequence[Any]], Awaitable[Awaitable[None]]]
@@ -51,7 +51,7 @@ class Batches(orbax_internals.StatusCallback):
     Orbax passes this object, as the callback of a save, to the handler of device arrays
     (``orbax_internals.PyTreeInBatches``). Orbax knows the device arrays as ``announced`` only, and
     gets their values from this object. Orbax writes host arrays without the help of this object;
-    this object computes their digests.
+    this object computes their digests, except of linked arrays.
 
     Args:
       arrays: stored name -> array.
@@ -78,11 +78,12 @@ class Batches(orbax_internals.StatusCallback):
         on_host: Callable[[int, int, int], None],
     ) -> None:
         self._device = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
-        self._linked = {
-            n: self._device.pop(n) for n, p in places.items() if isinstance(p, databases.Linked)
-        }
+        linked = {n: place for n, place in places.items() if isinstance(place, databases.Linked)}
+        self._linked = {n: self._device.pop(n) for n in linked if n in self._device}
         self._places = places
-        self._host = {n: a for n, a in arrays.items() if isinstance(a, np.ndarray)}
+        host = {n: a for n, a in arrays.items() if isinstance(a, np.ndarray)}
+        self._host = {n: a for n, a in host.items() if n not in linked}
+        self._device_places = [place for n, place in places.items() if n not in host]
         self._stacks = stacks
         self._on_host = on_host
         self._is_over = False
@@ -148,7 +149,7 @@ class Batches(orbax_internals.StatusCallback):
                 # has viewed only when Python collects garbage.
                 del fetched, stored, writing, digesting
                 gc.collect(0)
-            for place in self._places.values():
+            for place in self._device_places:
                 place.require_complete()
         except BaseException as error:
             was_cancelled = isinstance(error, asyncio.CancelledError)
@@ -195,9 +196,14 @@ class Batches(orbax_internals.StatusCallback):
         return block_digests.take(array, parts, is_stack=is_stack, with_long=with_long)
 
 
-def announced(array: AnyArray) -> HostArray | np.ndarray:
-    """Returns a host array itself, and for another array its shape, dtype and sharding."""
-    return array if isinstance(array, np.ndarray) else to_announce(array)
+def announced(array: AnyArray, place: Place | None) -> HostArray | np.ndarray:
+    """Returns a host array itself, and for another array its shape, dtype and sharding.
+
+    A host array that ``place`` stores says so.
+    """
+    if not isinstance(array, np.ndarray):
+        return to_announce(array)
+    return array if place is None else placed_on_host(array, place)
 
 
 def to_announce(array: jax.Array | HostArray) -> HostArray:

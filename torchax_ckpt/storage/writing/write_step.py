@@ -78,8 +78,15 @@ def write_step(
     tree: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         component, rest = names.component_and_rest(name)
-        tree.setdefault(component, {})[rest] = host_batches.announced(array)
+        announced = host_batches.announced(array, (places or {}).get(name))
+        tree.setdefault(component, {})[rest] = announced
         _require_readable(name, array)
+
+    def complete() -> None:
+        for place in (places or {}).values():  # those of host arrays are known to be complete now
+            place.require_complete()
+        before_commit()
+
     batches = host_batches.Batches(arrays, stacks, places or {}, options.max_host_bytes, on_host)
     pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
     items: dict[str, Any] = {
@@ -96,7 +103,7 @@ def write_step(
             arrays,
             batches,
             mode,
-            before_commit,
+            complete,
             codec=codec,
             is_alone=processes.count == 1,
         ),
