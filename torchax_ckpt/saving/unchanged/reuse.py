@@ -10,8 +10,8 @@ compares the 128-bit digests of the arrays that it saves with those of the store
 computes these digests itself, from the bytes that it would write, except for arrays on TPUs that
 are the same objects as before (``identities.py``).
 
-There are two copies of each database. Steps take them in turn, so two steps that follow each other
-share no files. This run takes over only what it wrote, or what it read and compared.
+There are two copies of each database, which steps take in turn (``copies.py``). This run takes over
+only what it wrote, or what it read and compared.
 
 In a run of several processes, process 0 knows the databases and decides. All processes know which
 leaves are still, because all must make the same storage plan. So this changes only when a step is
@@ -38,6 +38,7 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.saving.unchanged import comparison, identities, known_databases, still_leaves
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
+from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
 from torchax_ckpt.saving.unchanged.identities import Identity, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
@@ -88,7 +89,7 @@ class Reuse:
     ) -> None:
         self._leader = leader
         self._directory = directory
-        self._alternates = alternates
+        self._copies = Copies(alternates, steps)
         self._searches = searches
         self._steps = steps
         self._on_still = on_still
@@ -100,10 +101,6 @@ class Reuse:
         # The databases of the newest offers, their steps, and the bytes that a save would copy.
         self._offered: list[tuple[KnownDatabase, epath.Path, int]] = []
         self._last: Mapping[str, Content] = {}
-        # For each of the two copies: stored name -> database that holds the array.
-        self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
-        self._turn = 0
-        self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
         self._identities: dict[str, Identity] = {}
         self._may_search = searches
         # In a bucket: failed saves in a row that took databases over; next ones that take none.
@@ -132,7 +129,7 @@ class Reuse:
         """
         if not self._searches:
             return
-        self._copies = ({}, {})
+        self._copies.forget_all()
         self._identities = {}
         self._may_search = True
         if self._leader is None:
@@ -154,11 +151,10 @@ class Reuse:
         """
         if self._processes.count > 1:
             return Kept()
-        self._take_turn()
         still = self._still
         leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
         found: dict[str, Content] = {}
-        for stored in known_databases.distinct(self._copies[self._turn].values()):
+        for stored in self._copies.take_turn():
             if stored.is_verified and all(
                 (identity := self._identities.get(name)) is not None
                 and identity.content == content
@@ -180,14 +176,13 @@ class Reuse:
         if self._may_search:
             self._may_search = False
             self._search()
-        self._take_turn()
         self._takes_over, self._offered = False, []
+        stored = self._copies.take_turn()
         if self._num_in_full:
             self._num_in_full -= 1
             return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
-        stored = known_databases.distinct(self._copies[self._turn].values())
         found = [(s, paths[s.step]) for s in stored if s.step in paths]
         present = {path: databases.present(path / STATE) for path in {path for _, path in found}}
         for known, path in found:
@@ -233,7 +228,7 @@ class Reuse:
         """
         found = [*map(Answer.of_bytes, answers)]
         comparison.require_same_stacks(found)
-        decision = Decision(self._turn)
+        decision = Decision(self._copies.turn)
         for number, (stored, path, _) in enumerate(self._offered):
             live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
             is_same = {
@@ -306,16 +301,11 @@ class Reuse:
             return
         if self._takes_over:
             self._num_failed = 0
-        copy = self._copies[self._turn]
-        copy.clear()
+        known = []
         for name, database in written.databases.items():
             held = {stored: written.contents[stored] for stored in database.arrays}
-            known = KnownDatabase(committed.key, name, held, True, database.processes)
-            copy |= dict.fromkeys(held, known)
-        if written.databases:
-            self._copy_in[committed.key] = self._turn
-        present = {s.key for s in self._steps()} | {committed.key}
-        self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
+            known.append(KnownDatabase(committed.key, name, held, True, database.processes))
+        self._copies.landed(committed.key, known)
         self._identities = dict(written.identities)
         self._last = written.contents
 
@@ -325,7 +315,7 @@ class Reuse:
         The reason may be that a database of an earlier step is damaged, or that several processes
         did not agree on which leaves are still.
         """
-        self._copies[self._turn].clear()
+        self._copies.forget()
         # A service that refuses every copy must not fail every other save.
         if self._takes_over and location.is_bucket(self._directory.path):
             self._num_failed += 1
@@ -339,10 +329,8 @@ class Reuse:
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
         """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
         steps = {committed.key: committed for committed in doomed}
-        self._take_turn()  # of the next save
         directory = self._directory
-        copy = self._copies[self._turn]
-        stored = known_databases.distinct(copy.values())
+        stored = self._copies.take_turn()  # of the next save
         if needed := {s.step for s in stored if s.step is not None and s.step in steps}:
             newest = max(needed)  # the folder takes databases of one step only
             held = [s for s in stored if s.step == newest]
@@ -352,10 +340,8 @@ class Reuse:
             except OSError as error:  # the next save writes these arrays
                 logger.info("%s: no unchanged arrays are kept aside: %s", newest, error)
                 return
-            for database in held:
-                kept = dataclasses.replace(database, step=None)
-                copy |= dict.fromkeys(kept.contents, kept)
-        elif all(stored.step is not None for part in self._copies for stored in part.values()):
+            self._copies.replace(dataclasses.replace(s, step=None) for s in held)
+        elif self._copies.is_in_steps:
             retained.remove(directory.path, directory.fence)
 
     def _be_still(self, leaves: frozenset[str]) -> None:
@@ -363,11 +349,6 @@ class Reuse:
         if leaves != self._still:
             logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
             self._still = leaves
-
-    def _take_turn(self) -> None:
-        """Sets the copy for the next save, given the one that the newest step has."""
-        if (steps := self._steps()) and (copy := self._copy_in.get(steps[-1].key)) is not None:
-            self._turn = 1 - copy if self._alternates else copy
 
     def _search(self) -> None:
         """Looks for databases in the newest steps of the run, and in the folder beside them."""
@@ -391,10 +372,7 @@ class Reuse:
             if not contents.keys() >= set(database.arrays):
                 continue  # damaged
             held = {stored: contents[stored] for stored in database.arrays}
-            copy = self._copies[database.copy]
-            # A step has each array once, so it could not take over two databases with one array.
-            if copy.keys().isdisjoint(held):
-                known = KnownDatabase(key, name, held, is_verified, database.processes)
-                copy |= dict.fromkeys(held, known)
+            known = KnownDatabase(key, name, held, is_verified, database.processes)
+            self._copies.know(known, database.copy)
             if key is not None:
-                self._copy_in[key] = database.copy
+                self._copies.has(key, database.copy)
