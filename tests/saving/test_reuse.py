@@ -297,7 +297,8 @@ def test_a_damaged_index_costs_one_save(directory: Path) -> None:
         ckpt.attach(model)
         train(ckpt, model, range(1, 5))
         ckpt.wait_until_finished()
-        (directory / "3" / "state" / databases(directory, 3)[0] / "manifest.ocdbt").write_bytes(b"")
+        index = directory / "3" / "state" / databases(directory, 3)[0] / "manifest.ocdbt"
+        index.write_bytes(bytes(index.stat().st_size))
         train(ckpt, model, range(5, 6))
         with pytest.raises(SaveError, match="step 5"):
             ckpt.wait_until_finished()

@@ -36,7 +36,13 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.saving.unchanged import comparison, identities, known_databases, still_leaves
+from torchax_ckpt.saving.unchanged import (
+    comparison,
+    identities,
+    known_databases,
+    presence,
+    still_leaves,
+)
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
 from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
@@ -98,15 +104,17 @@ class Reuse:
         self._still: frozenset[str] = frozenset()
         self._apart: frozenset[str] = frozenset()
         self._has_learned = False
-        # The databases of the newest offers, their steps, and the bytes that a save would copy.
-        self._offered: list[tuple[KnownDatabase, epath.Path, int]] = []
+        # The databases of the newest offers, and their steps.
+        self._offered: list[tuple[KnownDatabase, epath.Path]] = []
         self._last: Mapping[str, Content] = {}
         self._identities: dict[str, Identity] = {}
         self._may_search = searches
         # In a bucket: failed saves in a row that took databases over; next ones that take none.
         self._takes_over = False
         self._num_failed = self._num_in_full = 0
-        self._verified: Key | None = None  # the step that was restored and compared
+        # The step that was restored and compared, and the files of its databases.
+        self._verified: Key | None = None
+        self._files: Mapping[str, Mapping[str, int]] = {}
 
     def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
         """Tells the planner which leaves are still; called before each save to this tier.
@@ -139,7 +147,11 @@ class Reuse:
             self._be_still(known_databases.leaves_in(manifest))
         # Parts of a local step may have been read from other hosts, in place of damaged ones here.
         is_read = is_verified and not self._processes.is_per_host
-        self._verified = committed.key if is_read else None
+        self._verified = None
+        with contextlib.suppress(OSError):  # without the files, the next save reads the databases
+            if is_read and self._processes.is_first:
+                self._files = databases.present(committed.path / STATE)
+            self._verified = committed.key if is_read else None
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -183,16 +195,8 @@ class Reuse:
             return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
-        found = [(s, paths[s.step]) for s in stored if s.step in paths]
-        present = {path: databases.present(path / STATE) for path in {path for _, path in found}}
-        for known, path in found:
-            folders = unchanged.folders_of(known.name, known.processes)
-            if missing := [name for name in folders if name not in present[path]]:
-                text = "%s is gone: the unchanged arrays are written again"
-                logger.warning(text, path / STATE / missing[0])
-                continue
-            self._offered.append((known, path, sum(present[path][name] for name in folders)))
-        return [Offer.of(known, path.name) for known, path, _ in self._offered]
+        self._offered = presence.whole([(s, paths[s.step]) for s in stored if s.step in paths])
+        return [Offer.of(known, path.name) for known, path in self._offered]
 
     def answer(
         self, offers: Sequence[Offer], plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept
@@ -209,7 +213,7 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
         """
         here = self._processes
-        known = [stored.contents for stored, *_ in self._offered] if here.is_first else None
+        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
         return comparison.answer(
             offers, plan, arrays, kept.arrays, self._directory.path, here, known
         ).to_bytes()
@@ -229,7 +233,7 @@ class Reuse:
         found = [*map(Answer.of_bytes, answers)]
         comparison.require_same_stacks(found)
         decision = Decision(self._copies.turn)
-        for number, (stored, path, _) in enumerate(self._offered):
+        for number, (stored, path) in enumerate(self._offered):
             live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
             is_same = {
                 name
@@ -261,6 +265,7 @@ class Reuse:
 
     def written(
         self,
+        path: epath.Path,
         division: Division,
         plan: Plan,
         arrays: Mapping[str, Any],
@@ -270,20 +275,26 @@ class Reuse:
         """Returns what is to be known once the new step is durable; called on process 0 only.
 
         Args:
+          path: the step, which all processes have written and which is not committed yet.
           division: the arrays that the save took over or stored apart.
           plan: the storage plan of the save.
           arrays: stored name -> array.
           digests: stored name -> digests, of all arrays.
           kept: what the method ``kept`` returned for the save.
+
+        Raises:
+          OSError: a database that the save took over has lost files meanwhile.
         """
+        linked = [s for s, _ in self._offered if s.contents.keys() <= division.linked]
+        files = presence.files_in(path, division.databases, linked)
         contents = known_databases.contents_of_arrays(plan, arrays, digests)
         known = identities.learned(kept, division.linked, division.places, contents, arrays)
         told = None
         if self._leader is None:
             still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
             told = None if still == self._still else sorted(still)
-        copied = sum(n for s, _, n in self._offered if s.contents.keys() <= division.linked)
-        return Written(division.databases, contents, known, told, copied)
+        copied = sum(s.num_bytes for s in linked) if location.is_bucket(path) else 0
+        return Written(division.databases, contents, known, files, told, copied)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
@@ -304,7 +315,11 @@ class Reuse:
         known = []
         for name, database in written.databases.items():
             held = {stored: written.contents[stored] for stored in database.arrays}
-            known.append(KnownDatabase(committed.key, name, held, True, database.processes))
+            known.append(
+                KnownDatabase(
+                    *(committed.key, name, held, True, database.processes), written.files[name]
+                )
+            )
         self._copies.landed(committed.key, known)
         self._identities = dict(written.identities)
         self._last = written.contents
@@ -372,7 +387,8 @@ class Reuse:
             if not contents.keys() >= set(database.arrays):
                 continue  # damaged
             held = {stored: contents[stored] for stored in database.arrays}
-            known = KnownDatabase(key, name, held, is_verified, database.processes)
+            files = presence.files_of(name, database.processes, self._files) if is_verified else ()
+            known = KnownDatabase(key, name, held, is_verified, database.processes, files)
             self._copies.know(known, database.copy)
             if key is not None:
                 self._copies.has(key, database.copy)
