@@ -141,17 +141,19 @@ class Reuse:
         self._identities = {}
         self._may_search = True
         if self._leader is None:
-            manifest = parse_manifest(committed)
-            self._last = dict(known_databases.contents_of(manifest))
-            self._has_learned = True
-            self._be_still(known_databases.leaves_in(manifest))
-        # Parts of a local step may have been read from other hosts, in place of damaged ones here.
-        is_read = is_verified and not self._processes.is_per_host
+            self._learn(parse_manifest(committed))
+        elif self._processes.count == 1 and not self._leader._has_learned:
+            # So that the first durable save stacks the leaves as earlier saves have.
+            with contextlib.suppress(OSError, CheckpointError):
+                if (manifest := parse_manifest(committed)).unchanged:
+                    self._leader._learn(manifest)
         self._verified = None
-        with contextlib.suppress(OSError):  # without the files, the next save reads the databases
-            if is_read and self._processes.is_first:
-                self._files = databases.present(committed.path / STATE)
-            self._verified = committed.key if is_read else None
+        # Parts of a local step may have been read from other hosts, in place of damaged ones here.
+        if is_verified and not self._processes.is_per_host:
+            with contextlib.suppress(OSError):  # the next save then reads the databases
+                if self._processes.is_first:
+                    self._files = databases.present(committed.path / STATE)
+                self._verified = committed.key
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -315,11 +317,8 @@ class Reuse:
         known = []
         for name, database in written.databases.items():
             held = {stored: written.contents[stored] for stored in database.arrays}
-            known.append(
-                KnownDatabase(
-                    *(committed.key, name, held, True, database.processes), written.files[name]
-                )
-            )
+            found = committed.key, name, held, True, database.processes, written.files[name]
+            known.append(KnownDatabase(*found))
         self._copies.landed(committed.key, known)
         self._identities = dict(written.identities)
         self._last = written.contents
@@ -358,6 +357,12 @@ class Reuse:
             self._copies.replace(dataclasses.replace(s, step=None) for s in held)
         elif self._copies.is_in_steps:
             retained.remove(directory.path, directory.fence)
+
+    def _learn(self, manifest: Manifest) -> None:
+        """Learns which leaves are still from the step that the run continues from."""
+        self._last = dict(known_databases.contents_of(manifest))
+        self._has_learned = True
+        self._be_still(known_databases.leaves_in(manifest))
 
     def _be_still(self, leaves: frozenset[str]) -> None:
         self._apart = leaves
