@@ -63,9 +63,11 @@ bench-accelerator: $(INSTALLED)
 # The long forms of tests/faults; each has a target of its own, and prints a table.
 torture: torture-kill torture-hosts torture-power torture-flips torture-gcs torture-fuzz torture-endurance
 
+# KILLED=2 kills a program of two processes.
 KILLS ?= 300
+KILLED ?= 1
 torture-kill: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_kill.py --kills $(KILLS)
+	$(BIN)/python tests/faults/torture_kill.py --kills $(KILLS) --processes $(KILLED)
 
 ROUNDS ?= 200
 torture-hosts: $(INSTALLED)

@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import killed_run
@@ -49,7 +49,7 @@ from torchax_ckpt.storage.writing import write_step
 
 DEVICES = 2  # of each process
 DURABLE_STEPS = 3  # a step is saved to the durable tier every so many
-BASE_ELEMENTS = 24_000
+BASE_ELEMENTS = 300_000  # fewer would not be kept apart from the others
 # How the program can be weakened: see ``killed_run``; it deletes local steps before it writes one;
 # or its bounds are ten minutes.
 WEAKENINGS = ("mixed", "delete-first", "delete-local-first", "patient")
@@ -107,6 +107,8 @@ class Start:
       trouble: name -> value: ``skew``, of its clock in seconds; ``raise`` or ``differ``, at which
         action; ``die``, in a function, as (name, number of the call, "before" or "after").
       weakening: one of ``WEAKENINGS`` or None.
+      durable_steps: a step is saved to the durable tier every so many.
+      reuse: of ``CheckpointOptions``; None for True in every second start.
     """
 
     attempt: int
@@ -119,6 +121,8 @@ class Start:
     culprit: int = 0
     trouble: dict[str, Any] = dataclasses.field(default_factory=dict)
     weakening: str | None = None
+    durable_steps: int = DURABLE_STEPS
+    reuse: bool | Literal["one-copy"] | None = None
 
 
 def initial(name: str, abstract: Any) -> np.ndarray:
@@ -352,14 +356,14 @@ def _opened(directory: Path, index: int, start: Start) -> TorchaxCheckpointer:
         local = LocalTier(place, save_decision_policy=every(1), keep=2)
     return TorchaxCheckpointer(
         directory,
-        save_decision_policy=every(DURABLE_STEPS),
+        save_decision_policy=every(start.durable_steps),
         preservation_policy=policies.LatestN(killed_run.KEPT),
         local=local,
         options=CheckpointOptions(
             process_timeout_secs=start.bounds.process_secs,
             on_save_error="raise",
             preemption_grace_secs=20,
-            reuse=start.attempt % 2 == 0,
+            reuse=start.attempt % 2 == 0 if start.reuse is None else start.reuse,
         ),
     )
 
@@ -427,7 +431,7 @@ def _actions(
         time.sleep(pace.uniform(0, 0.03))
         if trouble.get("differ") == action and _differs(ckpt, step, pace):
             continue
-        tiers = ["durable"] if is_forced or step % DURABLE_STEPS == 0 else []
+        tiers = ["durable"] if is_forced or step % start.durable_steps == 0 else []
         tiers += ["local"] if start.has_local and not is_forced else []
         details = {"step": step, "lineage": training.lineage, "tiers": tiers}
         is_saved = ckpt.save(step, metrics={"loss": step * 7 % 10}, force=is_forced)

@@ -364,12 +364,14 @@ class Verdict:
     Attributes:
       losses, wrong, leftovers: sentences; none if all is well.
       num_states: restored and compared.
+      num_linked: the steps there that share files with another one.
     """
 
     losses: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     leftovers: list[str] = dataclasses.field(default_factory=list)
     num_states: int = 0
+    num_linked: int = 0
 
 
 class Oracle:

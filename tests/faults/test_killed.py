@@ -34,6 +34,13 @@ def assert_nothing_is_lost(*args: str, at_least: int) -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_that_are_killed_lose_nothing_and_keep_neighbours_apart() -> None:
+    """They take over what does not change from earlier steps."""
+    arguments = "--processes", "2", "--kills", "2", "--seconds", "4", "--seed", "6"
+    assert_nothing_is_lost(*arguments, at_least=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weakening", "findings"),
     [
@@ -51,3 +58,13 @@ def test_a_program_that_writes_less_carefully_is_found_out(
     code, table, output = run_torture(PROGRAM, "--kills", "60", "--weakened", weakening)
     assert code == 1, output
     assert sum(table[finding] for finding in findings) > 0, output
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_neighbours_that_share_files_are_found_out() -> None:
+    arguments = "--processes", "2", "--kills", "9", "--weakened", "one-copy"
+    code, table, output = run_torture(PROGRAM, *arguments)
+    assert code == 1, output
+    assert table["wrong or failed restores"] > 0, output
+    assert "share files" in output

@@ -215,6 +215,40 @@ def test_what_was_deleted_under_the_hands_is_written_in_full(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("octets", "said"), [(None, "is gone"), (b"0", "has 1 bytes in place of ")]
+)
+def test_a_lost_or_resized_object_is_noticed_by_the_save_that_would_copy_it(
+    octets: bytes | None,
+    said: str,
+    gcs: gcs_proxy.FaultProxy,
+    bucket_run: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An object of array data, while the index of its database is still there."""
+    model, storage = Tuned(1024).to("jax"), gcs.server.storage
+    trained = sum(p.nbytes for p in model.head.parameters())
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2)
+        (lost,) = (name for name in stored(gcs, bucket_run, 1) if "/d/" in name)
+        storage.delete_file("bucket", lost)
+        if octets is not None:
+            filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+            filesystem.pipe_file(f"bucket/{lost}", octets)
+        before = gcs.uploaded_bytes
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(ckpt, model, 3)
+        assert gcs.uploaded_bytes - before > 2 * trained
+        ckpt.verify(3)
+    assert caplog.text.count(": the unchanged arrays are written again") == 1
+    assert f"{bucket_run.removeprefix('gs://bucket/')}/1/state/" in lost
+    assert f"gs://bucket/{lost} {said}" in caplog.text
+    for arrays in by_orbax(epath.Path(bucket_run), 3):
+        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+
+
+@pytest.mark.slow
 def test_a_copy_that_fails_costs_one_save(gcs: gcs_proxy.FaultProxy, bucket_run: str) -> None:
     """The objects go after the save has looked for them."""
     model = Tuned(1024).to("jax")

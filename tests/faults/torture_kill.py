@@ -1,11 +1,14 @@
 """Kills a training program with SIGKILL at random moments, and looks at what is left.
 
     python tests/faults/torture_kill.py --kills 300
+    python tests/faults/torture_kill.py --kills 300 --processes 2
 
 Three processes: this one forks the others and kills; the program (``killed_run.py``) trains; the
 oracle restores every step there is after every kill and compares. They are forked from here, where
 everything is imported but neither JAX's backend nor any thread is started, as importing takes
 seconds and a kill should not.
+
+With ``--processes``, a program of so many processes trains, see ``killed_hosts.py``.
 
 Exit code 1 if a durable step was lost, a state was wrong, leftovers piled up, or the program
 failed.
@@ -198,6 +201,16 @@ def torture(
 
 def kill_at_random(pid: int, phase: Phase, choose: random.Random) -> str:
     """Kills a program at a random moment; returns what else has ended it, or "" if nothing."""
+    failure = wait_at_random(pid, phase, choose)
+    if not has_ended(pid):
+        os.killpg(pid, signal.SIGKILL)
+    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+        failure = f"ended by itself, in {phase.describe()}"
+    return failure
+
+
+def wait_at_random(pid: int, phase: Phase, choose: random.Random) -> str:
+    """Waits for a random moment to kill a program; returns where it is stuck, or "" if nowhere."""
     aim, early, late, after = (
         choose.choice(AIMS),
         choose.uniform(0, EARLY_SECS),
@@ -216,10 +229,6 @@ def kill_at_random(pid: int, phase: Phase, choose: random.Random) -> str:
         if way == "aimed":
             wait_for(functools.partial(phase.is_at, aim), pid, PATIENCE_SECS)
         time.sleep(after if way == "aimed" else late)
-    if not has_ended(pid):
-        os.killpg(pid, signal.SIGKILL)
-    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
-        failure = f"ended by itself, in {phase.describe()}"
     return failure
 
 
@@ -254,6 +263,7 @@ def table(
         ("wrong or failed restores", len(totals.wrong)),
         ("times leftovers piled up", len(totals.leftovers)),
         ("failures of the program", len(failures)),
+        *([("looks at steps that share files", totals.num_linked)] if totals.num_linked else []),
         ("seed", seed),
         ("seconds", round(wall_secs)),
     ]
@@ -266,11 +276,23 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="then start no more")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weakened", choices=killed_run.WEAKENINGS, help="must report losses")
+    parser.add_argument("--processes", type=int, default=1, help="of the program")
+    weakenings = (*killed_run.WEAKENINGS, "one-copy")
+    parser.add_argument("--weakened", choices=weakenings, help="must report losses")
     arguments = parser.parse_args()
+    if arguments.weakened == "one-copy" and arguments.processes == 1:
+        parser.error("--weakened one-copy: only with several processes")
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as scratch:
+        if arguments.processes > 1:
+            import killed_hosts  # imports this module
+
+            return killed_hosts.torture(
+                *(arguments.kills, arguments.seconds, arguments.seed, arguments.processes),
+                arguments.weakened,
+                Path(scratch),
+            )
         return torture(
             arguments.kills, arguments.seconds, arguments.seed, arguments.weakened, Path(scratch)
         )

@@ -9,7 +9,8 @@ last save, after it has linked; "odd": the process that fails at the given step;
 snapshot; "changed": the step from which on the base has other values; "ramdisks": the folder of
 local tiers, which save each step too; "host": whether the state also has leaves on the host, of
 which one, "changing", has other values from the step "changed" on; "stateful": whether each process
-has a state of its own, of 2 MiB that do not change.
+has a state of its own, of 2 MiB that do not change; "lost": the step before which the step two
+before it loses a file that process 1 wrote.
 """
 
 from __future__ import annotations
@@ -121,6 +122,12 @@ def written(directory: epath.Path, step: int, began: float) -> int:
     return sum(file.st_size for file in found if file.st_mtime >= began)
 
 
+def lose_file(directory: epath.Path, step: int) -> None:
+    """Removes a file of unchanged arrays that process 1 wrote."""
+    folder = pathlib.Path(directory) / str(step) / "state" / "ocdbt.process_unchanged0x1"
+    max(folder.rglob("d/*"), key=lambda path: path.stat().st_size).unlink()
+
+
 def counted() -> dict[str, int]:
     """Counts what this process sends to others."""
     counts = {"messages": 0}
@@ -188,6 +195,8 @@ def main() -> None:
         before, began = counts["messages"], time.time() - 0.02  # the clock of files is coarse
         if step == last and settings.get("kill") == INDEX:
             links.link_folder = killed
+        if step == settings.get("lost") and INDEX == 0:
+            lose_file(directory, step - 2)
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
         try:

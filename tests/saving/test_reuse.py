@@ -297,7 +297,8 @@ def test_a_damaged_index_costs_one_save(directory: Path) -> None:
         ckpt.attach(model)
         train(ckpt, model, range(1, 5))
         ckpt.wait_until_finished()
-        (directory / "3" / "state" / databases(directory, 3)[0] / "manifest.ocdbt").write_bytes(b"")
+        index = directory / "3" / "state" / databases(directory, 3)[0] / "manifest.ocdbt"
+        index.write_bytes(bytes(index.stat().st_size))
         train(ckpt, model, range(5, 6))
         with pytest.raises(SaveError, match="step 5"):
             ckpt.wait_until_finished()
@@ -381,25 +382,23 @@ def test_what_is_kept_aside_without_a_readable_manifest_fails_no_save(directory:
 def test_databases_of_several_steps_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """What is kept aside is of one step; the other database goes with its step."""
     steps = [CommittedStep(n, epath.Path(tmp_path / str(n)), n) for n in (1, 2)]
-    known: dict[str, KnownDatabase] = {}
+    known: list[KnownDatabase] = []
     for committed in steps:
         name = f"w{committed.step}"
         content = Content((name,), (1,), "float32", Digests((1,), bytes(8), bytes(16)))
-        known[name] = KnownDatabase(committed.key, "unchanged0", {name: content}, is_verified=True)
+        known.append(KnownDatabase(committed.key, "unchanged0", {name: content}, True))
         for folder in ("manifest", "state/ocdbt.process_unchanged0"):
             (committed.path / folder).mkdir(parents=True)
             (committed.path / folder / "file").write_text(name)
     directory = RunDirectory(tmp_path)
     reuse = Reuse(directory, True, True, list, lambda leaves: None)
-    reuse._copies[0].update(known)
+    reuse._copies.replace(known, 0)
     reuse.retain(steps)
     directory.release()
     place = tmp_path / "unchanged" / "state" / "ocdbt.process_unchanged0"
     assert (place / "file").read_text() == "w2"
-    assert {name: stored.step for name, stored in reuse._copies[0].items()} == {
-        "w1": (1, 1),
-        "w2": None,
-    }
+    found = {name: stored.step for stored in reuse._copies.take_turn() for name in stored.contents}
+    assert found == {"w1": (1, 1), "w2": None}
 
 
 def test_orbax_does_not_list_what_is_kept_aside(directory: Path) -> None:

@@ -169,6 +169,18 @@ def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
 
 
 @pytest.mark.slow
+def test_what_another_process_wrote_and_lost_is_written_again(directory: Path) -> None:
+    """Only process 0 looks at the files, which are those of both processes."""
+    (reports, _) = run(directory, 2, 1, 8, lost=7)
+    new = new_bytes(reports)
+    assert all(new[step] < SMALL for step in (5, 6, 8))
+    assert new[7] > WHOLE
+    assert reports[-1]["steps"] == [*range(1, 9)]
+    for step in (7, 8):
+        assert_whole(directory, step)
+
+
+@pytest.mark.slow
 def test_each_host_takes_over_from_its_own_local_steps(directory: Path, tmp_path: Path) -> None:
     """After a restart, the host whose copy was damaged writes it anew."""
     ramdisks = [tmp_path / "ramdisks" / str(index) for index in range(2)]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
 from etils import epath
 from support.compare import assert_trees_identical, entries, training_state
 from support.damage import flip_bit
-from support.linked import data_file, databases, files
+from support.linked import assert_holds, data_file, databases, files
 from support.models import Tuned
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, Event, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.saving.unchanged.reuse import Reuse
@@ -116,3 +120,62 @@ def test_a_damaged_local_copy_is_written_again_after_a_restart(
     shutil.rmtree(directory / "7")
     shutil.copytree(ramdisk / "7", directory / "7")
     assert_resumes(directory, 7, state)
+
+
+def layers(step: int) -> dict[str, Any]:
+    """Layers of 512 KiB in one stack; the first three do not change."""
+    found = {
+        str(i): np.random.default_rng(i).random((512, 256), np.float32) + (step if i > 2 else 0)
+        for i in range(4)
+    }
+    device = jax.devices()[0]
+    return {"h": {name: jax.device_put(host, device) for name, host in found.items()}}
+
+
+def saved(directory: Path, ramdisk: Path, last: int, **settings: Any) -> dict[int, int]:
+    """Resumes, saves as ``run`` does, functional state; returns what durable saves wrote."""
+    every = policies.FixedIntervalPolicy
+    events: list[Event] = []
+    with TorchaxCheckpointer(
+        directory,
+        save_decision_policy=policies.SpecificStepsPolicy(tuple(range(1, 100, 2))),
+        preservation_policy=policies.PreserveAll(),
+        local=LocalTier(ramdisk, save_decision_policy=every(1), keep=8),
+        options=dataclasses.replace(REUSE, **settings),
+        on_event=events.append,
+    ) as ckpt:
+        for step in range(ckpt.attach() + 1, last + 1):
+            assert ckpt.save(step, state=layers(step))
+            ckpt.wait_until_finished()
+    return {
+        event.step: event.values["new_bytes"]
+        for event in events
+        if event.name == "durable" and event.step is not None
+    }
+
+
+def test_the_first_durable_save_after_a_restart_from_a_local_step_links(
+    directory: Path, ramdisk: Path
+) -> None:
+    """Also if some layers of a stack change, which the plan of the first save must know."""
+    saved(directory, ramdisk, 10)
+    new = saved(directory, ramdisk, 15)
+    assert new.keys() == {11, 13, 15}
+    assert max(new.values()) < 1 << 20, new
+    for step in (11, 15):
+        assert files(directory, step) & files(directory, step - 4)
+        assert not files(directory, step) & files(directory, step - 2)
+        assert_holds(directory, step, layers(step))
+
+
+def test_after_a_restart_from_a_local_step_a_damaged_durable_copy_is_written_again(
+    directory: Path, ramdisk: Path
+) -> None:
+    """The local step says which leaves are still, but nothing about what durable steps hold."""
+    saved(directory, ramdisk, 10)
+    flip_bit(path := data_file(directory, 7), path.stat().st_size // 2)
+    new = saved(directory, ramdisk, 13)
+    assert new[11] > 1 << 20
+    assert new[13] < 1 << 20
+    assert_holds(directory, 11, layers(11))
+    assert_holds(directory, 13, layers(13))

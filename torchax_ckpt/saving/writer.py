@@ -210,7 +210,8 @@ class Writer:
         self._compression.end(len(stored))
         self._written = None
         if reuse and processes.is_first:
-            self._written = reuse.written(division, plan, stored, digests, capture.kept)
+            path = directory.path / name
+            self._written = reuse.written(path, division, plan, stored, digests, capture.kept)
         if self._hosts is None:
             durable = self._commit(capture.step, name)
         else:

@@ -86,6 +86,7 @@ class Written:
       databases: the databases of unchanged arrays: name -> database.
       contents: stored name -> content, for all arrays that later saves may take over.
       identities: stored name -> the leaves in the array, if their identity proves their values.
+      files: for each of the databases its files, as in ``KnownDatabase``.
       still: the leaves that count as still from now on; None if these do not change.
       copied_bytes: the bytes of the objects that the save copied within a bucket.
     """
@@ -93,6 +94,7 @@ class Written:
     databases: Mapping[str, Database]
     contents: Mapping[str, Content]
     identities: Mapping[str, Identity]
+    files: Mapping[str, Sequence[Mapping[str, int]]]
     still: Sequence[str] | None
     copied_bytes: int
 

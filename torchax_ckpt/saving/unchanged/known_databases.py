@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class KnownDatabase:
       contents: stored name -> content, for the arrays in the database.
       is_verified: whether this run wrote the database, or read and compared it.
       processes: as in ``Database``.
+      files: the files of each folder of the database: name below the folder -> bytes, as they were
+        when this run had written, taken over or read the database; empty if it has done none.
     """
 
     step: Key | None
@@ -55,6 +57,12 @@ class KnownDatabase:
     contents: Mapping[str, Content]
     is_verified: bool
     processes: tuple[int, ...] | None = None
+    files: Sequence[Mapping[str, int]] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(sum(files.values()) for files in self.files)
 
 
 def contents_of(manifest: Manifest) -> Iterator[tuple[str, Content]]:

@@ -10,8 +10,8 @@ compares the 128-bit digests of the arrays that it saves with those of the store
 computes these digests itself, from the bytes that it would write, except for arrays on TPUs that
 are the same objects as before (``identities.py``).
 
-There are two copies of each database. Steps take them in turn, so two steps that follow each other
-share no files. This run takes over only what it wrote, or what it read and compared.
+There are two copies of each database, which steps take in turn (``copies.py``). This run takes over
+only what it wrote, or what it read and compared.
 
 In a run of several processes, process 0 knows the databases and decides. All processes know which
 leaves are still, because all must make the same storage plan. So this changes only when a step is
@@ -35,8 +35,15 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.saving.unchanged import comparison, identities, known_databases, still_leaves
+from torchax_ckpt.saving.unchanged import (
+    comparison,
+    identities,
+    known_databases,
+    presence,
+    still_leaves,
+)
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
+from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
 from torchax_ckpt.saving.unchanged.identities import Identity, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
@@ -87,7 +94,7 @@ class Reuse:
     ) -> None:
         self._leader = leader
         self._directory = directory
-        self._alternates = alternates
+        self._copies = Copies(alternates, steps)
         self._searches = searches
         self._steps = steps
         self._on_still = on_still
@@ -96,20 +103,18 @@ class Reuse:
         self._still: frozenset[str] = frozenset()
         self._apart: frozenset[str] = frozenset()
         self._has_learned = False
-        # The databases of the newest offers, their steps, and the bytes that a save would copy.
-        self._offered: list[tuple[KnownDatabase, epath.Path, int]] = []
+        # The databases of the newest offers, and their steps.
+        self._offered: list[tuple[KnownDatabase, epath.Path]] = []
         self._compared: frozenset[str] = frozenset()  # the arrays that the newest answer was about
         self._last: Mapping[str, Content] = {}
-        # For each of the two copies: stored name -> database that holds the array.
-        self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
-        self._turn = 0
-        self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
         self._identities: dict[str, Identity] = {}
         self._may_search = searches
         # In a bucket: failed saves in a row that took databases over; next ones that take none.
         self._takes_over = False
         self._num_failed = self._num_in_full = 0
-        self._verified: Key | None = None  # the step that was restored and compared
+        # The step that was restored and compared, and the files of its databases.
+        self._verified: Key | None = None
+        self._files: Mapping[str, Mapping[str, int]] = {}
 
     def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
         """Tells the planner which leaves are still; called before each save to this tier.
@@ -132,17 +137,23 @@ class Reuse:
         """
         if not self._searches:
             return
-        self._copies = ({}, {})
+        self._copies.forget_all()
         self._identities = {}
         self._may_search = True
         if self._leader is None:
-            manifest = parse_manifest(committed)
-            self._last = dict(known_databases.contents_of(manifest))
-            self._has_learned = True
-            self._be_still(known_databases.leaves_in(manifest))
+            self._learn(parse_manifest(committed))
+        elif self._processes.count == 1 and not self._leader._has_learned:
+            # So that the first durable save stacks the leaves as earlier saves have.
+            with contextlib.suppress(OSError, CheckpointError):
+                if (manifest := parse_manifest(committed)).unchanged:
+                    self._leader._learn(manifest)
+        self._verified = None
         # Parts of a local step may have been read from other hosts, in place of damaged ones here.
-        is_read = is_verified and not self._processes.is_per_host
-        self._verified = committed.key if is_read else None
+        if is_verified and not self._processes.is_per_host:
+            with contextlib.suppress(OSError):  # the next save then reads the databases
+                if self._processes.is_first:
+                    self._files = databases.present(committed.path / STATE)
+                self._verified = committed.key
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
@@ -154,11 +165,10 @@ class Reuse:
         """
         if self._processes.count > 1:
             return Kept()
-        self._take_turn()
         still = self._still
         leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
         found: dict[str, Content] = {}
-        for stored in known_databases.distinct(self._copies[self._turn].values()):
+        for stored in self._copies.take_turn():
             if stored.is_verified and all(
                 (identity := self._identities.get(name)) is not None
                 and identity.content == content
@@ -180,24 +190,15 @@ class Reuse:
         if self._may_search:
             self._may_search = False
             self._search()
-        self._take_turn()
         self._takes_over, self._offered = False, []
+        stored = self._copies.take_turn()
         if self._num_in_full:
             self._num_in_full -= 1
             return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
-        stored = known_databases.distinct(self._copies[self._turn].values())
-        found = [(s, paths[s.step]) for s in stored if s.step in paths]
-        present = {path: databases.present(path / STATE) for path in {path for _, path in found}}
-        for known, path in found:
-            folders = unchanged.folders_of(known.name, known.processes)
-            if missing := [name for name in folders if name not in present[path]]:
-                text = "%s is gone: the unchanged arrays are written again"
-                logger.warning(text, path / STATE / missing[0])
-                continue
-            self._offered.append((known, path, sum(present[path][name] for name in folders)))
-        return [Offer.of(known, path.name) for known, path, _ in self._offered]
+        self._offered = presence.whole([(s, paths[s.step]) for s in stored if s.step in paths])
+        return [Offer.of(known, path.name) for known, path in self._offered]
 
     def answer(
         self, offers: Sequence[Offer], plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept
@@ -214,7 +215,7 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
         """
         here, self._compared = self._processes, frozenset(arrays)
-        known = [stored.contents for stored, *_ in self._offered] if here.is_first else None
+        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
         return comparison.answer(
             offers, plan, arrays, kept.arrays, self._directory.path, here, known
         ).to_bytes()
@@ -233,8 +234,8 @@ class Reuse:
         """
         found = [*map(Answer.of_bytes, answers)]
         comparison.require_same_stacks(found)
-        decision = Decision(self._turn)
-        for number, (stored, path, _) in enumerate(self._offered):
+        decision = Decision(self._copies.turn)
+        for number, (stored, path) in enumerate(self._offered):
             live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
             is_same = {
                 name
@@ -266,6 +267,7 @@ class Reuse:
 
     def written(
         self,
+        path: epath.Path,
         division: Division,
         plan: Plan,
         arrays: Mapping[str, Any],
@@ -275,20 +277,26 @@ class Reuse:
         """Returns what is to be known once the new step is durable; called on process 0 only.
 
         Args:
+          path: the step, which all processes have written and which is not committed yet.
           division: the arrays that the save took over or stored apart.
           plan: the storage plan of the save.
           arrays: stored name -> array.
           digests: stored name -> digests, of all arrays.
           kept: what the method ``kept`` returned for the save.
+
+        Raises:
+          OSError: a database that the save took over has lost files meanwhile.
         """
+        linked = [s for s, _ in self._offered if s.contents.keys() <= division.linked]
+        files = presence.files_in(path, division.databases, linked)
         contents = known_databases.contents_of_arrays(plan, arrays, digests, self._compared)
         known = identities.learned(kept, division.linked, division.places, contents, arrays)
         told = None
         if self._leader is None:
             still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
             told = None if still == self._still else sorted(still)
-        copied = sum(n for s, _, n in self._offered if s.contents.keys() <= division.linked)
-        return Written(division.databases, contents, known, told, copied)
+        copied = sum(s.num_bytes for s in linked) if location.is_bucket(path) else 0
+        return Written(division.databases, contents, known, files, told, copied)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
@@ -306,16 +314,12 @@ class Reuse:
             return
         if self._takes_over:
             self._num_failed = 0
-        copy = self._copies[self._turn]
-        copy.clear()
+        known = []
         for name, database in written.databases.items():
             held = {stored: written.contents[stored] for stored in database.arrays}
-            known = KnownDatabase(committed.key, name, held, True, database.processes)
-            copy |= dict.fromkeys(held, known)
-        if written.databases:
-            self._copy_in[committed.key] = self._turn
-        present = {s.key for s in self._steps()} | {committed.key}
-        self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
+            found = committed.key, name, held, True, database.processes, written.files[name]
+            known.append(KnownDatabase(*found))
+        self._copies.landed(committed.key, known)
         self._identities = dict(written.identities)
         self._last = written.contents
 
@@ -325,7 +329,7 @@ class Reuse:
         The reason may be that a database of an earlier step is damaged, or that several processes
         did not agree on which leaves are still.
         """
-        self._copies[self._turn].clear()
+        self._copies.forget()
         # A service that refuses every copy must not fail every other save.
         if self._takes_over and location.is_bucket(self._directory.path):
             self._num_failed += 1
@@ -339,10 +343,8 @@ class Reuse:
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
         """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
         steps = {committed.key: committed for committed in doomed}
-        self._take_turn()  # of the next save
         directory = self._directory
-        copy = self._copies[self._turn]
-        stored = known_databases.distinct(copy.values())
+        stored = self._copies.take_turn()  # of the next save
         if needed := {s.step for s in stored if s.step is not None and s.step in steps}:
             newest = max(needed)  # the folder takes databases of one step only
             held = [s for s in stored if s.step == newest]
@@ -352,22 +354,21 @@ class Reuse:
             except OSError as error:  # the next save writes these arrays
                 logger.info("%s: no unchanged arrays are kept aside: %s", newest, error)
                 return
-            for database in held:
-                kept = dataclasses.replace(database, step=None)
-                copy |= dict.fromkeys(kept.contents, kept)
-        elif all(stored.step is not None for part in self._copies for stored in part.values()):
+            self._copies.replace(dataclasses.replace(s, step=None) for s in held)
+        elif self._copies.is_in_steps:
             retained.remove(directory.path, directory.fence)
+
+    def _learn(self, manifest: Manifest) -> None:
+        """Learns which leaves are still from the step that the run continues from."""
+        self._last = dict(known_databases.contents_of(manifest))
+        self._has_learned = True
+        self._be_still(known_databases.leaves_in(manifest))
 
     def _be_still(self, leaves: frozenset[str]) -> None:
         self._apart = leaves
         if leaves != self._still:
             logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
             self._still = leaves
-
-    def _take_turn(self) -> None:
-        """Sets the copy for the next save, given the one that the newest step has."""
-        if (steps := self._steps()) and (copy := self._copy_in.get(steps[-1].key)) is not None:
-            self._turn = 1 - copy if self._alternates else copy
 
     def _search(self) -> None:
         """Looks for databases in the newest steps of the run, and in the folder beside them."""
@@ -391,10 +392,8 @@ class Reuse:
             if not contents.keys() >= set(database.arrays):
                 continue  # damaged
             held = {stored: contents[stored] for stored in database.arrays}
-            copy = self._copies[database.copy]
-            # A step has each array once, so it could not take over two databases with one array.
-            if copy.keys().isdisjoint(held):
-                known = KnownDatabase(key, name, held, is_verified, database.processes)
-                copy |= dict.fromkeys(held, known)
+            files = presence.files_of(name, database.processes, self._files) if is_verified else ()
+            known = KnownDatabase(key, name, held, is_verified, database.processes, files)
+            self._copies.know(known, database.copy)
             if key is not None:
-                self._copy_in[key] = database.copy
+                self._copies.has(key, database.copy)

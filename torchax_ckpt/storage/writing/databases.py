@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from etils import epath
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.arrays.placed_array import Place
-from torchax_ckpt.storage.medium import bucket, links, location
+from torchax_ckpt.storage.medium import bucket, containment, links, location
 
 logger = logging.getLogger(__name__)
 
@@ -90,29 +91,36 @@ class Linked(Place):
             raise RuntimeError(f"{self.folders}: was not taken over")
 
 
-def present(state: epath.Path) -> dict[str, int]:
-    """Returns the folders of databases of unchanged arrays in a step that a save can take over.
+def present(state: epath.Path) -> dict[str, dict[str, int]]:
+    """Returns the files of the databases of unchanged arrays in a step.
 
     Args:
       state: the step's item of arrays.
 
     Returns:
-      Name of the folder -> the bytes that the save would copy within the storage service; 0 on a
-      file system, where it makes links.
+      Name of the folder -> name of the file below the folder -> bytes; without the folders that
+      lack the index of their database.
 
     Raises:
       OSError: storage does not answer.
     """
-    if not location.is_bucket(state):
-        with contextlib.suppress(FileNotFoundError):
-            return {f.name: 0 for f in state.iterdir() if (f / _INDEX).exists()}
-        return {}
-    objects = bucket.sizes(state, unchanged.FOLDER_PREFIX)
-    found: collections.Counter[str] = collections.Counter()
-    for name, size in objects.items():
-        if f"{(folder := name.partition('/')[0])}/{_INDEX}" in objects:
-            found[folder] += size
-    return dict(found)
+    sizes = bucket.sizes if location.is_bucket(state) else _sizes
+    found: collections.defaultdict[str, dict[str, int]] = collections.defaultdict(dict)
+    for name, size in sizes(state, unchanged.FOLDER_PREFIX).items():
+        folder, _, file = name.partition("/")
+        found[folder][file] = size
+    return {folder: files for folder, files in found.items() if _INDEX in files}
+
+
+def _sizes(state: epath.Path, prefix: str) -> dict[str, int]:
+    """Returns what ``bucket.sizes`` returns, on a file system; {} if there is no such path."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for folder in os.listdir(state):
+            if folder.startswith(prefix):
+                for path, status in containment.walk(state / folder):
+                    found[os.path.relpath(path, state)] = status.st_size
+    return found
 
 
 def has_only(folder: epath.Path, names: Iterable[str]) -> bool:

@@ -1,0 +1,172 @@
+"""A save takes over no database that has lost a file, whatever it still has of its index."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from etils import epath
+from support.compare import assert_trees_identical, training_state
+from support.damage import halve
+from support.linked import data_file, databases, files
+from support.models import Tuned
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.layout.digests import Digests
+from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.saving.unchanged import presence
+from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
+from torchax_ckpt.storage.medium import links
+
+REUSE = CheckpointOptions(reuse=True)
+ALL = {"preservation_policy": policies.PreserveAll()}
+AGAIN = ": the unchanged arrays are written again"
+
+
+@contextlib.contextmanager
+def opened(directory: Path, model: Tuned, **settings: Any) -> Iterator[Callable[..., None]]:
+    """Resumes a run; yields a function that trains the head, and saves steps one by one."""
+    with TorchaxCheckpointer(directory, options=REUSE, **{**ALL, **settings}) as ckpt:
+        ckpt.attach(model)
+
+        def train(*steps: int) -> None:
+            for step in steps:
+                with torch.no_grad():
+                    model.head.weight.add_(step)
+                ckpt.save(step, force=True)
+                ckpt.wait_until_finished()
+
+        yield train
+
+
+def assert_resumes(directory: Path, step: int, model: Tuned) -> None:
+    """Asserts that the newest step is the model, and that every byte of all steps can be read."""
+    found = Tuned().to("jax")
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
+        assert ckpt.attach(found) == step
+        ckpt.verify(step)
+    assert_trees_identical(training_state(found), training_state(model))
+
+
+def longer(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(os.unlink, "is gone"), (halve, "bytes in place of"), (longer, "bytes in place of")],
+)
+def test_a_lost_or_resized_data_file_is_noticed_by_the_save_that_would_take_it_over(
+    damage: Callable[[Path], None], said: str, directory: Path, caplog: Any
+) -> None:
+    model = Tuned().to("jax")
+    with opened(directory, model) as train:
+        train(1, 2, 3, 4)
+        damage(lost := data_file(directory, 3))
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(5, 6, 7)
+    assert caplog.text.count(AGAIN) == 1
+    assert said in caplog.text
+    assert str(lost) in caplog.text
+    assert not files(directory, 5) & files(directory, 1)
+    assert files(directory, 6) & files(directory, 4)
+    assert files(directory, 7) & files(directory, 5)
+    assert_resumes(directory, 7, model)
+
+
+def test_it_is_noticed_in_the_step_that_the_run_was_restored_from(
+    directory: Path, caplog: Any
+) -> None:
+    model = Tuned().to("jax")
+    with opened(directory, model) as train:
+        train(1, 2, 3, 4)
+    with opened(directory, model) as train:
+        data_file(directory, 4).unlink()
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(5, 6, 7, 8)
+    assert caplog.text.count(AGAIN) == 1
+    assert files(directory, 5) & files(directory, 3)
+    assert files(directory, 8) & files(directory, 6)
+    assert_resumes(directory, 8, model)
+
+
+def test_it_is_noticed_in_what_is_kept_aside(directory: Path, caplog: Any) -> None:
+    model = Tuned().to("jax")
+    with opened(directory, model, preservation_policy=policies.LatestN(1)) as train:
+        train(1, 2, 3)
+        folder = directory / "unchanged" / "state" / databases(directory, 3)[0]
+        max(folder.rglob("d/*"), key=lambda path: path.stat().st_size).unlink()
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(4, 5, 6)
+    assert caplog.text.count(AGAIN) == 1
+    assert_resumes(directory, 6, model)
+
+
+def test_a_file_that_changes_while_it_is_taken_over_costs_the_save(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save has looked at the files before; the next one writes all arrays."""
+    model = Tuned().to("jax")
+    link = links.link_folder
+
+    def change(*args: Any, **kwargs: Any) -> None:
+        longer(data_file(directory, 3))
+        link(*args, **kwargs)
+
+    with opened(directory, model) as train:
+        train(1, 2, 3, 4)
+        monkeypatch.setattr(links, "link_folder", change)
+        with pytest.raises(SaveError, match="saving step 5 .* in place of .* before the step was"):
+            train(5)
+        monkeypatch.setattr(links, "link_folder", link)
+        train(6, 7, 8)
+    assert not files(directory, 6) & files(directory, 4)
+    assert files(directory, 8) & files(directory, 6)
+    assert_resumes(directory, 8, model)
+
+
+def test_what_one_of_several_files_leaves_behind_is_not_committed(tmp_path: Path) -> None:
+    """If a database has several files, Orbax does not open all of them when it writes a step."""
+    step = epath.Path(tmp_path)
+    folder = step / "state" / "ocdbt.process_unchanged0x1"
+    (folder / "d").mkdir(parents=True)
+    sizes = {"manifest.ocdbt": 3, "d/a": 5, "d/b": 0}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(size))
+    stored = {"unchanged0": Database(0, ("w",), (1,))}
+    content = Content(("w",), (1,), "float32", Digests((1,), bytes(8), bytes(16)))
+    taken = KnownDatabase((1, 1), "unchanged7", {"w": content}, True, (5,), [sizes])
+    assert presence.files_in(step, stored, [taken]) == {"unchanged0": [sizes]}
+    (folder / "d" / "b").unlink()
+    with pytest.raises(FileNotFoundError, match="is gone before the step was committed.*x1/d/b"):
+        presence.files_in(step, stored, [taken])
+    assert presence.files_in(step, stored, []) == {"unchanged0": [{"manifest.ocdbt": 3, "d/a": 5}]}
+    (folder / "manifest.ocdbt").unlink()
+    with pytest.raises(FileNotFoundError, match="is gone before the step was committed"):
+        presence.files_in(step, stored, [])
+
+
+def test_many_lost_files_are_logged_once(directory: Path, caplog: Any) -> None:
+    """With files beside them that belong to no database."""
+    model = Tuned().to("jax")
+    with opened(directory, model) as train:
+        train(1, 2, 3, 4)
+        lost = [*(directory / "3" / "state" / databases(directory, 3)[0]).rglob("d/*")]
+        for path in lost:
+            path.unlink()
+        kept = data_file(directory, 4)
+        kept.with_name("other").write_bytes(b"")
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(5, 6)
+    assert caplog.text.count(AGAIN) == 1
+    assert len(lost) == 1 or f"and {len(lost) - 1} more{AGAIN}" in caplog.text
+    assert files(directory, 6) & files(directory, 4)
+    assert_resumes(directory, 6, model)
