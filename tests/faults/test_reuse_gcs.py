@@ -8,6 +8,7 @@ import os
 import re
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import gcs_proxy
@@ -21,6 +22,7 @@ from support.models import Tuned
 
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.saving.unchanged import presence
 from torchax_ckpt.storage.medium import bucket
 
 pytest_plugins = ("gcs_fixtures",)
@@ -246,6 +248,35 @@ def test_a_lost_or_resized_object_is_noticed_by_the_save_that_would_copy_it(
     assert f"gs://bucket/{lost} {said}" in caplog.text
     for arrays in by_orbax(epath.Path(bucket_run), 3):
         assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_a_step_with_an_object_of_another_size_is_not_committed(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object is replaced after the save has looked for it, and before it is copied."""
+    model, whole = Tuned(1024).to("jax"), presence.whole
+
+    def replaced(known: Any) -> Any:
+        found = whole(known)
+        (name,) = (name for name in stored(gcs, bucket_run, 1) if "/d/" in name)
+        filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+        filesystem.pipe_file(f"bucket/{name}", filesystem.cat_file(f"bucket/{name}") + b"0")
+        return found
+
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2)
+        monkeypatch.setattr(presence, "whole", replaced)
+        with pytest.raises(SaveError, match="bytes in place of .* before the step was committed"):
+            train(ckpt, model, 3)
+        assert ckpt.all_steps() == [1, 2]
+        with TorchaxCheckpointer(bucket_run, options=CheckpointOptions(read_only=True)) as reader:
+            assert reader.all_steps() == [1, 2]
+        monkeypatch.setattr(presence, "whole", whole)
+        train(ckpt, model, 4)
+        assert ckpt.all_steps() == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -22,10 +22,10 @@ write = write_step.write_step
 
 
 def slow(path: Any, *args: Any, before_commit: Any, **kwargs: Any) -> None:
-    def stay() -> None:
+    def stay(folder: Any) -> None:
         print("writing", flush=True)
         sys.stdin.readline()
-        before_commit()
+        before_commit(folder)
 
     write(path, *args, before_commit=stay, **kwargs)
 

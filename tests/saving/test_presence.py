@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.saving.unchanged import presence
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
-from torchax_ckpt.storage.medium import links
+from torchax_ckpt.saving.unchanged.reuse import Reuse
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import links, location
 
 REUSE = CheckpointOptions(reuse=True)
 ALL = {"preservation_policy": policies.PreserveAll()}
@@ -146,27 +149,55 @@ def test_what_one_of_several_files_leaves_behind_is_not_committed(tmp_path: Path
     taken = KnownDatabase((1, 1), "unchanged7", {"w": content}, True, (5,), [sizes])
     assert presence.files_in(step, stored, [taken]) == {"unchanged0": [sizes]}
     (folder / "d" / "b").unlink()
-    with pytest.raises(FileNotFoundError, match="is gone before the step was committed.*x1/d/b"):
+    with pytest.raises(SaveError, match="x1/d/b is gone before the step was committed"):
         presence.files_in(step, stored, [taken])
     assert presence.files_in(step, stored, []) == {"unchanged0": [{"manifest.ocdbt": 3, "d/a": 5}]}
     (folder / "manifest.ocdbt").unlink()
-    with pytest.raises(FileNotFoundError, match="is gone before the step was committed"):
+    with pytest.raises(SaveError, match="x1 is gone before the step was committed"):
         presence.files_in(step, stored, [])
 
 
-def test_many_lost_files_are_logged_once(directory: Path, caplog: Any) -> None:
-    """With files beside them that belong to no database."""
+def test_many_lost_files_are_logged_once(tmp_path: Path, caplog: Any) -> None:
+    """A file that no database wrote does not count, neither when it comes nor when it goes."""
+    folder = tmp_path / "state" / "ocdbt.process_unchanged0"
+    (folder / "d").mkdir(parents=True)
+    sizes = {"manifest.ocdbt": 3, "d/a": 5, "d/b": 7}
+    for name, size in (*sizes.items(), ("d/other", 1)):
+        (folder / name).write_bytes(bytes(size))
+    step = epath.Path(tmp_path)
+    known = KnownDatabase((1, 1), "unchanged0", {}, True, None, [sizes])
+    assert presence.whole([(known, step)]) == [(known, step)]
+    for name in ("a", "b"):
+        (folder / "d" / name).unlink()
+    assert presence.whole([(known, step)]) == []
+    assert f"{folder}/d/a is gone, and 1 more{AGAIN}" in caplog.text
+
+
+def test_only_failures_of_saves_that_copy_in_a_bucket_keep_saves_from_copying(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Where a save fails before it knows what it could copy, the service refused no copy."""
+    reuse = Reuse(RunDirectory(directory), True, True, list, lambda leaves: None)
+    monkeypatch.setattr(location, "is_bucket", lambda path: True)
+    for takes_over in (True, False, False, True):
+        reuse._takes_over = takes_over
+        reuse.failed()
+        reuse.failed()
+    said = [re.findall(r"the next (\d+) saves write all", text) for text in caplog.messages]
+    assert said == [["2"], ["4"]]
+
+
+def test_files_of_others_beside_a_database_keep_no_save_from_linking(
+    directory: Path, caplog: Any
+) -> None:
     model = Tuned().to("jax")
     with opened(directory, model) as train:
         train(1, 2, 3, 4)
-        lost = [*(directory / "3" / "state" / databases(directory, 3)[0]).rglob("d/*")]
-        for path in lost:
-            path.unlink()
+        data_file(directory, 3).unlink()
         kept = data_file(directory, 4)
         kept.with_name("other").write_bytes(b"")
         with caplog.at_level(logging.WARNING, "torchax_ckpt"):
             train(5, 6)
     assert caplog.text.count(AGAIN) == 1
-    assert len(lost) == 1 or f"and {len(lost) - 1} more{AGAIN}" in caplog.text
     assert files(directory, 6) & files(directory, 4)
     assert_resumes(directory, 6, model)

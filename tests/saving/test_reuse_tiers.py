@@ -107,6 +107,22 @@ def test_what_was_read_on_other_hosts_is_not_taken_for_compared(tmp_path: Path) 
     assert local._verified == (1, 1)
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_the_durable_tier_learns_from_the_local_one_only_in_a_run_of_one_process(
+    num_hosts: int, directory: Path, ramdisk: Path
+) -> None:
+    """Hosts may have different local steps, and must have one storage plan."""
+    run(directory, ramdisk, 4)
+    hosts = PerHostProcesses(Processes("", 0, None, index=0, count=num_hosts))
+    durable = Reuse(RunDirectory(directory), True, True, list, lambda leaves: None)
+    local = Reuse(
+        RunDirectory(ramdisk), True, True, list, lambda leaves: None, hosts, leader=durable
+    )
+    local.adopt(CommittedStep(4, epath.Path(ramdisk / "4"), 4), is_verified=True)
+    assert durable._has_learned == (num_hosts == 1)
+    assert bool(durable._still) == (num_hosts == 1)
+
+
 @pytest.mark.slow
 def test_a_damaged_local_copy_is_written_again_after_a_restart(
     directory: Path, ramdisk: Path

@@ -201,7 +201,7 @@ def _write(
             codec_of(options.compression),
             stacks=plan.stacks,
             assets=None if assets is None else assets.content,
-            before_commit=run.fence,
+            before_commit=lambda folder: run.fence(),
         )
         return run.commit(step, path)
     finally:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from etils import epath
 
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DonatedBufferError
 from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
@@ -185,6 +186,13 @@ class Writer:
                 document, plan, self._versions, digests, division.databases, seal
             ).to_json()
 
+        def before_commit(folder: epath.Path) -> None:
+            if reuse:
+                kept = capture.kept
+                self._written = reuse.written(folder, division, plan, stored, digests, kept)
+            directory.fence()
+
+        self._written = None
         summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
@@ -204,14 +212,10 @@ class Writer:
             places=division.places,
             assets=None if seal is None else mine,
             on_host=on_host,
-            before_commit=directory.fence,
+            before_commit=before_commit,
             processes=processes,
         )
         self._compression.end(len(stored))
-        self._written = None
-        if reuse and processes.is_first:
-            path = directory.path / name
-            self._written = reuse.written(path, division, plan, stored, digests, capture.kept)
         if self._hosts is None:
             durable = self._commit(capture.step, name)
         else:

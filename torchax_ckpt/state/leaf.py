@@ -190,8 +190,6 @@ def describe(value: Any, name: str) -> Spec:
             raise refuse(f"has dtype {dtype}, which storage cannot hold")
 
     if isinstance(value, torch.Tensor):
-        if why := torchax_backend.why_unsupported(value):
-            raise refuse(why)
         if torchax_backend.is_device_tensor(value):
             try:
                 array = torchax_backend.buffer(value)
@@ -204,7 +202,8 @@ def describe(value: Any, name: str) -> Spec:
                 raise refuse(_TRACER)
             require_storable(array.dtype)
             return Spec("torchax", dtype_name(array.dtype), tuple(array.shape))
-        # why_unsupported has already checked the dtype.
+        if why := torchax_backend.why_unsupported(value):  # also if it has no storable dtype
+            raise refuse(why)
         return Spec(
             "torch", dtype_name(torchax_backend.numpy_dtype(value.dtype)), tuple(value.shape)
         )

@@ -7,12 +7,12 @@ arrays would notice the loss. A listing of the files shows it.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from etils import epath
 
+from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.saving.unchanged.known_databases import KnownDatabase
@@ -28,7 +28,7 @@ Files = Sequence[Mapping[str, int]]
 def whole(
     stored: Sequence[tuple[KnownDatabase, epath.Path]],
 ) -> list[tuple[KnownDatabase, epath.Path]]:
-    """Returns the databases that have all their files, with the files that they now have.
+    """Returns the databases that have all their files; if these were not known, they are now.
 
     Logs once if some have lost files, or have files of other sizes.
 
@@ -46,7 +46,7 @@ def whole(
             folders = unchanged.folders_of(known.name, known.processes)
             lacking += [f"{path / STATE / folders[n] / file} {how}" for n, file, how in differing]
         else:
-            found.append((dataclasses.replace(known, files=here), path))
+            found.append((dataclasses.replace(known, files=known.files or here), path))
     if lacking:
         others = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         logger.warning("%s%s: the unchanged arrays are written again", lacking[0], others)
@@ -64,20 +64,24 @@ def files_in(
       taken: the databases of earlier steps that the step takes over, with their files.
 
     Raises:
-      FileNotFoundError: the step lacks files of such a database, or has files of other sizes.
+      SaveError: the step lacks files of such a database, or has files of other sizes.
       OSError: storage does not answer.
     """
     if not stored:
         return {}
     present = databases.present(path / STATE)
-    sources = {frozenset(known.contents): known.files for known in taken}
+    sources = {frozenset(source.contents): source.files for source in taken}
     found = {}
     for name, database in stored.items():
-        found[name] = here = files_of(name, database.processes, present)
-        for number, file, how in _differing(sources.get(frozenset(database.arrays), ()), here):
+        here = files_of(name, database.processes, present)
+        known = sources.get(frozenset(database.arrays), ())
+        found[name] = known or here  # a folder that is taken over may have files of others
+        for number, file, how in _differing(known, here):
             folder = path / STATE / unchanged.folders_of(name, database.processes)[number]
-            text = f"{how} before the step was committed"
-            raise FileNotFoundError(errno.ENOENT, text, str(folder / file))
+            raise SaveError(
+                f"{folder / file} {how} before the step was committed, so the step is not kept. "
+                "Another program changes files of this run; keep it out of the directory"
+            )
     return found
 
 

@@ -142,7 +142,7 @@ class Reuse:
         self._may_search = True
         if self._leader is None:
             self._learn(parse_manifest(committed))
-        elif self._processes.count == 1 and not self._leader._has_learned:
+        elif not self._processes.is_per_host and not self._leader._has_learned:
             # So that the first durable save stacks the leaves as earlier saves have.
             with contextlib.suppress(OSError, CheckpointError):
                 if (manifest := parse_manifest(committed)).unchanged:
@@ -277,7 +277,7 @@ class Reuse:
         """Returns what is to be known once the new step is durable; called on process 0 only.
 
         Args:
-          path: the step, which all processes have written and which is not committed yet.
+          path: the folder of the step, which all processes have written, before its commit mark.
           division: the arrays that the save took over or stored apart.
           plan: the storage plan of the save.
           arrays: stored name -> array.
@@ -285,7 +285,7 @@ class Reuse:
           kept: what the method ``kept`` returned for the save.
 
         Raises:
-          OSError: a database that the save took over has lost files meanwhile.
+          SaveError, OSError: files that the save took over are gone, or storage does not answer.
         """
         linked = [s for s, _ in self._offered if s.contents.keys() <= division.linked]
         files = presence.files_in(path, division.databases, linked)
@@ -310,10 +310,10 @@ class Reuse:
         """
         self._has_learned = True
         self._be_still(self._still if still is None else frozenset(still))
+        if self._takes_over:
+            self._takes_over, self._num_failed = False, 0
         if written is None:
             return
-        if self._takes_over:
-            self._num_failed = 0
         known = []
         for name, database in written.databases.items():
             held = {stored: written.contents[stored] for stored in database.arrays}
@@ -332,10 +332,11 @@ class Reuse:
         self._copies.forget()
         # A service that refuses every copy must not fail every other save.
         if self._takes_over and location.is_bucket(self._directory.path):
-            self._num_failed += 1
+            self._num_failed = min(self._num_failed + 1, 6)  # at most 64 saves
             self._num_in_full = 2**self._num_failed
             said = (self._directory.path, self._num_in_full)
             logger.warning("%s: the next %d saves write all arrays", *said)
+        self._takes_over = False  # the next failure may come before the save knows
         if self._processes.count > 1:
             self._has_learned = False
             self._be_still(frozenset())

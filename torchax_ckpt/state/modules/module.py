@@ -379,12 +379,11 @@ class ModuleComponent:
     def _placement(self, slot: Slot) -> Placement:
         if slot.is_on_cpu:
             return Local.HOST
-        expected = self._expected(slot)
-        ruled = self._rule and self._rule(
-            self._user_name(slot.fqn), jax.ShapeDtypeStruct(expected.shape, expected.dtype)
-        )
-        if ruled is not None:
-            return ruled
+        if self._rule is not None:
+            expected = self._expected(slot)
+            abstract = jax.ShapeDtypeStruct(expected.shape, expected.dtype)
+            if (ruled := self._rule(self._user_name(slot.fqn), abstract)) is not None:
+                return ruled
         if torchax_backend.is_device_tensor(slot.tensor):
             return placement_of(torchax_backend.buffer(slot.tensor))
         return Local.DEFAULT_DEVICE

@@ -82,8 +82,9 @@ class _EncodedJson(ocp.handlers.JsonHandler):
 class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     """A path for Orbax that checks a step's fence before Orbax writes the step's commit mark.
 
-    A fence is a function that raises if the step must not be committed. The path also adds the
-    digests of Orbax's metadata files to the text of the mark (``commit_record.sealing``).
+    A fence is a function that raises if the step must not be committed, given the step's folder,
+    which on a file system has a temporary name. The path also adds the digests of Orbax's metadata
+    files to the text of the mark (``commit_record.sealing``).
 
     On a bucket the path ignores Orbax's request to delete a file before Orbax writes it; the write
     replaces the file in any case. If the server answers a delete slowly, the client sends the
@@ -94,7 +95,7 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     hold the fence itself, because Orbax caches path objects.
     """
 
-    fences: ClassVar[dict[str, Callable[[], None]]] = {}
+    fences: ClassVar[dict[str, Callable[[epath.Path], None]]] = {}
 
     def unlink(self, *args: Any, **kwargs: Any) -> None:
         if not location.is_bucket(self):
@@ -103,7 +104,7 @@ class _FencedPath(type(epath.Path("/"))):  # type: ignore[misc]
     def write_text(self, data: str, *args: Any, **kwargs: Any) -> int:
         if self.name == commit_record.MARK:
             data = commit_record.sealing(self.parent, data)
-            self.fences[str(self.parent).partition(_TMP_SUFFIX)[0]]()
+            self.fences[str(self.parent).partition(_TMP_SUFFIX)[0]](self.parent)
         return super().write_text(data, *args, **kwargs)
 
 
@@ -123,7 +124,7 @@ def for_saving(
     arrays: Mapping[str, chunking.AnyArray],
     coming: orbax_internals.StatusCallback,
     folder_mode: int | None,
-    before_commit: Callable[[], None],
+    before_commit: Callable[[epath.Path], None],
     *,
     codec: Codec | None,
     is_alone: bool,
@@ -135,7 +136,7 @@ def for_saving(
       arrays: stored name -> array, for all arrays that are saved.
       coming: the batches of those arrays that are on devices.
       folder_mode: the permissions of new folders; None for the usual ones.
-      before_commit: called right before the commit mark is written.
+      before_commit: called with the step's folder right before the commit mark is written.
       codec: how the arrays are compressed; None for not at all.
       is_alone: whether no other process takes part in the save.
     """

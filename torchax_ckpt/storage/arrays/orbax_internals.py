@@ -382,6 +382,7 @@ def _check_users() -> None:
         (execution._SaveResponse._finalize_save, "multihost", "sync_global_processes"),
         (type_handlers.NumpyHandler._background_serialize, "multihost", "process_index"),
         (type_handlers.NumpyHandler._background_serialize, "_open_and_write"),
+        (type_handlers.NumpyHandler._open_and_write, "open", "Spec", "write"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
         (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),

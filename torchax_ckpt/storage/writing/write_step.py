@@ -45,7 +45,7 @@ def write_step(
     places: Mapping[str, Place] | None = None,
     assets: bytes | None = None,
     on_host: Callable[[int, int, int], None] = lambda number, count, nbytes: None,
-    before_commit: Callable[[], None] = lambda: None,
+    before_commit: Callable[[epath.Path], None] = lambda folder: None,
     processes: Processes = SINGLE_PROCESS,
 ) -> None:
     """Writes a step, and last Orbax's commit mark; returns when both are durable.
@@ -68,8 +68,9 @@ def write_step(
       places: name -> where an array is stored, for arrays in databases of unchanged arrays.
       assets: the encoded assets, b"" on processes other than process 0; None for a step without.
       on_host: called for each batch of arrays, see ``host_batches.Batches``.
-      before_commit: called when everything else is written, right before the commit mark is
-        written. If it raises, the step is not committed.
+      before_commit: called on process 0 when everything else is written, right before the commit
+        mark is written, with the step's folder, which on a file system has a temporary name. If it
+        raises, the step is not committed.
       processes: the processes that write the step together, in a round.
 
     Raises:
@@ -82,10 +83,10 @@ def write_step(
         tree.setdefault(component, {})[rest] = announced
         _require_readable(name, array)
 
-    def complete() -> None:
+    def complete(folder: epath.Path) -> None:
         for place in (places or {}).values():  # those of host arrays are known to be complete now
             place.require_complete()
-        before_commit()
+        before_commit(folder)
 
     batches = host_batches.Batches(arrays, stacks, places or {}, options.max_host_bytes, on_host)
     pending_manifest: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
