@@ -62,7 +62,7 @@ class Copies:
         for known in stored:
             arrays.update(dict.fromkeys(known.contents, known))
 
-    def has(self, key: Key, copy: int) -> None:
+    def record(self, key: Key, copy: int) -> None:
         """Records which copy a step has."""
         self._copy_in[key] = copy
 
@@ -71,7 +71,7 @@ class Copies:
         self._copies[self.turn].clear()
         self.replace(stored)
         if stored:
-            self.has(key, self.turn)
+            self.record(key, self.turn)
         present = {s.key for s in self._steps()} | {key}
         self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
 

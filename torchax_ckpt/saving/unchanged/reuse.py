@@ -397,4 +397,4 @@ class Reuse:
             known = KnownDatabase(key, name, held, is_verified, database.processes, files)
             self._copies.know(known, database.copy)
             if key is not None:
-                self._copies.has(key, database.copy)
+                self._copies.record(key, database.copy)
