@@ -26,6 +26,7 @@ for step in range(2, 3000):
     if ckpt.reached_preemption(step):
         break
     time.sleep(0.02)
+say("ended at", step, "preempted:", ckpt.reached_preemption(), "durable:", ckpt.all_steps())
 say("durable", ckpt.all_steps() == [step], preemption._watch.noticed_at)
 assert ckpt.reached_preemption(step + 1)
 ckpt.close()

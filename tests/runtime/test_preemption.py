@@ -165,11 +165,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def test_under_jax_distributed_all_processes_end_on_the_same_step(directory: Path) -> None:
+# JAX looks for a notice once a second: after 3 s it has chosen its step before the first question.
+@pytest.mark.parametrize(
+    ("first", "secs", "expected"),
+    [(1, 0, None), pytest.param(1000, 3, {"1000"}, id="before the first step")],
+)
+def test_under_jax_distributed_all_processes_end_on_the_same_step(
+    first: int, secs: float, expected: set[str] | None, directory: Path
+) -> None:
     port = free_port()
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(running("preempted_processes.py", port, i, directory))
+            stack.enter_context(running("preempted_processes.py", port, i, directory, first, secs))
             for i in range(2)
         ]
         for program in programs:
@@ -177,6 +184,7 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(directory: Pat
         programs[1].terminate()
         steps = {program.until("reached") for program in programs}
         assert len(steps) == 1
+        assert expected in (None, steps)
         for program in programs:
             assert program.until("closed") == "True"
             assert program.exit_code() == EXIT_CODE
@@ -202,7 +210,7 @@ def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
     with running("jax_takes_sigterm.py", directory, free_port()) as program:
         program.until("working")
         program.terminate()
-        assert program.until("durable") == "True None"
+        assert program.until("durable") == "True None", program.output
         assert program.exit_code() == EXIT_CODE
 
 

@@ -50,6 +50,7 @@ class Preemption:
     def __init__(self, grace_secs: float | None) -> None:
         self.grace_secs = grace_secs
         self._reached = False
+        self._is_first_question = True  # to JAX
         self._decided: int | None = None
 
     def listen(self) -> None:
@@ -74,7 +75,11 @@ class Preemption:
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
-                self._reached = _at_sync_point(step)
+                # JAX chooses the step after the highest one that a process has asked about, and
+                # step 1 if no process has asked yet: after a notice during the imports or the
+                # restore, a run that goes on from a later step would never come to JAX's step.
+                asks_for_1, self._is_first_question = self._is_first_question, False
+                self._reached = (asks_for_1 and _at_sync_point(1)) or _at_sync_point(step)
             else:
                 self._reached = self.grace_secs is not None and _watch.noticed_at is not None
         return self._reached
