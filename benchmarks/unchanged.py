@@ -1,12 +1,17 @@
 """Measures saves of states that change in part only: bytes written, durable and blocking time.
 
-    python benchmarks/unchanged.py [--states lora,half,all] [--repeats 5] [--directory /dev/shm]
+    python benchmarks/unchanged.py [--states lora,host,leaves,half,all] [--repeats 5]
+        [--directory /dev/shm]
 
 Four forced CPU devices; each peer saves the same functional state, one save at a time, after six
 saves to warm up. ``lora``: 24 frozen matrices [1024, 2048], with adapters of rank 8 and their
-AdamW moments. ``half``: GPT-2 124M with AdamW, the first 6 of 12 layers frozen. ``all``: the same
-with nothing frozen. On CPUs the library fetches and compares what did not change; on accelerators
-it does neither for arrays that are the same objects.
+AdamW moments. ``host``: the same with the matrices on the host. ``leaves``: 3,072 frozen matrices
+[64, 128], with the adapters. ``half``: GPT-2 124M with AdamW, the first 6 of 12 layers frozen.
+``all``: the same with nothing frozen.
+
+On CPUs the library fetches and compares what did not change. On TPUs it does neither for arrays
+that are the same objects: the peer "by identity" saves as if the devices were TPUs. The bytes that
+are fetched from devices are counted in the library only.
 """
 
 from __future__ import annotations
@@ -37,9 +42,12 @@ from states import gpt2, mesh, sharding
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.policies import LatestN
+from torchax_ckpt.saving.unchanged import identities
+from torchax_ckpt.storage.writing import host_batches
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Any]
 NUM_WARM_UPS, KEPT = 6, 3
+IS_PROOF = identities.is_proof
 
 
 def arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> Arrays:
@@ -60,10 +68,27 @@ def with_moments(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...
 def lora() -> tuple[Arrays, Arrays]:
     """Returns the frozen and the trained arrays of a fine-tuning with adapters."""
     base: dict[str, tuple[int, ...]] = {f"layers.{i}.weight": (1024, 2048) for i in range(24)}
-    adapters: dict[str, tuple[int, ...]] = {}
+    return arrays(base, 0), adapters()
+
+
+def adapters() -> Arrays:
+    """Returns adapters of rank 8 for 24 layers, with their moments."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for i in range(24):
-        adapters |= {f"layers.{i}.lora_A": (8, 2048), f"layers.{i}.lora_B": (1024, 8)}
-    return arrays(base, 0), arrays(with_moments(adapters), 1)
+        shapes |= {f"layers.{i}.lora_A": (8, 2048), f"layers.{i}.lora_B": (1024, 8)}
+    return arrays(with_moments(shapes), 1)
+
+
+def host() -> tuple[Arrays, Arrays]:
+    """Returns the arrays of ``lora``, the frozen ones on the host."""
+    frozen, trained = lora()
+    return {name: np.array(array) for name, array in frozen.items()}, trained
+
+
+def leaves() -> tuple[Arrays, Arrays]:
+    """Returns many small frozen arrays, and the trained arrays of ``lora``."""
+    shapes: dict[str, tuple[int, ...]] = {f"layers.{i}.weight": (64, 128) for i in range(3072)}
+    return arrays(shapes, 0), adapters()
 
 
 def half(num_frozen: int = 6) -> tuple[Arrays, Arrays]:
@@ -77,15 +102,20 @@ def half(num_frozen: int = 6) -> tuple[Arrays, Arrays]:
 
 STATES: dict[str, Callable[[], tuple[Arrays, Arrays]]] = {
     "lora": lora,
+    "host": host,
+    "leaves": leaves,
     "half": half,
     "all": functools.partial(half, 0),
 }
 
 
 class Torchax(Peer):
-    """This library, with or without ``reuse``."""
+    """This library, with or without ``reuse``; by identity if it saves as on TPUs."""
 
-    def __init__(self, directory: Path, flat: Callable[[], Any], *, reuse: bool) -> None:
+    def __init__(
+        self, directory: Path, flat: Callable[[], Any], *, reuse: bool, by_identity: bool = False
+    ) -> None:
+        identities.is_proof = (lambda array: True) if by_identity else IS_PROOF
         options = CheckpointOptions(reuse=reuse)
         keep = LatestN(KEPT)
         self._ckpt = TorchaxCheckpointer(directory, options=options, preservation_policy=keep)
@@ -106,11 +136,25 @@ def _orbax(kind: Any, directory: Path, flat: Callable[[], Any]) -> Peer:
 
 
 PEERS: dict[str, Callable[[Path, Callable[[], Any]], Peer]] = {
+    "by identity": functools.partial(Torchax, reuse=True, by_identity=True),
     "reuse=True": functools.partial(Torchax, reuse=True),
     "reuse=False": functools.partial(Torchax, reuse=False),
     "Orbax v0": functools.partial(_orbax, OrbaxV0),
     "Orbax v1": functools.partial(_orbax, OrbaxV1),
 }
+
+
+def counting_fetched() -> list[int]:
+    """Lets the library count the bytes that it fetches from devices; returns the counts."""
+    counts: list[int] = []
+    start = host_batches._start
+
+    def counted(array: Any) -> Any:
+        counts.append(array.nbytes)
+        return start(array)
+
+    host_batches._start = counted
+    return counts
 
 
 def new_bytes(directory: Path, seen: set[int]) -> int:
@@ -123,8 +167,10 @@ def new_bytes(directory: Path, seen: set[int]) -> int:
     return total
 
 
-def measure(peer: str, state: str, repeats: int, root: Path) -> list[list[float]]:
-    """Returns the blocking ms, durable ms and new MB of each save after the warm-up."""
+def measure(
+    peer: str, state: str, repeats: int, root: Path, fetched: list[int]
+) -> list[list[float]]:
+    """Returns the blocking ms, durable ms, fetched MB and new MB of each save after the warm-up."""
     frozen, trained = STATES[state]()
     train = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.0001, tree))
 
@@ -137,6 +183,7 @@ def measure(peer: str, state: str, repeats: int, root: Path) -> list[list[float]
     seen: set[int] = set()
     for step in range(1, NUM_WARM_UPS + repeats + 1):
         trained = jax.block_until_ready(train(trained))
+        fetched.clear()
         began = time.perf_counter()
         saver.save(step)
         blocking = time.perf_counter() - began
@@ -144,7 +191,7 @@ def measure(peer: str, state: str, repeats: int, root: Path) -> list[list[float]
         durable = time.perf_counter() - began
         nbytes = new_bytes(directory, seen)
         if step > NUM_WARM_UPS:
-            rows.append([1e3 * blocking, 1e3 * durable, nbytes / 1e6])
+            rows.append([1e3 * blocking, 1e3 * durable, sum(fetched) / 1e6, nbytes / 1e6])
     saver.close()
     shutil.rmtree(directory)
     return rows
@@ -153,7 +200,7 @@ def measure(peer: str, state: str, repeats: int, root: Path) -> list[list[float]
 def main() -> None:
     """Prints a table for each state."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--states", default="lora,half,all")
+    parser.add_argument("--states", default=",".join(STATES))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", default=None, help="where to save; default: as tempfile's")
@@ -161,18 +208,22 @@ def main() -> None:
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     torchax.enable_globally()
+    fetched = counting_fetched()
+    columns = ("new MB a save", "fetched MB", "durable ms", "blocking ms")
     for state in arguments.states.split(","):
         frozen, trained = (sum(a.nbytes for a in part.values()) / 1e6 for part in STATES[state]())
         print(f"{state}: {frozen:.1f} MB frozen, {trained:.1f} MB trained")
-        print(f"  {'':<12} {'new MB a save':>24} {'durable ms':>24} {'blocking ms':>24}")
+        print(f"  {'':<12}", *(f"{column:>24}" for column in columns))
         for peer in arguments.peers.split(","):
             with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-                rows = measure(peer, state, arguments.repeats, Path(scratch))
-            blocking, durable, nbytes = (
+                rows = measure(peer, state, arguments.repeats, Path(scratch), fetched)
+            cells = [
                 f"{statistics.median(x):.1f} ({min(x):.1f}-{max(x):.1f})"
                 for x in zip(*rows, strict=True)
-            )
-            print(f"  {peer:<12} {nbytes:>24} {durable:>24} {blocking:>24}", flush=True)
+            ]
+            if peer.startswith("Orbax"):
+                cells[2] = "not counted"
+            print(f"  {peer:<12}", *(f"{cell:>24}" for cell in reversed(cells)), flush=True)
 
 
 if __name__ == "__main__":
