@@ -17,6 +17,7 @@ from support import PROGRAMS, ROOT
 from support.processes import Talking, environment
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.runtime import preemption
 
 EXAMPLES = ROOT / "examples"
 EXIT_CODE = 143
@@ -167,11 +168,10 @@ def free_port() -> int:
 
 # JAX looks for a notice once a second: after 3 s it has chosen its step before the first question.
 @pytest.mark.parametrize(
-    ("first", "secs", "expected"),
-    [(1, 0, None), pytest.param(1000, 3, {"1000"}, id="before the first step")],
+    ("first", "secs"), [(1, 0), pytest.param(1000, 3, id="before the first step")]
 )
 def test_under_jax_distributed_all_processes_end_on_the_same_step(
-    first: int, secs: float, expected: set[str] | None, directory: Path
+    first: int, secs: float, directory: Path
 ) -> None:
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -184,10 +184,35 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(
         programs[1].terminate()
         steps = {program.until("reached") for program in programs}
         assert len(steps) == 1
-        assert expected in (None, steps)
         for program in programs:
             assert program.until("closed") == "True"
             assert program.exit_code() == EXIT_CODE
+
+
+@pytest.mark.parametrize(
+    ("chosen", "first", "asked"), [(1, 0, [0, 1]), (1, 1, [1]), (1, 7, [1]), (9, 7, [1, 7, 8, 9])]
+)
+def test_only_the_first_question_may_ask_jax_about_step_1(
+    chosen: int, first: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = []
+
+    def is_chosen(step: int) -> bool:
+        questions.append(step)
+        return step == chosen
+
+    monkeypatch.setattr(preemption.multihost_utils, "reached_preemption_sync_point", is_chosen)
+    monkeypatch.setattr(preemption, "_jax_has_sigterm", lambda: True)
+    monkeypatch.setattr(preemption._watch, "was_early", None)
+    told = preemption.Preemption(30)
+    step = first
+    while not told.reached(step):
+        step += 1
+    assert step == max(first, chosen)
+    assert questions == asked
+    is_early = chosen == 1 and first > 1
+    assert preemption.Preemption(30).reached(3) == is_early, "another checkpointer, or none"
+    assert questions == asked + [3] * (not is_early)
 
 
 def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) -> None:

@@ -50,7 +50,6 @@ class Preemption:
     def __init__(self, grace_secs: float | None) -> None:
         self.grace_secs = grace_secs
         self._reached = False
-        self._is_first_question = True  # to JAX
         self._decided: int | None = None
 
     def listen(self) -> None:
@@ -75,11 +74,7 @@ class Preemption:
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
-                # JAX chooses the step after the highest one that a process has asked about, and
-                # step 1 if no process has asked yet: after a notice during the imports or the
-                # restore, a run that goes on from a later step would never come to JAX's step.
-                asks_for_1, self._is_first_question = self._is_first_question, False
-                self._reached = (asks_for_1 and _at_sync_point(1)) or _at_sync_point(step)
+                self._reached = _was_early(step) or _at_sync_point(step)
             else:
                 self._reached = self.grace_secs is not None and _watch.noticed_at is not None
         return self._reached
@@ -108,6 +103,19 @@ def _jax_has_sigterm() -> bool:
     return jax.distributed.is_initialized()
 
 
+def _was_early(step: int) -> bool:
+    """Returns whether the notice came before this process asked JAX about a step, first ``step``.
+
+    JAX chooses the step after the highest one that a process has asked about, and step 1 if no
+    process has asked yet. After a notice during the imports or the restore, a run that goes on from
+    a later step would never come to JAX's step. Only the first question of a process asks about
+    step 1 as well: later, it would lower the highest step for a moment.
+    """
+    if _watch.was_early is None:
+        _watch.was_early = step > 1 and _at_sync_point(1)
+    return _watch.was_early
+
+
 def _at_sync_point(step: int) -> bool:
     try:
         return multihost_utils.reached_preemption_sync_point(step)
@@ -124,10 +132,13 @@ class _Watch:
 
     Attributes:
       noticed_at: ``time.monotonic()`` of the first SIGTERM, or None.
+      was_early: under ``jax.distributed``, whether the notice came before the first question about
+        a step; None before that question.
     """
 
     def __init__(self) -> None:
         self.noticed_at: float | None = None
+        self.was_early: bool | None = None
         self._listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._grace_secs = 0.0
         self._first_noticed: dict[str, float] = {}
