@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ KEY_PATH = ("state",)
 # The types of leaves that are compared by value. A pytree with many of them is described faster
 # than it is compared.
 _PLAIN, _MAX_PLAIN = frozenset((int, bool, str, bytes)), 1000
+_NODES = (dict, list, tuple)
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -63,8 +65,12 @@ class PytreeCapture:
         leaves, signature = _flattened(state)
         is_known = signature is not None and _equal(signature, self._signature)
         if is_known and self._order is not None:
+            device_array, chosen = _device_array(), [leaves[i] for i in self._order]
             with torchax_backend.native_torch():
-                arrays = [freeze(leaves[i], self._where) for i in self._order]
+                arrays = [
+                    leaf if type(leaf) is device_array else freeze(leaf, self._where)
+                    for leaf in chosen
+                ]
             captured = Captured(self._form, arrays)
         else:
             captured = encoded(state, self._key_path)
@@ -100,9 +106,21 @@ def _flattened(state: Any) -> tuple[list[Any], Any]:
         leaves, treedef = jax.tree_util.tree_flatten(state)
     except (TypeError, ValueError):  # raised by the class of a node of the pytree
         return [], None
+    device_array = _device_array()
     with torchax_backend.native_torch():  # torchax would dispatch each question of a tensor
-        marks = [_signature_of(leaf) for leaf in leaves]
+        marks = [
+            leaf.aval if type(leaf) is device_array else _signature_of(leaf) for leaf in leaves
+        ]
     return leaves, None if None in marks else (treedef, orders, marks)
+
+
+@functools.cache
+def _device_array() -> Any:
+    """Returns the class of device arrays; ``isinstance(leaf, jax.Array)`` takes much longer.
+
+    Tracers and random keys are of other classes.
+    """
+    return type(jax.device_put(np.zeros((), np.int32)))
 
 
 def _orders(state: Any) -> list[Any] | None:
@@ -121,7 +139,7 @@ def _orders(state: Any) -> list[Any] | None:
         children: Iterable[Any] = node
         if isinstance(node, dict):
             keys = tuple(node)
-            if len(kinds := set(map(type, keys))) > 1 or not kinds <= {str, int}:
+            if len(kinds := {*map(type, keys)}) > 1 or not kinds <= {str, int}:
                 return None
             orders.append(keys)
             children = node.values()
@@ -130,8 +148,11 @@ def _orders(state: Any) -> list[Any] | None:
         first = next(iter(children), None)
         if depth > MAX_DEPTH or (len(node) > _MAX_PLAIN and type(first) in _PLAIN):
             return None
+        kinds = set(map(type, children))
+        if _PLAIN.isdisjoint(kinds) and not any(issubclass(kind, _NODES) for kind in kinds):
+            continue  # arrays only
         for child in children:
-            if isinstance(child, (dict, list, tuple)):
+            if isinstance(child, _NODES):
                 stack.append((child, depth + 1))
             elif type(child) in _PLAIN:
                 num_plain += 1
