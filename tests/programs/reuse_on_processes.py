@@ -12,7 +12,7 @@ which one, "changing", has other values from the step "changed" on; "stateful": 
 has a state of its own, of 2 MiB that do not change; "lost": the step before which the step two
 before it loses a file that process 1 wrote; "same": the leaves that do not change are the same
 objects in all steps, and identity proves their values, as on TPUs; "other": the process that gets
-another object for one of them before the given step.
+another object for one of them before the given steps.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ def main() -> None:
             links.link_folder = killed
         if step == settings.get("lost") and INDEX == 0:
             lose_file(directory, step - 2)
-        if settings.get("other") == [INDEX, step]:
+        other, *steps = settings.get("other", [None])
+        if other == INDEX and step in steps:
             same["base"]["rows"] = state(mesh, 0)["base"]["rows"]
         fetches["arrays"] = 0
         is_odd = settings.get("odd") == [INDEX, step]

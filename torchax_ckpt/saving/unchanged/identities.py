@@ -5,15 +5,18 @@ earlier save has the same values. Its values are then neither copied nor fetched
 digests that an earlier save has taken of them. On the CPU and on GPUs an array may share memory
 with an array of another library, so there the identity of the array proves nothing.
 
+An array is looked at again if another array of its database is another object.
+
 In a run of several processes, each process knows the identities of its own objects, and the digests
-of the blocks that it has. If only some processes find an array to be the same object, the others
-fetch it and take its digests.
+of the blocks that it has. If only some processes find the arrays of a database to be the same
+objects, the others fetch these arrays and take their digests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,20 +49,28 @@ class Identity:
     announced: HostArray
     taken: Taken
 
+    def has_content_of(self, other: Identity) -> bool:
+        """Returns whether the values, and the names of the leaves, are those of another array."""
+        return self.taken == other.taken and [*self.references] == [*other.references]
+
     def is_of(self, leaves: Mapping[str, Array]) -> bool:
         """Returns whether the leaves are still the same objects."""
-        return all(
-            (leaf := leaves.get(name)) is not None and reference() is leaf
-            for name, reference in self.references.items()
+        names, references = self.references.keys(), self.references.values()
+        return names <= leaves.keys() and all(
+            map(operator.is_, map(operator.call, references), map(leaves.get, names))
         )
+
+
+_Identities = dict[str, Identity]
+"""Stored name -> identity."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The arrays of a save that are taken over because their leaves are the same objects.
+    """The arrays that a save need not look at to take them over: their leaves are the same objects.
 
     Attributes:
-      identities: stored name -> the identity by which the array is taken over.
+      identities: stored name -> the identity of the array.
       leaves: name -> leaf, for all leaves in the arrays. They are held until the save ends, because
         the step that has their values may be deleted before the save begins to write.
       references: references to the leaves that did not change at earlier saves, and whose identity
@@ -126,10 +137,11 @@ class Identities:
         """Forgets everything: the next save looks at all values."""
         self._newest: Key | None = None  # the newest step
         self._copy = 0  # which copy it has
-        # For each copy its databases: stored name -> shape of the blocks.
-        self._databases: list[list[dict[str, tuple[int, ...]]]] = [[], []]
-        self._identities: dict[str, Identity] = {}  # of all arrays in the databases of the newest
-        self._next: tuple[int, list[dict[str, tuple[int, ...]]], dict[str, Identity]] | None = None
+        self._identities: _Identities = {}  # of the arrays in its databases
+        # The databases of each copy, as the newest step that has the copy stored them.
+        self._databases: list[list[_Identities]] = [[], []]
+        # The copy and the databases of a save that is not durable yet.
+        self._next: tuple[int, list[_Identities]] | None = None
 
     def kept(self, newest: Key | None, leaves: Mapping[str, Array]) -> Kept:
         """Returns the arrays that the next save need not look at.
@@ -141,14 +153,17 @@ class Identities:
         found: dict[str, Identity] = {}
         if newest is not None and newest == self._newest:
             copy = 1 - self._copy if self._alternates else self._copy
-            for blocks in self._databases[copy]:
-                these = {n: i for n in blocks if (i := self._identities.get(n)) is not None}
-                if {n: i.taken.block for n, i in these.items()} == blocks and all(
-                    identity.is_of(leaves) for identity in these.values()
+            for database in self._databases[copy]:
+                these = {n: i for n in database if (i := self._identities.get(n)) is not None}
+                if these.keys() == database.keys() and all(
+                    identity.has_content_of(database[name]) and identity.is_of(leaves)
+                    for name, identity in these.items()
                 ):
                     found |= these
-        same = {leaf: leaves[leaf] for i in found.values() for leaf in i.references}
-        return Kept(found, same, self._references(leaves))
+        known = {leaf: r for i in found.values() for leaf, r in i.references.items()}
+        same = {leaf: leaves[leaf] for leaf in known}
+        others = {leaf: array for leaf, array in leaves.items() if leaf not in known}
+        return Kept(found, same, known | self._references(others))
 
     def saving(
         self,
@@ -158,41 +173,42 @@ class Identities:
         taken: Mapping[str, Taken],
         references: Mapping[str, weakref.ref[jax.Array]],
     ) -> None:
-        """Learns what a save stores in its databases of unchanged arrays.
+        """Learns what a save stores in its databases, which counts once the step is durable.
 
         Args:
-          databases: the databases.
+          databases: the databases of unchanged arrays.
           plan: the storage plan.
           arrays: stored name -> array.
           taken: stored name -> digests of the array's values.
           references: as in ``Kept``.
         """
-        self._next = None
-        found: dict[str, Identity] = {}
-        parts: list[dict[str, tuple[int, ...]]] = []
         copy = 0
+        found: list[_Identities] = []
         for database in databases:
             copy = database.copy
             members = {name: known_databases.members_of(plan, name) for name in database.arrays}
-            if all(
-                name in taken and references.keys() >= set(leaves)
-                for name, leaves in members.items()
-            ):
-                for name, leaves in members.items():
-                    announced = host_batches.to_announce(arrays[name])
-                    found[name] = Identity(
-                        {n: references[n] for n in leaves}, announced, taken[name]
-                    )
-                parts.append({name: taken[name].block for name in members})
-        if found:
-            self._next = copy, parts, found
+            leaves = {leaf for group in members.values() for leaf in group}
+            if members.keys() <= taken.keys() and leaves <= references.keys():
+                found.append(
+                    {
+                        name: Identity(
+                            {leaf: references[leaf] for leaf in group},
+                            host_batches.to_announce(arrays[name]),
+                            taken[name],
+                        )
+                        for name, group in members.items()
+                    }
+                )
+        self._next = (copy, found) if found else None
 
     def landed(self, key: Key) -> None:
         """Records that the step of the save is durable on all processes."""
         if self._next is None:
             self.forget()
             return
-        self._copy, self._databases[self._copy], self._identities = self._next
+        self._copy, databases = self._next
+        self._databases[self._copy] = databases
+        self._identities = {n: i for database in databases for n, i in database.items()}
         self._newest, self._next = key, None
 
     def _references(self, leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]:

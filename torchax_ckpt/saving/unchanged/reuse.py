@@ -151,7 +151,7 @@ class Reuse:
                 self._verified = committed.key
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
-        """Returns the arrays that the next save takes over without looking at their values.
+        """Returns the arrays that the next save need not look at, to take them over.
 
         Args:
           names, arrays: the leaves of the state.
