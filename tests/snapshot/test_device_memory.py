@@ -304,6 +304,21 @@ def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("mode", ["copy", "reference"])
+def test_a_process_that_takes_stacks_over_lets_others_make_them(mode: Any) -> None:
+    """Its snapshot has no stacks, but the save has."""
+    told: list[bool] = []
+
+    def agree(flag: bool) -> bool:
+        told.append(flag)
+        return flag
+
+    named = {"head": jnp.ones(UNIT)}
+    for taken in ([], ["layers.*.w"]):
+        Snapshotter(mode, "auto").take([*named], [*named.values()], taken).stored(agree)
+    assert told == [True, False, False]
+
+
 @pytest.mark.slow
 def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path) -> None:
     failed, steps, stacked = saved_while_full("auto", [None, None, 1, 1, None, 1, 0], directory)

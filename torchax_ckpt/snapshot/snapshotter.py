@@ -96,7 +96,9 @@ class Snapshot:
         planned = self._planned or self._planner(self.names, self._arrays, *self._bounds)
         plan, flat = planned.plan, planned.flat
         ready = self._stacked(planned) if self._copies is None else self._copies
-        if not agree(ready is None or plan == flat):
+        # If stacks are taken over beside this snapshot, other processes may have them in theirs.
+        is_flat = plan == flat and not self._bounds[0]
+        if not agree(ready is None or is_flat):
             assert ready is not None, "this process would have raised its flag"
             return plan, self._complete(plan, ready)
         device_stacks = plan.stacks.keys() - flat.stacks.keys()
