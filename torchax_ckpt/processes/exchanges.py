@@ -112,6 +112,13 @@ class Exchanges(Messages):
         self.gather(topic=topic)
         self.share(topic=topic)
 
+    def common_name(self) -> str:
+        """Returns a name that is the same on all processes and at no other call, without a message.
+
+        As with messages without a topic, all processes must call this in the same order.
+        """
+        return self._place_of(None).replace("/", "-")
+
     def first(self, action: Callable[[], T]) -> T:
         """Runs an action on process 0 only; returns its result, sent as JSON, on all processes.
 
