@@ -290,8 +290,13 @@ class Saver:
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:
-            with self._saves.round(_round_of(capture.step), call):
-                durable, summary = self._writer.write(capture, save, self._recover)
+            with self._saves.round(_round_of(capture.step), call, is_met=False) as outcome:
+                outcome.value = self._writer.write(capture, save, self._recover)
+            durable, summary = self._writer.committed(outcome.value)
+            if self._options.read_back:
+                save.enter("reading it back")
+                with self._saves.round(f"reading back step {capture.step}", call):
+                    self._writer.read_back(durable)
             self._writer.landed(durable)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
@@ -342,9 +347,11 @@ class Saver:
             return committed_step.described(history.branches.committed)
 
         try:
-            with self._saves.round(f"tidying up after step {durable.step}", call):
-                remaining = self._saves.first(tidy)
-            self._history.refresh(committed_step.named(remaining, self._directory.path))
+            what = f"tidying up after step {durable.step}"
+            with self._saves.round(what, call, is_met=self._saves.is_per_host) as outcome:
+                if self._saves.is_first:
+                    outcome.value = tidy()
+            self._history.refresh(committed_step.named(outcome.value, self._directory.path))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "

@@ -133,16 +133,22 @@ class Writer:
         # Of the newest save: what process 0 knows, and which leaves are still.
         self._written: Written | None = None
         self._still: Sequence[str] | None = None
+        self._summary: dict[str, Any] = {}
 
     def write(
         self, capture: Capture, progress: Progress, recover: Callable[[], None]
-    ) -> tuple[CommittedStep, dict[str, Any]]:
-        """Writes a captured state as a durable step; returns the step and the step's summary.
+    ) -> Any:
+        """Writes a captured state as a durable step; on process 0, returns it for ``committed``.
+
+        All processes have written before process 0 commits, and do nothing more afterwards.
 
         Args:
           capture: the content to write.
           progress: receives the stages.
           recover: cleans up the directory; called on process 0.
+
+        Returns:
+          JSON on process 0, and None on other processes.
         """
         directory, processes, reuse = self._directory, self._processes, self._reuse
         progress.enter("cleaning up the directory")
@@ -193,7 +199,7 @@ class Writer:
             directory.fence()
 
         self._written = None
-        summary = {
+        self._summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
             **directory.run_name.for_summary(),
@@ -205,7 +211,7 @@ class Writer:
             directory.path / name,
             stored,
             manifest,
-            summary,
+            self._summary,
             self._options,
             self._compression.codec,
             stacks=plan.stacks,
@@ -216,14 +222,22 @@ class Writer:
             processes=processes,
         )
         self._compression.end(len(stored))
-        if self._hosts is None:
-            durable = self._commit(capture.step, name)
-        else:
-            durable = self._commit_part(capture.step, name)
-        if self._options.read_back:
-            progress.enter("reading it back")
-            self._read_back(durable)
-        return durable, summary
+        if not processes.is_first:
+            return None
+        commit = self._commit if self._hosts is None else self._commit_part
+        described = committed_step.described([commit(capture.step, name)])
+        return [described, self._written.still if self._written else None]
+
+    def committed(self, described: Any) -> tuple[CommittedStep, dict[str, Any]]:
+        """Returns the step of the newest save, and its summary, if the processes have saved it.
+
+        Args:
+          described: the result of ``write`` on process 0.
+        """
+        steps, self._still = described
+        (durable,) = committed_step.named(steps, self._directory.path)
+        self._history.landed(durable)
+        return durable, self._summary
 
     @property
     def copied_bytes(self) -> int:
@@ -339,13 +353,7 @@ class Writer:
         return self._processes.first(lambda: any(map(any, flags)))
 
     def _commit(self, step: int, name: str) -> CommittedStep:
-        def commit() -> list[Any]:
-            committed = self._directory.commit(step, self._directory.path / name)
-            still = self._written.still if self._written else None
-            return [committed_step.described([committed]), still]
-
-        described, self._still = self._processes.first(commit)
-        (durable,) = committed_step.named(described, self._directory.path)
+        durable = self._directory.commit(step, self._directory.path / name)
         self._history.landed(durable)
         return durable
 
@@ -371,7 +379,7 @@ class Writer:
             hosts.meet()  # raises the other host's error
         return durable
 
-    def _read_back(self, durable: CommittedStep) -> None:
+    def read_back(self, durable: CommittedStep) -> None:
         """Reads the new step back, compares digests, and deletes the step if it is damaged.
 
         Each process reads some of the step's data. If the data cannot be read at present, or if a
