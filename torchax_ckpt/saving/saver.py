@@ -34,8 +34,9 @@ from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
 from torchax_ckpt.saving import closing, overdue
+from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.saving.writer import Capture, Writer
+from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -347,8 +348,8 @@ class Saver:
             return committed_step.described(history.branches.committed)
 
         try:
-            what = f"tidying up after step {durable.step}"
-            with self._saves.round(what, call, is_met=self._saves.is_per_host) as outcome:
+            what, is_met = f"tidying up after step {durable.step}", self._saves.is_per_host
+            with self._saves.round(what, call, is_met=is_met) as outcome:
                 if self._saves.is_first:
                     outcome.value = tidy()
             self._history.refresh(committed_step.named(outcome.value, self._directory.path))
