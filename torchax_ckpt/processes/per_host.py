@@ -41,7 +41,7 @@ class PerHostProcesses(Processes):
     def round(
         self, what: str, call: Call | None = None, *, is_met: bool = True
     ) -> Iterator[Outcome]:
-        """Runs a round of all processes, each of which has its own value; see ``Processes.round``."""
+        """Runs a round of all processes; the value of its outcome is of this process alone."""
         with self._processes.round(what, call, is_met=is_met):
             yield Outcome()
 
