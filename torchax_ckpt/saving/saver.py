@@ -350,8 +350,7 @@ class Saver:
         try:
             what, is_met = f"tidying up after step {durable.step}", self._saves.is_per_host
             with self._saves.round(what, call, is_met=is_met) as outcome:
-                if self._saves.is_first:
-                    outcome.value = tidy()
+                outcome.value = tidy() if self._saves.is_first else None
             self._history.refresh(committed_step.named(outcome.value, self._directory.path))
         except Exception as error:
             failure = SaveError(
