@@ -115,7 +115,7 @@ class RunReaders:
     def _taken_by(self, reuse: Reuse, arrays: Mapping[str, Any]) -> Division:
         """What a save of these arrays takes over."""
         answer = reuse.answer(reuse.offers(), self._plan, arrays, Kept())
-        decision = reuse.decide(self._plan, arrays, Kept(), [answer])
+        decision = reuse.decide(self._plan, arrays, [answer])
         return divided(decision.to_json(), arrays, epath.Path(self._reusing), SINGLE_PROCESS)
 
     # --- branches ---

@@ -10,7 +10,9 @@ snapshot; "changed": the step from which on the base has other values; "ramdisks
 local tiers, which save each step too; "host": whether the state also has leaves on the host, of
 which one, "changing", has other values from the step "changed" on; "stateful": whether each process
 has a state of its own, of 2 MiB that do not change; "lost": the step before which the step two
-before it loses a file that process 1 wrote.
+before it loses a file that process 1 wrote; "same": the leaves that do not change are the same
+objects in all steps, and identity proves their values, as on TPUs; "other": the process that gets
+another object for one of them before the given step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from processes_program import COUNT, INDEX, P, report
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.processes.messages import Messages
+from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.storage.medium import links
+from torchax_ckpt.storage.writing import host_batches
 
 SPECS = {"all": P(), "columns": P(None, "data"), "rows": P("model"), "sharded": P("data", "model")}
 SHAPE = (512, 1024)  # 2 MiB
@@ -141,6 +145,27 @@ def counted() -> dict[str, int]:
     return counts
 
 
+def with_same(found: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The state ``found``, with the changing leaves of ``now``."""
+    layers = {
+        i: {**layer, "lora": now["layers"][i]["lora"]} for i, layer in found["layers"].items()
+    }
+    return {**found, "layers": layers}
+
+
+def fetched() -> dict[str, int]:
+    """Counts the arrays that this process fetches from its devices, but small ones."""
+    counts = {"arrays": 0}
+    start = host_batches._start
+
+    def counting(array: Any) -> Any:
+        counts["arrays"] += array.size >= 1 << 16
+        return start(array)
+
+    host_batches._start = counting
+    return counts
+
+
 def main() -> None:
     directory = epath.Path(sys.argv[4])
     first, last, settings = int(sys.argv[5]), int(sys.argv[6]), json.loads(sys.argv[7])
@@ -156,6 +181,8 @@ def main() -> None:
 
     def at(step: int) -> dict[str, Any]:
         on_devices = state(mesh, step, changed if "host" not in settings else None)
+        if same:
+            on_devices = with_same(same, on_devices)
         return with_host(on_devices, step, changed) if "host" in settings else on_devices
 
     def killed(*args: Any, **kwargs: Any) -> None:
@@ -166,7 +193,11 @@ def main() -> None:
     def failed(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    counts = counted()
+    same: dict[str, Any] = {}
+    if "same" in settings:
+        identities.is_proof = lambda array: True
+        same = state(mesh, 0)
+    counts, fetches = counted(), fetched()
     policy = policies.PreserveAll() if keep is None else policies.LatestN(keep)
     local, every = None, policies.FixedIntervalPolicy(1)
     if ramdisks := settings.get("ramdisks"):
@@ -197,6 +228,9 @@ def main() -> None:
             links.link_folder = killed
         if step == settings.get("lost") and INDEX == 0:
             lose_file(directory, step - 2)
+        if settings.get("other") == [INDEX, step]:
+            same["base"]["rows"] = state(mesh, 0)["base"]["rows"]
+        fetches["arrays"] = 0
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
         try:
@@ -209,7 +243,8 @@ def main() -> None:
         else:
             is_local = "://" not in str(directory)
             new = written(directory, step, began) if INDEX == 0 and is_local else None
-            report(step=step, new=new, messages=counts["messages"] - before)
+            sent = counts["messages"] - before
+            report(step=step, new=new, messages=sent, fetched=fetches["arrays"])
         links.link_folder = link if is_odd else links.link_folder
     ckpt.close()
     report(steps=ckpt.all_steps(), count=COUNT)

@@ -26,7 +26,7 @@ CONTENT = Content(("state/w",), HOST.shape, "float32", Digests(BLOCK, bytes(64),
 def sent(first: int, last: int, host: np.ndarray = HOST) -> dict[str, list[str]]:
     """What a process sends that has some rows of an array."""
     long = block_digests.take_long(HOST.shape, BLOCK, {(first, 0): host[first:last]})
-    return {"state/w": [*comparison._encoded(long)]}
+    return {"state/w": [*comparison.encoded(long)]}
 
 
 def test_all_blocks_must_be_compared_and_equal() -> None:

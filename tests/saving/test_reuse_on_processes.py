@@ -85,6 +85,29 @@ def test_two_processes_write_what_changed_only(by_two: tuple[Path, list[list[Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode", ["copy", *(pytest.param(m, marks=pytest.mark.long) for m in ("reference", "auto"))]
+)
+def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, directory: Path) -> None:
+    """At step 9, one array is another object with the same values, on process 1 alone.
+
+    Before step 11, the database is lost that the save would take over.
+    """
+    reports = run(directory, 2, 1, 12, same=True, mode=mode, other=[1, 9], lost=11)
+    new = new_bytes(reports[0])
+    assert all(0 < new[step] < SMALL for step in (*range(5, 11), 12)), new
+    assert new[11] > WHOLE
+    fetched = [{r["step"]: r["fetched"] for r in told if "step" in r} for told in reports]
+    assert [counts[step] for counts in fetched for step in (1, 2, 3, 4)] == 8 * [5]
+    assert [counts[step] for counts in fetched for step in (5, 6, 7, 8, 10)] == 10 * [0]
+    assert [counts[9] for counts in fetched] == [0, 5]  # all arrays of the database
+    shutil.rmtree(directory / "6")
+    for step in (7, 8, 10, 11, 12):
+        assert not files(directory, step) & files(directory, step - 1)
+        assert_whole(directory, step)
+
+
+@pytest.mark.slow
 def test_two_processes_go_on_after_a_failed_save(
     by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:

@@ -126,7 +126,7 @@ class Writer:
         if reuse:
 
             def decide() -> Any:
-                decision = reuse.decide(plan, stored, capture.kept, answers)
+                decision = reuse.decide(plan, stored, answers)
                 digests_of_linked.update(decision.digests)
                 return decision.to_json()
 
@@ -147,6 +147,8 @@ class Writer:
             nonlocal digests
             arrays = {n: array for n, array in stored.items() if n not in division.linked}
             digests = {**block_digests.gathered(taken, arrays, processes), **digests_of_linked}
+            if reuse:
+                reuse.digested(division, plan, stored, taken, capture.kept)
             progress.enter("writing and committing")
             if not processes.is_first:
                 return {}
@@ -156,8 +158,7 @@ class Writer:
 
         def before_commit(folder: epath.Path) -> None:
             if reuse:
-                kept = capture.kept
-                self._written = reuse.written(folder, division, plan, stored, digests, kept)
+                self._written = reuse.written(folder, division, plan, stored, digests)
             directory.fence()
 
         self._written = None
@@ -298,6 +299,8 @@ class Writer:
                 arrays,
                 [self._answer(capture, offers, plan, arrays, progress)],
             )
+        if self._reuse:  # all processes need one order, and some may keep what others do not
+            arrays = dict(sorted(arrays.items()))
         is_per_host = self._processes.is_per_host
         document = capture.document
         if is_per_host:

@@ -17,7 +17,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import xxhash
@@ -40,6 +40,19 @@ logger = logging.getLogger(__name__)
 
 _Digests = Mapping[str, Sequence[str]]
 """Name of an array -> the numbers of its blocks, and their long digests, both in base64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The long digests of the blocks of an array that this process has.
+
+    Attributes:
+      block: the shape of the blocks.
+      sent: the digests, as ``encoded`` returns them.
+    """
+
+    block: tuple[int, ...]
+    sent: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +105,15 @@ class Answer:
         """Returns the answer as a message to process 0."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
+    def taken(self, offers: Sequence[Offer]) -> dict[str, Taken]:
+        """Returns stored name -> digests, for the arrays to save that were compared."""
+        return {
+            name: Taken(tuple(block), live[name])
+            for offer, live in zip(offers, self.live, strict=True)
+            for name, _, _, block in offer.arrays
+            if name in live
+        }
+
     @classmethod
     def of_bytes(cls, sent: bytes) -> Answer:
         """Returns the answer that ``to_bytes`` serialized."""
@@ -102,7 +124,7 @@ def answer(
     offers: Sequence[Offer],
     plan: Plan,
     arrays: Mapping[str, AnyArray],
-    skipped: Collection[str],
+    taken: Mapping[str, Taken],
     directory: epath.Path,
     processes: Processes,
     known: Sequence[Mapping[str, Content]] | None,
@@ -115,7 +137,7 @@ def answer(
       offers: the offers, the same on all processes.
       plan: the storage plan.
       arrays: stored name -> array.
-      skipped: the names of arrays that need not be compared.
+      taken: stored name -> digests, for arrays that need not be fetched.
       directory: the directory of the run.
       processes: the processes of the run, which read the databases in turn.
       known: on process 0, for each offer the content of the database. If the part of an array that
@@ -130,10 +152,12 @@ def answer(
         on_host = [has_all and isinstance(arrays[name], np.ndarray) for name, *_ in offer.arrays]
         has_all = has_all and len({*on_host}) == 1  # else one place could not store them
         for name, shape, _, block in offer.arrays if has_all else ():
-            if name not in skipped:
+            if (mine := taken.get(name)) is None:
                 parts = _parts(arrays[name], tuple(block))
-                here[name] = _encoded(block_digests.take_long(shape, tuple(block), parts))
+                here[name] = encoded(block_digests.take_long(shape, tuple(block), parts))
                 del parts
+            elif mine.block == tuple(block):
+                here[name] = mine.sent
         gc.collect(0)  # JAX frees memory that numpy has viewed only then
         live.append(here)
         may_be_equal = has_all and not (
@@ -253,11 +277,11 @@ def _read(offer: Offer, folders: Sequence[epath.Path]) -> _Digests:
         if (host := databases.read(folders, name, shape, dtype)) is None:
             return {}
         parts = {(0,) * len(shape): host}
-        found[name] = _encoded(block_digests.take_long(shape, tuple(block), parts))
+        found[name] = encoded(block_digests.take_long(shape, tuple(block), parts))
     return found
 
 
-def _encoded(long: bytes) -> Sequence[str]:
+def encoded(long: bytes) -> Sequence[str]:
     """Returns long digests of blocks as text, without those that are zero: of no block here."""
     rows = _rows(long)
     where = np.flatnonzero(rows.any(axis=1))

@@ -15,7 +15,6 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.unchanged import index_runs
-from torchax_ckpt.saving.unchanged.identities import Identity
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
@@ -85,7 +84,6 @@ class Written:
     Attributes:
       databases: the databases of unchanged arrays: name -> database.
       contents: stored name -> content, for all arrays that later saves may take over.
-      identities: stored name -> the leaves in the array, if their identity proves their values.
       files: for each of the databases its files, as in ``KnownDatabase``.
       still: the leaves that count as still from now on; None if these do not change.
       copied_bytes: the bytes of the objects that the save copied within a bucket.
@@ -93,7 +91,6 @@ class Written:
 
     databases: Mapping[str, Database]
     contents: Mapping[str, Content]
-    identities: Mapping[str, Identity]
     files: Mapping[str, Sequence[Mapping[str, int]]]
     still: Sequence[str] | None
     copied_bytes: int

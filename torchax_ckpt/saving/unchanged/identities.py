@@ -1,9 +1,13 @@
 """Leaves that a save takes over without looking at their values, because they are the same arrays.
 
 The buffer of a JAX array on a TPU never changes, so an array that is the same object as at an
-earlier save has the same values. Its values are then neither copied nor fetched nor compared. On
-the CPU and on GPUs an array may share memory with an array of another library, so there the
-identity of the array proves nothing.
+earlier save has the same values. Its values are then neither copied nor fetched; the save uses the
+digests that an earlier save has taken of them. On the CPU and on GPUs an array may share memory
+with an array of another library, so there the identity of the array proves nothing.
+
+In a run of several processes, each process knows the identities of its own objects, and the digests
+of the blocks that it has. If only some processes find an array to be the same object, the others
+fetch it and take its digests.
 """
 
 from __future__ import annotations
@@ -11,39 +15,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.saving.unchanged.known_databases import Content
+from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.saving.unchanged import known_databases
+from torchax_ckpt.saving.unchanged.comparison import Taken
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.snapshotter import require_alive
 from torchax_ckpt.snapshot.stacking import Array, execute
+from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.writing import host_batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The leaves whose values are stored in an array.
+    """The leaves in a stored array, and what is known of their values.
 
     Attributes:
-      content: what the stored array holds.
-      references: references to the leaves in the stored array, in order.
-      announced: its shape, dtype and sharding.
+      references: the names of the leaves, in order -> references to them.
+      announced: the shape, dtype and sharding of the stored array.
+      taken: the digests of its values.
     """
 
-    content: Content
-    references: tuple[weakref.ref[jax.Array], ...]
+    references: Mapping[str, weakref.ref[jax.Array]]
     announced: HostArray
+    taken: Taken
 
     def is_of(self, leaves: Mapping[str, Array]) -> bool:
         """Returns whether the leaves are still the same objects."""
         return all(
             (leaf := leaves.get(name)) is not None and reference() is leaf
-            for name, reference in zip(self.content.members, self.references, strict=True)
+            for name, reference in self.references.items()
         )
 
 
@@ -52,25 +59,32 @@ class Kept:
     """The arrays of a save that are taken over because their leaves are the same objects.
 
     Attributes:
-      arrays: stored name -> the array's shape, dtype and sharding.
-      contents: stored name -> what the array holds.
+      identities: stored name -> the identity by which the array is taken over.
       leaves: name -> leaf, for all leaves in the arrays. They are held until the save ends, because
         the step that has their values may be deleted before the save begins to write.
-      references: references to the other leaves that did not change at earlier saves, and whose
-        identity proves their values.
-      identities: stored name -> the identity by which the array is taken over.
+      references: references to the leaves that did not change at earlier saves, and whose identity
+        proves their values.
     """
 
-    arrays: Mapping[str, HostArray] = dataclasses.field(default_factory=dict)
-    contents: Mapping[str, Content] = dataclasses.field(default_factory=dict)
+    identities: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
     leaves: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     references: Mapping[str, weakref.ref[jax.Array]] = dataclasses.field(default_factory=dict)
-    identities: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> dict[str, HostArray]:
+        """Stored name -> the array's shape, dtype and sharding."""
+        return {name: identity.announced for name, identity in self.identities.items()}
 
     @property
     def stacks(self) -> dict[str, tuple[str, ...]]:
         """The stacks among the arrays: stored name -> members."""
-        return {n: c.members for n, c in self.contents.items() if c.members != (n,)}
+        members = {name: tuple(i.references) for name, i in self.identities.items()}
+        return {name: leaves for name, leaves in members.items() if leaves != (name,)}
+
+    @property
+    def taken(self) -> dict[str, Taken]:
+        """Stored name -> the digests of the array's values."""
+        return {name: identity.taken for name, identity in self.identities.items()}
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if a leaf was donated or deleted."""
@@ -94,41 +108,101 @@ class Kept:
         return execute(Plan(stacks, frozenset()), leaves, copy=False)
 
 
-def learned(
-    kept: Kept,
-    linked: Collection[str],
-    apart: Iterable[str],
-    contents: Mapping[str, Content],
-    arrays: Mapping[str, Any],
-) -> dict[str, Identity]:
-    """Returns what a save has learned of arrays whose leaves prove their values.
+class Identities:
+    """Knows which arrays of the next save are the same objects as at earlier saves.
 
     Args:
-      kept: what ``Reuse.kept`` returned for the save.
-      linked: the stored names of the arrays that the save took over.
-      apart: the stored names of all arrays in databases of unchanged arrays.
-      contents: stored name -> content, for all arrays in these databases.
-      arrays: stored name -> array.
+      alternates: whether steps have two copies of the unchanged arrays in turn.
+      is_alone: whether this is a run of one process. In a run of several, process 0 stores the
+        arrays on devices of one process as host arrays.
     """
-    new = {
-        name: Identity(
-            contents[name],
-            tuple(kept.references[leaf] for leaf in contents[name].members),
-            host_batches.to_announce(arrays[name]),
-        )
-        for name in apart
-        if all(leaf in kept.references for leaf in contents[name].members)
-    }
-    return {n: kept.identities[n] for n in kept.arrays if n in linked} | new
 
+    def __init__(self, alternates: bool, is_alone: bool) -> None:
+        self._alternates = alternates
+        self._is_alone = is_alone
+        self.forget()
 
-def references(leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]:
-    """Returns references to the leaves whose identity proves their values."""
-    return {
-        name: weakref.ref(array)
-        for name, array in leaves.items()
-        if isinstance(array, jax.Array) and is_proof(array)
-    }
+    def forget(self) -> None:
+        """Forgets everything: the next save looks at all values."""
+        self._newest: Key | None = None  # the newest step
+        self._copy = 0  # which copy it has
+        # For each copy its databases: stored name -> shape of the blocks.
+        self._databases: list[list[dict[str, tuple[int, ...]]]] = [[], []]
+        self._identities: dict[str, Identity] = {}  # of all arrays in the databases of the newest
+        self._next: tuple[int, list[dict[str, tuple[int, ...]]], dict[str, Identity]] | None = None
+
+    def kept(self, newest: Key | None, leaves: Mapping[str, Array]) -> Kept:
+        """Returns the arrays that the next save need not look at.
+
+        Args:
+          newest: the newest step of the run.
+          leaves: the leaves that did not change at earlier saves.
+        """
+        found: dict[str, Identity] = {}
+        if newest is not None and newest == self._newest:
+            copy = 1 - self._copy if self._alternates else self._copy
+            for blocks in self._databases[copy]:
+                these = {n: i for n in blocks if (i := self._identities.get(n)) is not None}
+                if {n: i.taken.block for n, i in these.items()} == blocks and all(
+                    identity.is_of(leaves) for identity in these.values()
+                ):
+                    found |= these
+        same = {leaf: leaves[leaf] for i in found.values() for leaf in i.references}
+        return Kept(found, same, self._references(leaves))
+
+    def saving(
+        self,
+        databases: Iterable[Database],
+        plan: Plan,
+        arrays: Mapping[str, Any],
+        taken: Mapping[str, Taken],
+        references: Mapping[str, weakref.ref[jax.Array]],
+    ) -> None:
+        """Learns what a save stores in its databases of unchanged arrays.
+
+        Args:
+          databases: the databases.
+          plan: the storage plan.
+          arrays: stored name -> array.
+          taken: stored name -> digests of the array's values.
+          references: as in ``Kept``.
+        """
+        self._next = None
+        found: dict[str, Identity] = {}
+        parts: list[dict[str, tuple[int, ...]]] = []
+        copy = 0
+        for database in databases:
+            copy = database.copy
+            members = {name: known_databases.members_of(plan, name) for name in database.arrays}
+            if all(
+                name in taken and references.keys() >= set(leaves)
+                for name, leaves in members.items()
+            ):
+                for name, leaves in members.items():
+                    announced = host_batches.to_announce(arrays[name])
+                    found[name] = Identity(
+                        {n: references[n] for n in leaves}, announced, taken[name]
+                    )
+                parts.append({name: taken[name].block for name in members})
+        if found:
+            self._next = copy, parts, found
+
+    def landed(self, key: Key) -> None:
+        """Records that the step of the save is durable on all processes."""
+        if self._next is None:
+            self.forget()
+            return
+        self._copy, self._databases[self._copy], self._identities = self._next
+        self._newest, self._next = key, None
+
+    def _references(self, leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]:
+        return {
+            name: weakref.ref(array)
+            for name, array in leaves.items()
+            if isinstance(array, jax.Array)
+            and is_proof(array)
+            and (self._is_alone or not array.is_fully_addressable)
+        }
 
 
 def is_proof(array: jax.Array) -> bool:

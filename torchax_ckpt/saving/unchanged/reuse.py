@@ -7,8 +7,8 @@ a database over from an earlier step instead of writing it.
 
 That a leaf is still decides only where it is stored. Before a save takes a database over, it
 compares the 128-bit digests of the arrays that it saves with those of the stored arrays. The save
-computes these digests itself, from the bytes that it would write, except for arrays on TPUs that
-are the same objects as before (``identities.py``).
+computes these digests itself, from the bytes that it would write; or an earlier save has, for
+arrays on TPUs that are the same objects as before (``identities.py``).
 
 There are two copies of each database, which steps take in turn (``copies.py``). This run takes over
 only what it wrote, or what it read and compared.
@@ -35,17 +35,11 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.saving.unchanged import (
-    comparison,
-    identities,
-    known_databases,
-    presence,
-    still_leaves,
-)
-from torchax_ckpt.saving.unchanged.comparison import Answer, Offer
+from torchax_ckpt.saving.unchanged import comparison, known_databases, presence, still_leaves
+from torchax_ckpt.saving.unchanged.comparison import Answer, Offer, Taken
 from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
-from torchax_ckpt.saving.unchanged.identities import Identity, Kept
+from torchax_ckpt.saving.unchanged.identities import Identities, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
@@ -106,8 +100,9 @@ class Reuse:
         # The databases of the newest offers, and their steps.
         self._offered: list[tuple[KnownDatabase, epath.Path]] = []
         self._compared: frozenset[str] = frozenset()  # the arrays that the newest answer was about
+        self._sent: dict[str, Taken] = {}  # and what it said of those that are offered
         self._last: Mapping[str, Content] = {}
-        self._identities: dict[str, Identity] = {}
+        self._identities = Identities(alternates, processes.count == 1)
         self._may_search = searches
         # In a bucket: failed saves in a row that took databases over; next ones that take none.
         self._takes_over = False
@@ -138,7 +133,7 @@ class Reuse:
         if not self._searches:
             return
         self._copies.forget_all()
-        self._identities = {}
+        self._identities.forget()
         self._may_search = True
         if self._leader is None:
             self._learn(parse_manifest(committed))
@@ -158,32 +153,12 @@ class Reuse:
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save takes over without looking at their values.
 
-        In a run of several processes, there are none: each process compares all of its values.
-
         Args:
           names, arrays: the leaves of the state.
         """
-        if self._processes.count > 1:
-            return Kept()
-        still = self._still
+        still, steps = self._still, self._steps()
         leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
-        found: dict[str, Content] = {}
-        for stored in self._copies.take_turn():
-            if stored.is_verified and all(
-                (identity := self._identities.get(name)) is not None
-                and identity.content == content
-                and identity.is_of(leaves)
-                for name, content in stored.contents.items()
-            ):
-                found |= stored.contents
-        same = {leaf: leaves.pop(leaf) for content in found.values() for leaf in content.members}
-        return Kept(
-            {name: self._identities[name].announced for name in found},
-            found,
-            same,
-            identities.references(leaves),
-            {name: self._identities[name] for name in found},
-        )
+        return self._identities.kept(steps[-1].key if steps else None, leaves)
 
     def offers(self) -> list[Offer]:
         """Returns the databases that the next save could take over; called on process 0 only."""
@@ -206,7 +181,7 @@ class Reuse:
         """Compares the arrays of a save with the offers; returns a message for process 0.
 
         Fetches the arrays of the databases that the save could take over, and computes their
-        digests.
+        digests, except of the arrays that are kept.
 
         Args:
           offers: the result of ``offers`` on process 0.
@@ -216,17 +191,19 @@ class Reuse:
         """
         here, self._compared = self._processes, frozenset(arrays)
         known = [stored.contents for stored, _ in self._offered] if here.is_first else None
-        return comparison.answer(
-            offers, plan, arrays, kept.arrays, self._directory.path, here, known
-        ).to_bytes()
+        found = comparison.answer(
+            offers, plan, arrays, kept.taken, self._directory.path, here, known
+        )
+        self._sent = found.taken(offers)
+        return found.to_bytes()
 
     def decide(
-        self, plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept, answers: Sequence[bytes]
+        self, plan: Plan, arrays: Mapping[str, AnyArray], answers: Sequence[bytes]
     ) -> Decision:
         """Decides which databases the new step has; called on process 0 only.
 
         Args:
-          plan, arrays, kept: as for ``answer``, but ``arrays`` are all arrays of the save.
+          plan, arrays: as for ``answer``, but ``arrays`` are all arrays of the save.
           answers: the answers of all processes.
 
         Raises:
@@ -241,10 +218,8 @@ class Reuse:
                 name
                 for name, content in stored.contents.items()
                 if content.members == known_databases.members_of(plan, name)
-                and kept.contents.get(name, content) == content
             }
-            compared = {n: c for n, c in stored.contents.items() if n not in kept.contents}
-            if is_same != stored.contents.keys() or not comparison.are_equal(compared, live):
+            if is_same != stored.contents.keys() or not comparison.are_equal(stored.contents, live):
                 continue
             if not stored.is_verified and not comparison.are_equal(stored.contents, read):
                 text = "%s is damaged: the unchanged arrays are written again"
@@ -265,6 +240,30 @@ class Reuse:
             decision.write(names, still, self._processes.count)
         return decision
 
+    def digested(
+        self,
+        division: Division,
+        plan: Plan,
+        arrays: Mapping[str, Any],
+        digests: Mapping[str, Digests],
+        kept: Kept,
+    ) -> None:
+        """Learns which objects the unchanged arrays are; called on each process.
+
+        Args:
+          division, plan, arrays: as for ``written``.
+          digests: stored name -> digests of the blocks that this process has written.
+          kept: what the method ``kept`` returned for the save.
+        """
+        if not kept.references:
+            return
+        taken = {name: sent for name, sent in self._sent.items() if name in division.linked}
+        for name, found in digests.items():
+            if name in division.places and found.long is not None:
+                taken[name] = Taken(found.block, comparison.encoded(found.long))
+        known = division.databases.values()
+        self._identities.saving(known, plan, arrays, taken, kept.references)
+
     def written(
         self,
         path: epath.Path,
@@ -272,7 +271,6 @@ class Reuse:
         plan: Plan,
         arrays: Mapping[str, Any],
         digests: Mapping[str, Digests],
-        kept: Kept,
     ) -> Written:
         """Returns what is to be known once the new step is durable; called on process 0 only.
 
@@ -282,7 +280,6 @@ class Reuse:
           plan: the storage plan of the save.
           arrays: stored name -> array.
           digests: stored name -> digests, of all arrays.
-          kept: what the method ``kept`` returned for the save.
 
         Raises:
           SaveError, OSError: files that the save took over are gone, or storage does not answer.
@@ -290,13 +287,12 @@ class Reuse:
         linked = [s for s, _ in self._offered if s.contents.keys() <= division.linked]
         files = presence.files_in(path, division.databases, linked)
         contents = known_databases.contents_of_arrays(plan, arrays, digests, self._compared)
-        known = identities.learned(kept, division.linked, division.places, contents, arrays)
         told = None
         if self._leader is None:
             still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
             told = None if still == self._still else sorted(still)
         copied = sum(s.num_bytes for s in linked) if location.is_bucket(path) else 0
-        return Written(division.databases, contents, known, files, told, copied)
+        return Written(division.databases, contents, files, told, copied)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
@@ -309,6 +305,7 @@ class Reuse:
           written: what the method ``written`` returned; None on other processes.
         """
         self._has_learned = True
+        self._identities.landed(committed.key)
         self._be_still(self._still if still is None else frozenset(still))
         if self._takes_over:
             self._takes_over, self._num_failed = False, 0
@@ -320,7 +317,6 @@ class Reuse:
             found = committed.key, name, held, True, database.processes, written.files[name]
             known.append(KnownDatabase(*found))
         self._copies.landed(committed.key, known)
-        self._identities = dict(written.identities)
         self._last = written.contents
 
     def failed(self) -> None:
@@ -330,6 +326,7 @@ class Reuse:
         did not agree on which leaves are still.
         """
         self._copies.forget()
+        self._identities.forget()
         # A service that refuses every copy must not fail every other save.
         if self._takes_over and location.is_bucket(self._directory.path):
             self._num_failed = min(self._num_failed + 1, 6)  # at most 64 saves
